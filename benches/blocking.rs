@@ -1,7 +1,8 @@
-//! `get` of a prompt of 256 blocks beside memcpy of the same bytes, in the same pieces, into the same place: in turns, in
-//! one process, with default settings.
+//! `get` of a prompt of 256 blocks beside memcpy of the same bytes, in the same pieces, into the
+//! same place: in turns, in one process, with default settings.
 //!
-//! `cargo bench -p kvbm-bench --bench blocking` prints one JSON object. A ratio of 1 is memcpy's speed, and 0.9 is wanted.
+//! `cargo bench -p kvbm-bench --bench blocking` prints one JSON object. A ratio of 1 is memcpy's
+//! speed, and 0.9 is wanted.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -79,12 +80,16 @@ impl Bench {
     fn open(block_bytes: usize) -> Result<Self, Error> {
         let prompt_bytes = PROMPT_BLOCKS * block_bytes;
         let mut random = Random::new(7);
-        let mut settings = Settings { block_bytes: Some(block_bytes as u64), ..Settings::default() };
+        let mut settings =
+            Settings { block_bytes: Some(block_bytes as u64), ..Settings::default() };
         settings.host.capacity = Some(Capacity::Blocks((WORKING_SET / block_bytes) as u64));
         let blocks = Blocks::open(settings, Options::default())?;
-        let prompts: Vec<_> = (0..WORKING_SET / prompt_bytes).map(|_| random.chain(PROMPT_BLOCKS)).collect();
+        let prompts: Vec<_> =
+            (0..WORKING_SET / prompt_bytes).map(|_| random.chain(PROMPT_BLOCKS)).collect();
         let mut plain = HugeVec::filled(WORKING_SET, 0);
-        plain.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&random.next().to_le_bytes()));
+        plain
+            .chunks_exact_mut(8)
+            .for_each(|word| word.copy_from_slice(&random.next().to_le_bytes()));
         for (chain, bytes) in prompts.iter().zip(plain.chunks_exact(prompt_bytes)) {
             let kept = blocks.put(chain, |position, slot| {
                 slot.copy_from_slice(&bytes[position * block_bytes..][..block_bytes]);
@@ -100,7 +105,10 @@ impl Bench {
         let bytes = self.engine.len();
         for prompt in 0..self.prompts.len() {
             self.get(prompt)?;
-            assert!(self.engine[..] == self.plain[prompt * bytes..][..bytes], "not the bytes that were put");
+            assert!(
+                self.engine[..] == self.plain[prompt * bytes..][..bytes],
+                "not the bytes that were put"
+            );
         }
         Ok(())
     }

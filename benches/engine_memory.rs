@@ -1,14 +1,17 @@
-//! An engine's own memory beside memcpy of the same pieces with as many threads: saves and loads of a prompt, in turns, in
-//! one process, with default settings; and how soon the first layer of a load is there.
+//! An engine's own memory beside memcpy of the same pieces with as many threads: saves and loads of
+//! a prompt, in turns, in one process, with default settings; and how soon the first layer of a
+//! load is there.
 //!
-//! `cargo bench -p kvbm-bench --bench engine_memory` prints one JSON object. A ratio of 1 is memcpy's speed: 0.8 is wanted
-//! of 32 layers with keys and values apart, 0.95 of blocks in one piece. The first layer is wanted after 1.5/32 of the
-//! whole load.
+//! `cargo bench -p kvbm-bench --bench engine_memory` prints one JSON object. A ratio of 1 is
+//! memcpy's speed: 0.8 is wanted of 32 layers with keys and values apart, 0.95 of blocks in one
+//! piece. The first layer is wanted after 1.5/32 of the whole load.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use kvbm::{BlockHash, EngineMemory, Error, Fence, Manager, Options, RequestInfo, SlotId};
+use kvbm::{
+    BlockHash, EngineMemory, Error, Fence, GroupSlots, Manager, Options, SaveRequest, SlotId,
+};
 use kvbm_cli::measuring::chains::Random;
 use kvbm_cli::measuring::rounds::{Picks, Spread};
 use kvbm_settings::{Capacity, Settings};
@@ -21,7 +24,8 @@ const LAYERS: u16 = 32;
 const PIECE_BYTES: usize = 4 << 10;
 const BLOCK_BYTES: usize = 2 * LAYERS as usize * PIECE_BYTES;
 const PROMPT_BLOCKS: usize = 256;
-/// Of the raw side, and ours before the first round: larger together than the processor's last cache.
+/// Of the raw side, and ours before the first round: larger together than the processor's last
+/// cache.
 const PROMPTS: usize = 5;
 const ROUNDS: usize = 31;
 const PATIENCE: Duration = Duration::from_mins(1);
@@ -60,7 +64,8 @@ fn main() -> Result<(), Error> {
 fn measure(piece_bytes: usize) -> Result<Figure, Error> {
     let mut bench = Bench::open(piece_bytes)?;
     let mut raw = RawPieces::new(piece_bytes, Settings::default().transfer.copy_threads as usize);
-    let (mut memcpy, mut saves, mut loads, mut layers) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let (mut memcpy, mut saves, mut loads, mut layers) =
+        (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut picks = Picks::new(PROMPTS);
     for round in 0..ROUNDS {
         let save = bench.save()?;
@@ -82,7 +87,8 @@ fn measure(piece_bytes: usize) -> Result<Figure, Error> {
     })
 }
 
-/// A manager beside an engine that has room for one prompt, and whose host tier has room for all prompts.
+/// A manager beside an engine that has room for one prompt, and whose host tier has room for all
+/// prompts.
 struct Bench {
     manager: Manager,
     random: Random,
@@ -93,12 +99,17 @@ struct Bench {
 
 impl Bench {
     fn open(piece_bytes: usize) -> Result<Self, Error> {
-        let mut settings = Settings { block_bytes: Some(BLOCK_BYTES as u64), ..Settings::default() };
-        settings.host.capacity = Some(Capacity::Blocks(((PROMPTS + ROUNDS) * PROMPT_BLOCKS) as u64));
+        let mut settings =
+            Settings { block_bytes: Some(BLOCK_BYTES as u64), ..Settings::default() };
+        settings.host.capacity =
+            Some(Capacity::Blocks(((PROMPTS + ROUNDS) * PROMPT_BLOCKS) as u64));
         let tensors = Tensors::new(PROMPT_BLOCKS as u32, BLOCK_BYTES, BLOCK_BYTES / piece_bytes);
         let memory = EngineMemory::new(tensors.into_region(), LAYERS)?;
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-        let manager = runtime.block_on(Manager::open_with(settings, Options::default(), memory))?;
+        let manager = runtime.block_on(Manager::open(
+            settings,
+            Options { engine: Some(memory), ..Options::default() },
+        ))?;
         let slots = (0..PROMPT_BLOCKS as u32).map(SlotId).collect();
         let mut bench = Self { manager, random: Random::new(7), slots, prompts: Vec::new() };
         for _ in 0..PROMPTS {
@@ -111,8 +122,10 @@ impl Bench {
     fn save(&mut self) -> Result<Duration, Error> {
         let chain = self.random.chain(PROMPT_BLOCKS);
         let started = Instant::now();
-        let save =
-            self.manager.save_from(RequestInfo::default(), &chain, 0, &self.slots, Fence::Done).wait()?;
+        let save = self
+            .manager
+            .save_from(&SaveRequest::of(&chain, &[GroupSlots::full(0, &self.slots)]))
+            .wait()?;
         let took = started.elapsed();
         assert_eq!(save.copied, PROMPT_BLOCKS);
         self.prompts.push(chain);
@@ -124,7 +137,8 @@ impl Bench {
         let chain = &self.prompts[prompt % self.prompts.len()];
         let started = Instant::now();
         let lease = self.manager.lease(chain);
-        let mut load = self.manager.load_into(lease, 0..PROMPT_BLOCKS, &self.slots, Fence::Done);
+        let mut load =
+            self.manager.load_into(lease, &[GroupSlots::full(0, &self.slots)], &Fence::Done);
         assert!(load.wait_layers(1, PATIENCE), "the first layer does not come");
         let first = started.elapsed();
         let loaded = load.wait_for(PATIENCE).expect("it ends")?;
@@ -151,7 +165,8 @@ impl RawPieces {
     }
 
     fn down(&mut self, prompt: usize) -> Duration {
-        let blocks = &mut self.host[prompt * PROMPT_BLOCKS * BLOCK_BYTES..][..PROMPT_BLOCKS * BLOCK_BYTES];
+        let blocks =
+            &mut self.host[prompt * PROMPT_BLOCKS * BLOCK_BYTES..][..PROMPT_BLOCKS * BLOCK_BYTES];
         let tensors = &self.tensors;
         let pieces = blocks.chunks_exact_mut(self.piece_bytes).enumerate().map(|(place, to)| {
             let (block, tensor) = (place / tensors.len(), place % tensors.len());
@@ -161,7 +176,8 @@ impl RawPieces {
     }
 
     fn up(&mut self, prompt: usize) -> Duration {
-        let blocks = &self.host[prompt * PROMPT_BLOCKS * BLOCK_BYTES..][..PROMPT_BLOCKS * BLOCK_BYTES];
+        let blocks =
+            &self.host[prompt * PROMPT_BLOCKS * BLOCK_BYTES..][..PROMPT_BLOCKS * BLOCK_BYTES];
         let piece_bytes = self.piece_bytes;
         let mut tensors: Vec<_> =
             self.tensors.iter_mut().map(|tensor| tensor.chunks_exact_mut(piece_bytes)).collect();
@@ -189,6 +205,7 @@ fn copy(mut pieces: Vec<(&mut [u8], &[u8])>, threads: usize) -> Duration {
             pieces.chunks_mut(share).map(|pieces| scope.spawn(move || work(pieces))).collect();
         threads.into_iter().map(|thread| thread.join().expect("it copies")).collect()
     });
-    let (started, ended) = (times.iter().map(|time| time.0).min(), times.iter().map(|time| time.1).max());
+    let (started, ended) =
+        (times.iter().map(|time| time.0).min(), times.iter().map(|time| time.1).max());
     ended.zip(started).map_or(Duration::ZERO, |(ended, started)| ended - started)
 }

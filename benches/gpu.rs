@@ -1,5 +1,6 @@
-//! What the CUDA backend reaches beside the driver's own copies, in one run and in turns. Prints a Markdown table;
-//! exits 1 where there is no GPU and 2 where a figure misses its goal. `--quick` is for trying the program itself.
+//! What the CUDA backend reaches beside the driver's own copies, in one run and in turns. Prints a
+//! Markdown table; exits 1 where there is no GPU and 2 where a figure misses its goal. `--quick` is
+//! for trying the program itself.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -12,8 +13,8 @@ use kvbm_tiers::raw::RawGpu;
 use kvbm_tiers::testing::each;
 use kvbm_tiers::transform::{Layout, Shape, Transform};
 use kvbm_tiers::{
-    Backend, BlockKey, CopyOp, DeviceRegion, Done, DramOptions, DramRegion, Geometry, SegmentMap, SetupError,
-    SlotId, SlotRef, Tier,
+    Backend, BlockKey, CopyOp, DeviceRegion, Done, DramOptions, DramRegion, Geometry, SegmentMap,
+    SetupError, SlotId, SlotRef, Tier,
 };
 
 /// Blocks of a batch, as the scheduler makes them.
@@ -44,7 +45,8 @@ fn main() -> ExitCode {
 struct Plan {
     rounds: usize,
     shape: Shape,
-    /// Rows of the matrices that the engine multiplies meanwhile, and how often: for about as long as the blocks cross.
+    /// Rows of the matrices that the engine multiplies meanwhile, and how often: for about as long
+    /// as the blocks cross.
     matmul: (u32, usize),
     /// Rows of the matrix that it multiplies with vectors, and how often.
     matvec: (u32, usize),
@@ -70,7 +72,11 @@ impl Plan {
     }
 
     const fn block_bytes(&self) -> usize {
-        self.shape.layers * self.shape.kv * self.shape.tokens * self.shape.heads * self.shape.row_bytes
+        self.shape.layers
+            * self.shape.kv
+            * self.shape.tokens
+            * self.shape.heads
+            * self.shape.row_bytes
     }
 
     const fn bytes(&self) -> usize {
@@ -82,9 +88,14 @@ impl Plan {
         self.block_bytes() / self.shape.layers / self.shape.kv / ranks
     }
 
-    /// The tensors of one of so many ranks: as many bytes in all, in smaller blocks. The first lies last if they are
-    /// `backwards`: they are no rows then.
-    fn scattered(&self, gpu: &Gpu, ranks: usize, backwards: bool) -> Result<DeviceRegion, SetupError> {
+    /// The tensors of one of so many ranks: as many bytes in all, in smaller blocks. The first lies
+    /// last if they are `backwards`: they are no rows then.
+    fn scattered(
+        &self,
+        gpu: &Gpu,
+        ranks: usize,
+        backwards: bool,
+    ) -> Result<DeviceRegion, SetupError> {
         let pieces = vec![self.piece_bytes(ranks); self.shape.layers * self.shape.kv];
         let slots = (self.shape.blocks * ranks) as u32;
         let region = gpu.allocate_tensors(slots, &pieces)?;
@@ -102,9 +113,12 @@ impl Plan {
         let whole = gpu.allocate(Geometry::new(self.shape.blocks as u32, self.block_bytes())?)?;
         let mut rows =
             Vec::from(self.crossing(&mut Bed::new(gpu, whole)?, &mut raw, "whole blocks", 0.95)?);
-        for (ranks, backwards, goal, most) in
-            [(1, false, 0.85, 1.08), (8, false, 0.5, 1.08), (1, true, 0.7, 1.08), (8, true, 0.7, 1.3)]
-        {
+        for (ranks, backwards, goal, most) in [
+            (1, false, 0.85, 1.08),
+            (8, false, 0.5, 1.08),
+            (1, true, 0.7, 1.08),
+            (8, true, 0.7, 1.3),
+        ] {
             let mut bed = Bed::new(gpu, self.scattered(gpu, ranks, backwards)?)?;
             let order = if backwards { "no rows" } else { "rows" };
             let what = format!("pieces of {} KiB, {order}", self.piece_bytes(ranks) >> 10);
@@ -120,7 +134,8 @@ impl Plan {
         Ok(rows.iter().all(|row| row.is_met))
     }
 
-    /// Both directions against the driver's best copies of as many bytes, whatever it is given at once.
+    /// Both directions against the driver's best copies of as many bytes, whatever it is given at
+    /// once.
     fn crossing(
         &self,
         bed: &mut Bed,
@@ -130,8 +145,10 @@ impl Plan {
     ) -> Result<[Row; 2], SetupError> {
         let calls = [2 << 20, 16 << 20, self.bytes()];
         let mut best = |way: &mut dyn FnMut(&mut RawGpu, usize) -> Result<Duration, SetupError>| {
-            let times =
-                calls.into_iter().map(|per_call| way(raw, per_call)).collect::<Result<Vec<_>, _>>()?;
+            let times = calls
+                .into_iter()
+                .map(|per_call| way(raw, per_call))
+                .collect::<Result<Vec<_>, _>>()?;
             Ok::<_, SetupError>(rate(self.bytes(), times.into_iter().min().unwrap_or_default()))
         };
         let mut turns = [const { Vec::new() }; 4];
@@ -148,10 +165,18 @@ impl Plan {
         }
         let [raw_to, ours_to, raw_from, ours_from] = turns;
         let row = |way: &str, ours: Vec<f64>, raw: Vec<f64>| {
-            let ratio = Spread::of(ours.iter().zip(&raw).map(|(ours, raw)| ours / raw).collect()).median;
+            let ratio =
+                Spread::of(ours.iter().zip(&raw).map(|(ours, raw)| ours / raw).collect()).median;
             let goal_text = format!("≥ {goal}");
             let (ours, raw) = (gb_s(Spread::of(ours).median), gb_s(Spread::of(raw).median));
-            Row { what: format!("{way}, {what}"), ours, raw, ratio, is_met: ratio >= goal, goal: goal_text }
+            Row {
+                what: format!("{way}, {what}"),
+                ours,
+                raw,
+                ratio,
+                is_met: ratio >= goal,
+                goal: goal_text,
+            }
         };
         Ok([row("host to device", ours_to, raw_to), row("device to host", ours_from, raw_from)])
     }
@@ -159,7 +184,8 @@ impl Plan {
     /// Rearranging against copying within the device.
     fn transforms(&self, raw: &mut RawGpu) -> Result<Vec<Row>, SetupError> {
         let whole = |order| Layout::new(self.shape, order).map(|layout| layout.whole());
-        let half = Layout::new(Shape { heads: self.shape.heads / 2, ..self.shape }, Layout::BLOCKS_NHD)?;
+        let half =
+            Layout::new(Shape { heads: self.shape.heads / 2, ..self.shape }, Layout::BLOCKS_NHD)?;
         let ours = Layout::new(self.shape, Layout::BLOCKS_NHD)?.heads(0..self.shape.heads / 2)?;
         let cases = [
             ("NHD to HND", Transform::new(whole(Layout::BLOCKS_NHD)?, whole(Layout::BLOCKS_HND)?)?),
@@ -178,7 +204,12 @@ impl Plan {
         cases.into_iter().map(|(what, transform)| self.transform(raw, what, &transform)).collect()
     }
 
-    fn transform(&self, raw: &mut RawGpu, what: &str, transform: &Transform) -> Result<Row, SetupError> {
+    fn transform(
+        &self,
+        raw: &mut RawGpu,
+        what: &str,
+        transform: &Transform,
+    ) -> Result<Row, SetupError> {
         let moved = transform.block_bytes() * self.shape.blocks;
         let (mut ours, mut theirs) = (Vec::new(), Vec::new());
         for round in 0..=self.rounds {
@@ -189,9 +220,17 @@ impl Plan {
                 theirs.push(copied);
             }
         }
-        let ratio = Spread::of(ours.iter().zip(&theirs).map(|(ours, raw)| ours / raw).collect()).median;
+        let ratio =
+            Spread::of(ours.iter().zip(&theirs).map(|(ours, raw)| ours / raw).collect()).median;
         let (ours, raw) = (gb_s(Spread::of(ours).median), gb_s(Spread::of(theirs).median));
-        Ok(Row { what: what.to_owned(), ours, raw, ratio, is_met: ratio >= 0.8, goal: "≥ 0.8".to_owned() })
+        Ok(Row {
+            what: what.to_owned(),
+            ours,
+            raw,
+            ratio,
+            is_met: ratio >= 0.8,
+            goal: "≥ 0.8".to_owned(),
+        })
     }
 
     /// Saving and loading while the engine computes, against the engine alone.
@@ -215,7 +254,11 @@ impl Plan {
                     let reports = bed.start(from);
                     let busy = compute()?;
                     let expected = bed.there.slots() as usize;
-                    assert_eq!(reports.iter().filter(|ok| *ok).count(), expected, "every block crosses");
+                    assert_eq!(
+                        reports.iter().filter(|ok| *ok).count(),
+                        expected,
+                        "every block crosses"
+                    );
                     if round > 0 {
                         alone.push(quiet.as_secs_f64());
                         beside.push(busy.as_secs_f64());
@@ -248,7 +291,11 @@ impl Bed {
     fn new(gpu: &Gpu, device: DeviceRegion) -> Result<Self, SetupError> {
         let segments = device.segments().clone();
         let geometry = Geometry::new(segments.slots(), segments.block_bytes())?;
-        let here = Arc::new(DramRegion::host(DramOptions { geometry, huge_pages: true, fault_threads: 4 })?);
+        let here = Arc::new(DramRegion::host(DramOptions {
+            geometry,
+            huge_pages: true,
+            fault_threads: 4,
+        })?);
         let backend = CudaBackend::new(gpu, here, &Arc::new(device))?;
         Ok(Self { there: segments, backend })
     }
@@ -265,7 +312,8 @@ impl Bed {
         started.elapsed()
     }
 
-    /// Submits all blocks; whether each arrived comes through the channel, which closes after the last.
+    /// Submits all blocks; whether each arrived comes through the channel, which closes after the
+    /// last.
     fn start(&mut self, from: Tier) -> mpsc::Receiver<bool> {
         let to = if from == Tier::Host { Tier::Device } else { Tier::Host };
         let slot = |tier, slot| SlotRef { tier, slot: SlotId(slot), generation: 0 };

@@ -1,7 +1,8 @@
-//! What ranks cost: the leader's CPU time for a batch that four processes copy, and their bytes per second in sum
-//! against one process that copies whole blocks.
+//! What ranks cost: the leader's CPU time for a batch that four processes copy, and their bytes per
+//! second in sum against one process that copies whole blocks.
 //!
-//! `cargo bench -p kvbm-bench --bench ranks` prints one JSON object. Copies go from an emulated device to DRAM.
+//! `cargo bench -p kvbm-bench --bench ranks` prints one JSON object. Copies go from an emulated
+//! device to DRAM.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -13,8 +14,8 @@ use std::{env, process};
 
 use kvbm_tiers::ranks::{JoinOptions, Leader, LeaderOptions, Member, Membership};
 use kvbm_tiers::{
-    Backend, BlockKey, CopyOp, Done, DramOptions, DramRegion, Geometry, MemcpyBackend, Route, SlotId,
-    SlotRef, Tier,
+    Backend, BlockKey, CopyOp, Done, DramOptions, DramRegion, Geometry, MemcpyBackend, Route,
+    SlotId, SlotRef, Tier,
 };
 use rustix::time::{ClockId, clock_gettime};
 
@@ -49,8 +50,8 @@ fn main() {
     );
 }
 
-/// Blocks of `block_bytes`, in one process and in slices, in turns: what else uses the machine's memory changes within
-/// less than a second. The median of the turns' ratios, and their quartiles.
+/// Blocks of `block_bytes`, in one process and in slices, in turns: what else uses the machine's
+/// memory changes within less than a second. The median of the turns' ratios, and their quartiles.
 fn throughput(block_bytes: usize) -> String {
     let slots = (WORKING_SET / block_bytes) as u32;
     let one: Arc<dyn Backend> = Arc::new(memcpy(slots, block_bytes));
@@ -120,7 +121,8 @@ impl Ranks {
         Self { leader: Arc::new(leader), slots, processes }
     }
 
-    /// For a batch, of all threads of this process; the least of several runs, since others use the machine.
+    /// For a batch, of all threads of this process; the least of several runs, since others use the
+    /// machine.
     fn leader_cpu_us(&self, in_flight: usize) -> f64 {
         let batches = 1_000;
         let measure = |_| {
@@ -154,8 +156,12 @@ fn be_a_rank(role: &str, place: &Path) {
         fingerprint: String::new(),
         routes: Vec::new(),
     };
-    let options =
-        JoinOptions { dir: place.to_owned(), member, kept: Vec::new(), limit: Duration::from_mins(1) };
+    let options = JoinOptions {
+        dir: place.to_owned(),
+        member,
+        kept: Vec::new(),
+        limit: Duration::from_mins(1),
+    };
     let member = Member::join(options, HashMap::from([(SAVE, backend)])).expect("a leader");
     process::exit(i32::from(member.serve().is_err()));
 }
@@ -171,8 +177,8 @@ fn memcpy(slots: u32, block_bytes: usize) -> MemcpyBackend {
     MemcpyBackend::new(vec![Arc::new(device), Arc::new(host)], THREADS).expect("threads")
 }
 
-/// Copies `batches` batches, `in_flight` of them at a time. Completions start the next ones, so that this thread costs
-/// nothing.
+/// Copies `batches` batches, `in_flight` of them at a time. Completions start the next ones, so
+/// that this thread costs nothing.
 fn run(backend: &Arc<dyn Backend>, batches: usize, slots: u32, in_flight: usize) {
     let (ended, end) = mpsc::channel();
     let ops: Arc<[CopyOp]> = (0..slots).map(op).collect();
@@ -217,7 +223,13 @@ impl Turns {
 fn op(slot: u32) -> CopyOp {
     let at = |tier| SlotRef { tier, slot: SlotId(slot), generation: 1 << 20 };
     let hash = u128::from(slot).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
-    CopyOp { block: BlockKey { hash, group: 0 }, parent: None, owner: None, from: at(SAVE.0), to: at(SAVE.1) }
+    CopyOp {
+        block: BlockKey { hash, group: 0 },
+        parent: None,
+        owner: None,
+        from: at(SAVE.0),
+        to: at(SAVE.1),
+    }
 }
 
 fn cpu_time() -> Duration {

@@ -1,6 +1,8 @@
-//! What encryption costs: blocks to disk and back, sealed and not, and how fast the processor encrypts by itself.
+//! What encryption costs: blocks to disk and back, sealed and not, and how fast the processor
+//! encrypts by itself.
 //!
-//! `cargo bench -p kvbm-bench --bench sealed` prints one JSON object. `TMPDIR` says where the slot files are made.
+//! `cargo bench -p kvbm-bench --bench sealed` prints one JSON object. `TMPDIR` says where the slot
+//! files are made.
 
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -10,8 +12,8 @@ use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use kvbm_tiers::sealed::{Cipher, KeyRing, Scratch, ScratchOptions, TenantKeys};
 use kvbm_tiers::testing::each;
 use kvbm_tiers::{
-    Backend, BlockKey, CopyOp, DiskOptions, DiskRegion, DramOptions, DramRegion, Geometry, Memory, Route,
-    Sealed, SlotId, SlotRef, Tier, UringBackend, Verified,
+    Backend, BlockKey, CopyOp, DiskOptions, DiskRegion, DramOptions, DramRegion, Geometry, Memory,
+    Route, Sealed, SlotId, SlotRef, Tier, UringBackend, Verified,
 };
 
 const WORKING_SET: usize = 512 << 20;
@@ -29,10 +31,15 @@ const AES_THREADS: usize = 2;
 fn main() {
     let sizes = [64 << 10, 1 << 20];
     let rows: Vec<_> = sizes.into_iter().flat_map(contest).collect();
-    println!("{{\"aes_gcm_one_thread_gb_s\": {:.2}, \"disk\": [{}]}}", aes_alone(1), rows.join(", "));
+    println!(
+        "{{\"aes_gcm_one_thread_gb_s\": {:.2}, \"disk\": [{}]}}",
+        aes_alone(1),
+        rows.join(", ")
+    );
 }
 
-/// Sealed against plain and against encryption in memory, in turns: the medians of all and of the rounds' ratios.
+/// Sealed against plain and against encryption in memory, in turns: the medians of all and of the
+/// rounds' ratios.
 fn contest(block_bytes: usize) -> Vec<String> {
     let (plain, sealed) = (plain(block_bytes), sealed(block_bytes));
     let slots = slots(block_bytes);
@@ -135,7 +142,10 @@ fn move_all(backend: &Arc<dyn Backend>, route: Route, slots: u32) -> f64 {
             under_way -= ended_one(&end);
         }
         let ended = ended.clone();
-        backend.submit(batch.to_vec(), each(move |_, result| ended.send(result).expect("the bench waits")));
+        backend.submit(
+            batch.to_vec(),
+            each(move |_, result| ended.send(result).expect("the bench waits")),
+        );
         under_way += batch.len() as u32;
     }
     while under_way > 0 {

@@ -1,15 +1,16 @@
-//! The backends under criterion, without the manager: copies between memory tiers, and a ring with checksums.
-//! `kvbm bench tiers` compares the whole with the bare media.
+//! The backends under criterion, without the manager: copies between memory tiers, and a ring with
+//! checksums. `kvbm bench tiers` compares the whole with the bare media.
 //!
-//! `cargo bench -p kvbm-bench --bench tiers`; slot files are made in the directory for temporary files.
+//! `cargo bench -p kvbm-bench --bench tiers`; slot files are made in the directory for temporary
+//! files.
 
 use std::sync::{Arc, mpsc};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use kvbm_tiers::testing::each;
 use kvbm_tiers::{
-    Backend, BlockKey, Checksums, CopyOp, DiskOptions, DiskRegion, DramOptions, DramRegion, Geometry,
-    MemcpyBackend, Memory, Route, SlotId, SlotRef, Tier, UringBackend, Verified,
+    Backend, BlockKey, Checksums, CopyOp, DiskOptions, DiskRegion, DramOptions, DramRegion,
+    Geometry, MemcpyBackend, Memory, Route, SlotId, SlotRef, Tier, UringBackend, Verified,
 };
 
 /// Larger than the processor's second-level caches.
@@ -19,10 +20,13 @@ const SIZES: [usize; 3] = [64 << 10, 1 << 20, 4 << 20];
 fn memory(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("memory");
     for size in SIZES {
-        let device = Arc::new(DramRegion::emulated_device(options(size)).expect("memory for the device"));
+        let device =
+            Arc::new(DramRegion::emulated_device(options(size)).expect("memory for the device"));
         let host = Arc::new(DramRegion::host(options(size)).expect("memory for the host"));
         let backend = MemcpyBackend::new(vec![device, host], 2).expect("two threads");
-        for (name, route) in [("save", (Tier::Device, Tier::Host)), ("load", (Tier::Host, Tier::Device))] {
+        for (name, route) in
+            [("save", (Tier::Device, Tier::Host)), ("load", (Tier::Host, Tier::Device))]
+        {
             group.throughput(Throughput::Bytes(WORKING_SET as u64));
             group.bench_function(BenchmarkId::new(name, size), |bencher| {
                 bencher.iter(|| move_all(&backend, route, size));
@@ -34,7 +38,8 @@ fn memory(criterion: &mut Criterion) {
 fn disk(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("disk");
     for size in SIZES {
-        let host: Arc<dyn Memory> = Arc::new(DramRegion::host(options(size)).expect("memory for the host"));
+        let host: Arc<dyn Memory> =
+            Arc::new(DramRegion::host(options(size)).expect("memory for the host"));
         let disk = DiskRegion::open(&DiskOptions {
             geometry: options(size).geometry,
             dirs: vec![std::env::temp_dir()],
@@ -47,10 +52,13 @@ fn disk(criterion: &mut Criterion) {
             Ok(ring) => ring,
             Err(error) => return eprintln!("SKIPPED: {error}"),
         };
-        let backend = Verified::new(ring, host, Arc::new(Checksums::new())).expect("a memory and a disk");
+        let backend =
+            Verified::new(ring, host, Arc::new(Checksums::new())).expect("a memory and a disk");
         // Whatever is read must have been written.
         move_all(&backend, (Tier::Host, Tier::Disk), size);
-        for (name, route) in [("write", (Tier::Host, Tier::Disk)), ("read", (Tier::Disk, Tier::Host))] {
+        for (name, route) in
+            [("write", (Tier::Host, Tier::Disk)), ("read", (Tier::Disk, Tier::Host))]
+        {
             group.throughput(Throughput::Bytes(WORKING_SET as u64));
             group.bench_function(BenchmarkId::new(name, size), |bencher| {
                 bencher.iter(|| move_all(&backend, route, size));

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use kvbm::{BlockHash, ErrorKind, Hints, Manager, RequestInfo, Tier};
-use kvbm_settings::{AdmissionMode, Capacity, DiskSettings, EvictionPolicy, Settings, WriteBudget};
+use kvbm_settings::{AdmissionMode, Capacity, DiskSettings, EvictionKind, Settings, WriteBudget};
 use kvbm_tests::engine::{self, serve};
 use kvbm_tests::rig::hash;
 use prometheus::Registry;
@@ -18,10 +18,9 @@ fn chain(n: u32) -> Vec<BlockHash> {
 /// A device of 8 blocks, a host of 16, a disk of 64.
 fn settings(dir: &tempfile::TempDir, change: impl FnOnce(&mut DiskSettings)) -> Settings {
     let mut settings = engine::settings(BLOCK, 8, 16);
-    settings.eviction = EvictionPolicy::Lru;
+    settings.eviction = EvictionKind::Lru;
     settings.flush.interval_ms = 1;
-    settings.disk.capacity = Some(Capacity::Blocks(64));
-    settings.disk.dirs = vec![dir.path().to_owned()];
+    engine::add_disk(&mut settings, 64, dir.path());
     change(&mut settings.disk);
     settings
 }
@@ -41,7 +40,7 @@ fn serve_fully(manager: &Manager, chain: &[BlockHash]) {
         manager.tick();
         std::thread::sleep(Duration::from_millis(2));
     }
-    panic!("no room came up: {:?}", manager.counts(Tier::Host));
+    panic!("no room came up: {:?}", manager.admin().counts(Tier::Host));
 }
 
 #[test]
@@ -52,7 +51,7 @@ fn written_back_is_what_leaves_and_nothing_is_lost() {
         serve_fully(&manager, &chain(n));
     }
     std::thread::sleep(Duration::from_millis(60));
-    assert_eq!(manager.stats(Tier::Disk).published, 0, "there is room above for all");
+    assert_eq!(manager.admin().stats(Tier::Disk).published, 0, "there is room above for all");
     for n in 3..12 {
         serve_fully(&manager, &chain(n));
     }
@@ -61,11 +60,12 @@ fn written_back_is_what_leaves_and_nothing_is_lost() {
         serve_fully(&manager, &chain(n));
     }
     assert!(manager.drain(LIMIT).is_complete());
-    assert_eq!(manager.counts(Tier::Disk).resident, 48, "everything goes down in the end");
-    assert_eq!(manager.audit(), []);
+    assert_eq!(manager.admin().counts(Tier::Disk).resident, 48, "everything goes down in the end");
+    assert_eq!(manager.admin().audit(), []);
 }
 
-/// The background thread asks about blocks as if they were merely used; a drain must not lose to it.
+/// The background thread asks about blocks as if they were merely used; a drain must not lose to
+/// it.
 #[test]
 fn a_drain_sends_down_everything_however_much_it_is() {
     let dir = tempfile::tempdir().unwrap();
@@ -78,10 +78,10 @@ fn a_drain_sends_down_everything_however_much_it_is() {
     for n in 0..120 {
         serve_fully(&manager, &chain(n));
     }
-    assert!(manager.stats(Tier::Disk).published < 480);
+    assert!(manager.admin().stats(Tier::Disk).published < 480);
     assert!(manager.drain(LIMIT).is_complete());
-    assert_eq!(manager.counts(Tier::Disk).resident, 480);
-    assert_eq!(manager.audit(), []);
+    assert_eq!(manager.admin().counts(Tier::Disk).resident, 480);
+    assert_eq!(manager.admin().audit(), []);
 }
 
 #[test]
@@ -93,9 +93,9 @@ fn no_day_sees_more_writes_than_the_budget() {
         serve_fully(&manager, &chain(n));
     }
     assert!(manager.drain(LIMIT).is_complete());
-    let written = manager.stats(Tier::Disk).published;
+    let written = manager.admin().stats(Tier::Disk).published;
     assert!(written <= 4, "{written} blocks within an hour, of a budget of 4 an hour");
-    assert_eq!(manager.audit(), []);
+    assert_eq!(manager.admin().audit(), []);
 }
 
 #[test]
@@ -109,7 +109,7 @@ fn a_budget_of_nothing_writes_nothing_and_serves_on() {
         serve_fully(&manager, &chain(n));
     }
     assert!(manager.drain(LIMIT).is_complete());
-    assert_eq!(manager.stats(Tier::Disk).published, 0);
+    assert_eq!(manager.admin().stats(Tier::Disk).published, 0);
 }
 
 #[test]
@@ -140,8 +140,8 @@ fn a_pin_keeps_a_chain_until_it_expires() {
     while manager.matches(&brief).longest() > 0 && Instant::now() < deadline {
         manager.tick();
         std::thread::sleep(Duration::from_millis(5));
-        manager.evict(Tier::Device, 8);
-        manager.evict(Tier::Host, 16);
+        manager.admin().evict(Tier::Device, 8);
+        manager.admin().evict(Tier::Host, 16);
     }
     assert_eq!((manager.matches(&brief).longest(), manager.matches(&pinned).longest()), (0, 4));
 }
@@ -149,10 +149,13 @@ fn a_pin_keeps_a_chain_until_it_expires() {
 #[test]
 fn a_tenant_that_takes_all_gives_way_to_another() {
     let mut settings = engine::settings(BLOCK, 8, 16);
-    (settings.eviction, settings.fair_tenants) = (EvictionPolicy::Lru, true);
+    (settings.eviction, settings.fair_tenants) = (EvictionKind::Lru, true);
     let manager = engine::open(settings, &Registry::new()).unwrap();
-    let of =
-        |tenant| RequestInfo { hints: Hints { tenant: Some(tenant), ..Hints::default() }, request: None };
+    let of = |tenant| RequestInfo {
+        hints: Hints { tenant: Some(tenant), ..Hints::default() },
+        request: None,
+        ..RequestInfo::default()
+    };
     let serve_for = |tenant, chain: &[BlockHash]| {
         let lease = manager.load(manager.lease_for(of(tenant), chain)).wait().unwrap().lease;
         let mut allocation = manager.allocate(chain, lease).unwrap();
@@ -169,5 +172,5 @@ fn a_tenant_that_takes_all_gives_way_to_another() {
         4,
         "tenant 2 is above its share, tenant 1 is not"
     );
-    assert_eq!(manager.audit(), []);
+    assert_eq!(manager.admin().audit(), []);
 }

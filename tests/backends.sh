@@ -36,6 +36,7 @@ stop() {
 }
 trap stop EXIT
 
+source tests/build.sh
 source tests/expect.sh
 
 # Sums up what lies in a directory: 0 if all holds, 1 if anything is wrong or missing, 3 if only figures fall short.
@@ -205,7 +206,7 @@ if [[ ! -e $environment/ready ]] && ! install; then
     echo 'backends.sh: pip cannot install nixl-cu12 and moto here' >&2
     exit 77
 fi
-cargo build --quiet --profile "$profile" --package kvbm-cli
+build_kvbm "$profile"
 environment=$(cd "$environment" && pwd)
 python=$environment/bin/python
 
@@ -227,9 +228,8 @@ expect 'UCX is ready' state "$scratch/doctor.json" UCX ready
 expect 'POSIX is ready' state "$scratch/doctor.json" POSIX ready
 expect 'OBJ is off unless named' state "$scratch/doctor.json" OBJ disabled
 expect 'what nothing uses is told' grep -q 'UCX is on and nothing uses it' "$scratch/doctor.json"
-# As part of the whole, of which tests/run.sh has built it.
 expect 'spans say what NIXL measured' with_nixl KVBM_REQUIRE=nixl \
-    cargo test --quiet --profile "$profile" --workspace --exclude kvbm-bench --test spans nixl >&2
+    cargo test --quiet --profile "$profile" "${WHOLE[@]}" --test spans nixl >&2
 
 # Exits with 2 and says so: variable, value, what the message holds.
 refused() {

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 
 use kvbm::blocking::Blocks;
 use kvbm::{BlockHash, Chain, Error, ErrorKind, Manager, Options, RequestId, RequestInfo, Tier};
-use kvbm_settings::{Capacity, EvictionPolicy, Settings};
-use kvbm_tests::rig::{hash, metric, number};
+use kvbm_settings::{Capacity, EvictionKind, Settings};
+use kvbm_tests::engine;
+use kvbm_tests::rig::{hash, metric, number, wait_until};
 use kvbm_tiers::chaos::{Chaos, Schedule};
 use kvbm_tiers::testing::{fill_pattern, has_pattern};
 use prometheus::Registry;
@@ -102,7 +103,10 @@ impl Engine {
                 return Err(EngineError::Copy(position));
             }
             assert_eq!(block.len(), self.blocks.block_bytes());
-            assert!(has_pattern(number_of(chain, position), block), "block {position} is not its own");
+            assert!(
+                has_pattern(number_of(chain, position), block),
+                "block {position} is not its own"
+            );
             positions.push(position);
             Ok(())
         });
@@ -133,7 +137,7 @@ impl Engine {
     fn sink(&self, chain: &[BlockHash]) {
         self.put(chain).assert(0..chain.len(), chain.len());
         assert!(self.manager().drain(LIMIT).is_complete());
-        self.manager().evict(Tier::Host, usize::MAX);
+        self.manager().admin().evict(Tier::Host, usize::MAX);
         assert_eq!(self.held(chain, Tier::Host), 0);
         assert_eq!(self.held(chain, Tier::Disk), chain.len());
     }
@@ -158,8 +162,12 @@ impl Engine {
     }
 
     fn slot_file(&self) -> PathBuf {
-        let files = fs::read_dir(self.dir.path().join("slots")).unwrap().map(|entry| entry.unwrap().path());
-        files.filter(|path| path.extension().is_some_and(|e| e == "blocks")).last().expect("a slot file")
+        let files =
+            fs::read_dir(self.dir.path().join("slots")).unwrap().map(|entry| entry.unwrap().path());
+        files
+            .filter(|path| path.extension().is_some_and(|e| e == "blocks"))
+            .last()
+            .expect("a slot file")
     }
 
     /// Every slot is free or resident, the table is sound, and everything works.
@@ -174,17 +182,17 @@ impl Engine {
 
     #[track_caller]
     fn assert_no_slot_is_missing(&self) {
-        assert_eq!(self.manager().audit(), []);
+        assert_eq!(self.manager().admin().audit(), []);
         for tier in Tier::ALL {
             // What a reset forgot comes back in the background.
             let deadline = Instant::now() + LIMIT;
-            while self.manager().counts(tier).forgotten > 0 && Instant::now() < deadline {
+            while self.manager().admin().counts(tier).forgotten > 0 && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(1));
             }
-            let counts = self.manager().counts(tier);
+            let counts = self.manager().admin().counts(tier);
             assert_eq!(counts.free + counts.resident, counts.total, "{tier}: {counts:?}");
         }
-        let staging = self.manager().staging();
+        let staging = self.manager().admin().staging();
         assert_eq!(staging.idle, staging.total, "{staging:?}");
     }
 }
@@ -192,7 +200,7 @@ impl Engine {
 /// A host tier of so many blocks, which gives up what was used longest ago.
 fn settings(host: u64) -> Settings {
     let mut settings =
-        Settings { block_bytes: Some(BLOCK), eviction: EvictionPolicy::Lru, ..Settings::default() };
+        Settings { block_bytes: Some(BLOCK), eviction: EvictionKind::Lru, ..Settings::default() };
     settings.host.capacity = Some(Capacity::Blocks(host));
     settings.host.huge_pages = false;
     settings.disk.keep = true;
@@ -258,11 +266,15 @@ fn take(engine: &Engine, step: &Step) {
     match *step {
         Step::Get { prompt: number, blocks } => {
             let chain = prompt(number, blocks);
-            let (here, all) = (engine.held(&chain, Tier::Host), engine.manager().matches(&chain).longest());
+            let (here, all) =
+                (engine.held(&chain, Tier::Host), engine.manager().matches(&chain).longest());
             let got = engine.get(&chain);
             let found = *got.result.as_ref().unwrap();
             got.assert(0..found, found);
-            assert!((here..=all).contains(&found), "{found} blocks of {here} here and {all} in all");
+            assert!(
+                (here..=all).contains(&found),
+                "{found} blocks of {here} here and {all} in all"
+            );
         }
         Step::Put { prompt: number, blocks } => {
             let chain = prompt(number, blocks);
@@ -280,7 +292,7 @@ fn take(engine: &Engine, step: &Step) {
             assert_eq!(put.positions, (here..kept).collect::<Vec<_>>());
             assert_eq!(engine.held(&chain, Tier::Host), kept);
         }
-        Step::Evict(tier, blocks) => drop(engine.manager().evict(tier, blocks)),
+        Step::Evict(tier, blocks) => drop(engine.manager().admin().evict(tier, blocks)),
         Step::Drain => assert!(engine.manager().drain(LIMIT).is_complete()),
     }
 }
@@ -289,7 +301,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 128, max_shrink_iters: 200, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_was_put_is_got_and_only_what_is_absent_is_asked_for(
+    fn what_was_put_is_got_and_only_the_absent_asked(
         has_disk: bool,
         steps in prop::collection::vec(step(), 1..60),
     ) {
@@ -335,7 +347,7 @@ fn blocks_of_any_size_come_whole() {
 }
 
 #[test]
-fn what_lies_on_disk_comes_back_through_the_host_tier_and_stays_there() {
+fn disk_blocks_come_back_through_the_host_tier_and_stay() {
     let engine = Engine::with_disk();
     engine.sink(&chain(1));
     engine.put(&chain(1)[..2]).assert(0..2, 2);
@@ -350,7 +362,7 @@ fn what_lies_in_objects_comes_back_too() {
     let engine = Engine::open(|settings, _| settings.object.url = Some("memory:///".to_owned()));
     engine.put(&chain(1)).assert(0..6, 6);
     assert!(engine.manager().drain(LIMIT).is_complete());
-    engine.manager().evict(Tier::Host, usize::MAX);
+    engine.manager().admin().evict(Tier::Host, usize::MAX);
     assert_eq!((engine.held(&chain(1), Tier::Host), engine.held(&chain(1), Tier::Object)), (0, 6));
     engine.get(&chain(1)).assert(0..6, 6);
     engine.assert_sound();
@@ -358,7 +370,7 @@ fn what_lies_in_objects_comes_back_too() {
 
 /// Three parts of what is loaded at a time, the last one short.
 #[test]
-fn a_long_prompt_is_handed_over_while_it_is_being_loaded() {
+fn a_long_prompt_is_handed_over_during_its_load() {
     const BLOCKS: u32 = 70;
     let mut settings = settings(80);
     settings.block_bytes = Some(1 << 20);
@@ -377,7 +389,7 @@ fn a_long_prompt_is_handed_over_while_it_is_being_loaded() {
     });
     assert_eq!(got.unwrap(), BLOCKS as usize);
     assert!(in_host[0] < BLOCKS as usize, "the first block waited for the last one");
-    engine.manager().evict(Tier::Host, usize::MAX);
+    engine.manager().admin().evict(Tier::Host, usize::MAX);
     // It ends early: what is on its way comes, and nobody minds.
     let until = engine.get_until(&chain, 3);
     assert!(matches!(until.result, Err(EngineError::Copy(3))), "{until:?}");
@@ -387,7 +399,7 @@ fn a_long_prompt_is_handed_over_while_it_is_being_loaded() {
 }
 
 #[test]
-fn a_prompt_longer_than_the_host_tier_is_kept_in_part() {
+fn a_prompt_beyond_the_host_tier_is_kept_in_part() {
     for engine in [Engine::of_host(16), Engine::with_disk()] {
         let chain = long_chain(1, 40);
         engine.put(&chain).assert(0..16, 16);
@@ -399,17 +411,17 @@ fn a_prompt_longer_than_the_host_tier_is_kept_in_part() {
 }
 
 #[test]
-fn a_block_that_rots_on_disk_ends_the_get_and_is_written_anew() {
+fn a_rotten_block_ends_the_get_and_is_written_anew() {
     let engine = Engine::with_disk();
     let chain = chain(1);
     engine.sink(&chain);
     engine.spoil_on_disk(chain[3]);
     engine.get(&chain).assert(0..3, 3);
-    assert_eq!(engine.manager().stats(Tier::Disk).quarantined, 3);
+    assert_eq!(engine.manager().admin().stats(Tier::Disk).quarantined, 3);
     engine.put(&chain).assert(3..6, 6);
     engine.get(&chain).assert(0..6, 6);
     assert!(engine.manager().drain(LIMIT).is_complete());
-    engine.manager().evict(Tier::Host, usize::MAX);
+    engine.manager().admin().evict(Tier::Host, usize::MAX);
     engine.get(&chain).assert(0..6, 6);
     engine.assert_sound();
 }
@@ -441,14 +453,19 @@ fn a_panic_in_the_engines_copy_leaks_nothing() {
     assert!(catch_unwind(put).is_err());
     engine.assert_no_slot_is_missing();
     engine.get(&chain(1)).assert(0..2, 2);
-    let get =
-        AssertUnwindSafe(|| engine.blocks.get(&chain(1), |_, _| -> Result<(), Error> { panic!("injected") }));
+    let get = AssertUnwindSafe(|| {
+        engine.blocks.get(&chain(1), |_, _| -> Result<(), Error> { panic!("injected") })
+    });
     assert!(catch_unwind(get).is_err());
     engine.put(&chain(1)).assert(2..6, 6);
     engine.get(&chain(1)).assert(0..6, 6);
     assert!(engine.manager().drain(LIMIT).is_complete());
-    engine.manager().evict(Tier::Host, usize::MAX);
-    assert_eq!(engine.manager().counts(Tier::Host).resident, 0, "somebody still holds what was shown");
+    engine.manager().admin().evict(Tier::Host, usize::MAX);
+    assert_eq!(
+        engine.manager().admin().counts(Tier::Host).resident,
+        0,
+        "somebody still holds what was shown"
+    );
     engine.assert_sound();
 }
 
@@ -512,7 +529,7 @@ fn nobody_waits_for_what_another_one_writes() {
 }
 
 #[test]
-fn what_hangs_on_a_block_that_was_not_written_goes_with_it() {
+fn what_hangs_on_an_unwritten_block_goes_with_it() {
     let engine = Engine::with_disk();
     meanwhile(&engine, Err(EngineError::Copy(2)));
     engine.get(&chain(1)).assert(0..2, 2);
@@ -530,7 +547,7 @@ fn engines_share_a_small_host_tier_over_a_disk() {
         settings.flush.interval_ms = 5;
     });
     let (began, lasts) = (Instant::now(), Duration::from_secs(3));
-    let was_read = || engine.manager().bytes().iter().any(|&(from, ..)| from == Tier::Disk);
+    let was_read = || engine.manager().admin().bytes().iter().any(|&(from, ..)| from == Tier::Disk);
     let found = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for seed in 0..4 {
@@ -549,13 +566,13 @@ fn engines_share_a_small_host_tier_over_a_disk() {
         }
     });
     assert!(found.into_inner() > 0);
-    assert_eq!(engine.manager().failures(), 0);
+    assert_eq!(engine.manager().admin().failures(), 0);
     assert!(was_read(), "the disk was never read");
     engine.assert_sound();
 }
 
 #[test]
-fn a_manager_closed_in_the_middle_says_so_and_keeps_no_slot() {
+fn a_manager_closed_midway_says_so_and_keeps_no_slot() {
     let engine = Engine::with_disk();
     engine.sink(&chain(1));
     let put = engine.blocks.put(&chain(2), |position, slot| {
@@ -573,7 +590,7 @@ fn a_manager_closed_in_the_middle_says_so_and_keeps_no_slot() {
 }
 
 #[test]
-fn a_manager_closed_while_blocks_are_handed_over_hands_over_no_wrong_one() {
+fn a_manager_closed_midway_hands_over_no_wrong_block() {
     let engine = Engine::with_disk();
     engine.sink(&chain(1));
     engine.put(&chain(1)[..2]).assert(0..2, 2);
@@ -585,14 +602,17 @@ fn a_manager_closed_while_blocks_are_handed_over_hands_over_no_wrong_one() {
         Ok::<_, Error>(())
     });
     // What had arrived before the end may still come.
-    assert!(got.as_ref().is_ok_and(|&found| found == shown) || got.unwrap_err().kind() == ErrorKind::Closed);
+    assert!(
+        got.as_ref().is_ok_and(|&found| found == shown)
+            || got.unwrap_err().kind() == ErrorKind::Closed
+    );
     assert!(engine.manager().close(LIMIT).is_complete());
     engine.assert_no_slot_is_missing();
 }
 
 /// Weights change while the engine copies: what it gets or puts is of the old ones.
 #[test]
-fn a_reset_in_the_middle_is_told_and_nothing_old_comes_back() {
+fn a_reset_midway_is_told_and_nothing_old_comes_back() {
     let engine = Engine::with_disk();
     engine.sink(&chain(1));
     engine.put(&chain(1)[..2]).assert(0..2, 2);
@@ -633,11 +653,7 @@ fn a_disk_that_hangs_costs_time_and_what_lies_there() {
     engine.get(&chain(1)).assert(0..2, 2);
     engine.put(&chain(1)[..3]).assert(2..3, 3);
     chaos.heal();
-    let deadline = Instant::now() + LIMIT;
-    while engine.get(&chain(1)).result.unwrap() < 6 {
-        assert!(Instant::now() < deadline, "the disk is not used again");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait_until(LIMIT, "the disk is not used again", || engine.get(&chain(1)).result.unwrap() == 6);
     engine.assert_sound();
 }
 
@@ -662,8 +678,7 @@ fn without_a_host_tier_the_error_names_the_setting() {
     let dir = tempfile::tempdir().unwrap();
     let mut settings = settings(16);
     settings.host.capacity = None;
-    settings.disk.capacity = Some(Capacity::Blocks(64));
-    settings.disk.dirs = vec![dir.path().to_owned()];
+    engine::add_disk(&mut settings, 64, dir.path());
     let error = Blocks::open(settings, Options::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
     assert!(error.to_string().contains("host.capacity (DYN_KVBM_CPU_CACHE_GB)"), "{error}");
@@ -671,10 +686,10 @@ fn without_a_host_tier_the_error_names_the_setting() {
 
 #[test]
 fn inside_of_an_async_runtime_a_manager_is_opened_first() {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    let error = runtime.block_on(async { Blocks::open(settings(16), Options::default()) }).unwrap_err();
+    let error =
+        engine::block_on(async { Blocks::open(settings(16), Options::default()) }).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
-    let manager = runtime.block_on(Manager::open(settings(16), Options::default())).unwrap();
+    let manager = engine::block_on(Manager::open(settings(16), Options::default())).unwrap();
     let blocks = Blocks::of(Arc::new(manager)).unwrap();
     assert_eq!(blocks.get(&chain(1), |_, _| Ok::<_, Error>(())).unwrap(), 0);
 }

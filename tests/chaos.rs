@@ -1,12 +1,13 @@
-//! A manager over media that fail, lie and hang, in every way that the chaos layer knows: time is lost, and some hits,
-//! but no byte is wrong, and when the medium is well again everything works again.
+//! A manager over media that fail, lie and hang, in every way that the chaos layer knows: time is
+//! lost, and some hits, but no byte is wrong, and when the medium is well again everything works
+//! again.
 
 use std::time::Duration;
 
 use kvbm::{BlockHash, Manager, Options, Tier};
-use kvbm_settings::{Capacity, DiskBackend, Settings};
+use kvbm_settings::{DiskBackend, Settings};
 use kvbm_tests::engine::{self, serve};
-use kvbm_tests::rig::{hash, metric};
+use kvbm_tests::rig::{hash, metric, wait_until};
 use kvbm_tiers::chaos::{Chaos, Kind, Medium, Schedule};
 use prometheus::Registry;
 
@@ -29,21 +30,23 @@ impl Troubled {
         let dir = tempfile::tempdir().unwrap();
         let mut settings = engine::settings(4096, 16, 16);
         settings.transfer.timeout_ms = 200;
-        settings.disk.capacity = Some(Capacity::Blocks(64));
-        settings.disk.dirs = vec![dir.path().to_owned()];
+        engine::add_disk(&mut settings, 64, dir.path());
         settings.disk.backend = backend;
         settings.object.url = Some("memory:///".to_owned());
         change(&mut settings);
         let chaos = Chaos::new(Schedule::scripted([fault.parse().unwrap()]));
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let registry = Registry::new();
-        let options =
-            Options { chaos: Some(chaos.clone()), registry: registry.clone(), ..Options::default() };
-        let manager = runtime.block_on(Manager::open(settings, options)).unwrap();
+        let options = Options {
+            chaos: Some(chaos.clone()),
+            registry: registry.clone(),
+            ..Options::default()
+        };
+        let manager = engine::block_on(Manager::open(settings, options)).unwrap();
         Self { manager, chaos, registry, _dir: dir }
     }
 
-    /// Serves chains that go down to `tier` as far as they get, and again from there. No byte may be wrong.
+    /// Serves chains that go down to `tier` as far as they get, and again from there. No byte may
+    /// be wrong.
     fn serve_some(&self, tier: Tier) {
         for _ in 0..2 {
             for n in 0..8 {
@@ -56,7 +59,7 @@ impl Troubled {
 
     fn evict_above(&self, tier: Tier) {
         for upper in Tier::ALL.into_iter().filter(|&upper| upper < tier) {
-            self.manager.evict(upper, 64);
+            self.manager.admin().evict(upper, 64);
         }
     }
 
@@ -65,7 +68,10 @@ impl Troubled {
     fn assert_works(&self, tier: Tier, n: u32) {
         let deadline = std::time::Instant::now() + LIMIT;
         let comes_back = || {
-            assert!(self.manager.drain(LIMIT).is_complete(), "everything that is dirty can be flushed");
+            assert!(
+                self.manager.drain(LIMIT).is_complete(),
+                "everything that is dirty can be flushed"
+            );
             self.evict_above(tier);
             let held = self.manager.matches(&chain(n));
             let served = serve(&self.manager, &chain(n));
@@ -82,8 +88,10 @@ impl Troubled {
 
     /// Bytes were spoilt, and somebody noticed.
     fn assert_noticed(&self) {
-        let dropped: u64 =
-            [Tier::Disk, Tier::Object].map(|tier| self.manager.stats(tier).quarantined).into_iter().sum();
+        let dropped: u64 = [Tier::Disk, Tier::Object]
+            .map(|tier| self.manager.admin().stats(tier).quarantined)
+            .into_iter()
+            .sum();
         assert!(dropped > 0, "{:?}", self.chaos.injected());
     }
 
@@ -100,9 +108,9 @@ impl Troubled {
         for (n, tier) in (200..).zip([Tier::Host, Tier::Disk, Tier::Object]) {
             self.assert_works(tier, n);
         }
-        assert_eq!(self.manager.audit(), []);
+        assert_eq!(self.manager.admin().audit(), []);
         let never = self.chaos.injected().get(&Kind::Never).copied().unwrap_or_default();
-        assert_eq!(self.manager.overdue(), never);
+        assert_eq!(self.manager.admin().overdue(), never);
     }
 
     fn manager_works_at_all(&self) -> bool {
@@ -123,7 +131,8 @@ fn chain(n: u32) -> Vec<BlockHash> {
 
 fn each_kind_of(medium: Medium, tier: Tier, backend: DiskBackend) {
     // A copy that hangs or never ends is a test of the scheduler's time-outs: below, few at a time.
-    let kinds = medium.kinds().iter().copied().filter(|kind| ![Kind::Hang, Kind::Never].contains(kind));
+    let kinds =
+        medium.kinds().iter().copied().filter(|kind| ![Kind::Hang, Kind::Never].contains(kind));
     for kind in kinds {
         let troubled = Troubled::new(&format!("{}:{kind}@0s+1h x8", medium.name()), backend);
         troubled.chaos.start();
@@ -152,7 +161,7 @@ fn an_object_store_fails_in_every_way_and_works_again() {
 }
 
 #[test]
-fn a_disk_that_hangs_shorter_than_the_time_out_is_waited_for() {
+fn a_disk_that_hangs_below_the_time_out_is_awaited() {
     let patient = |settings: &mut Settings| settings.transfer.timeout_ms = 5_000;
     let troubled = Troubled::with("disk:hang@0s+500ms", DiskBackend::Auto, patient);
     troubled.chaos.start();
@@ -162,7 +171,7 @@ fn a_disk_that_hangs_shorter_than_the_time_out_is_waited_for() {
 }
 
 #[test]
-fn a_copy_that_never_completes_is_overdue_and_nothing_else_is() {
+fn only_a_copy_that_never_completes_is_overdue() {
     let troubled = Troubled::new("disk.write:never@0s+1h x1", DiskBackend::Auto);
     troubled.chaos.start();
     troubled.serve_some(Tier::Disk);
@@ -171,7 +180,7 @@ fn a_copy_that_never_completes_is_overdue_and_nothing_else_is() {
 }
 
 #[test]
-fn a_disk_that_is_left_alone_is_said_to_be_until_it_is_not() {
+fn an_avoided_disk_is_reported_until_it_is_used_again() {
     let troubled = Troubled::new("disk.write:eio@0s+1h", DiskBackend::Auto);
     let route = [("from", "host"), ("to", "disk")];
     let is_open = || metric(&troubled.registry, "kvbm_breaker_open", &route);
@@ -186,47 +195,54 @@ fn a_disk_that_is_left_alone_is_said_to_be_until_it_is_not() {
         if is_open() == 1 {
             break;
         }
-        assert!(std::time::Instant::now() < deadline, "a disk that fails every write is used on and on");
+        assert!(
+            std::time::Instant::now() < deadline,
+            "a disk that fails every write is used on and on"
+        );
     }
     troubled.assert_heals(Kind::Io);
     assert_eq!(is_open(), 0);
 }
 
-/// What the scrubber reads is overdue like any copy, nothing is kept waiting for it, and scrubbing goes on.
+/// What the scrubber reads is overdue like any copy, nothing is kept waiting for it, and scrubbing
+/// goes on.
 fn scrubs_on_after(fault: &str, kind: Kind) {
-    let troubled =
-        Troubled::with(fault, DiskBackend::Auto, |settings| settings.transfer.scrub_mib_per_second = 100);
-    let wait_until = |what: &str, is_so: &dyn Fn() -> bool| {
-        let deadline = std::time::Instant::now() + LIMIT;
-        while !is_so() {
-            assert!(std::time::Instant::now() < deadline, "{what}");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    };
+    let troubled = Troubled::with(fault, DiskBackend::Auto, |settings| {
+        settings.transfer.scrub_mib_per_second = 100;
+    });
     let scrubbed = || {
-        metric(&troubled.registry, "kvbm_scrubbed_blocks_total", &[("tier", "disk"), ("outcome", "sound")])
+        metric(
+            &troubled.registry,
+            "kvbm_scrubbed_blocks_total",
+            &[("tier", "disk"), ("outcome", "sound")],
+        )
     };
     serve(&troubled.manager, &chain(1));
     serve(&troubled.manager, &chain(2));
     assert!(troubled.manager.drain(LIMIT).is_complete());
-    wait_until("blocks are looked at", &|| scrubbed() > 10);
+    wait_until(LIMIT, "blocks are looked at", || {
+        // A read beyond the time-out has the disk left alone until a request tries it.
+        troubled.evict_above(Tier::Disk);
+        serve(&troubled.manager, &chain(1));
+        scrubbed() > 10
+    });
     troubled.chaos.start();
-    wait_until("nobody counts a read that does not end", &|| {
+    wait_until(LIMIT, "nobody counts a read that does not end", || {
         metric(&troubled.registry, "kvbm_overdue_copies_total", &[]) == 1
     });
     troubled.assert_heals(kind);
     let before = scrubbed();
-    wait_until("nothing is looked at any more", &|| scrubbed() > before + 30);
-    let overdue = troubled.manager.overdue();
+    wait_until(LIMIT, "nothing is looked at any more", || scrubbed() > before + 30);
+    let overdue = troubled.manager.admin().overdue();
     assert_eq!(troubled.manager.close(Duration::from_secs(1)).copies_left, overdue);
 }
 
 #[test]
-fn a_read_of_the_scrubber_that_never_ends_is_overdue_and_scrubbing_goes_on() {
+fn an_endless_scrub_read_is_overdue_and_scrubbing_goes_on() {
     scrubs_on_after("disk.read:never@0s+1h x1", Kind::Never);
 }
 
 #[test]
-fn a_read_of_the_scrubber_that_hangs_comes_back_and_scrubbing_goes_on() {
+fn a_hanging_scrub_read_comes_back_and_scrubbing_goes_on() {
     scrubs_on_after("disk.read:hang@0s+900ms x1", Kind::Hang);
 }

@@ -36,7 +36,8 @@ log=$scratch/log
 # Every failed copy is a line: they are what is asked for here.
 export RUST_LOG=${RUST_LOG:-off}
 
-cargo build --quiet --profile "$profile" --package kvbm-cli
+source tests/build.sh
+build_kvbm "$profile"
 
 source tests/trace.sh
 trace=$(a_trace "$scratch")

@@ -4,7 +4,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use kvbm::{BlockHash, Manager, Tier};
-use kvbm_settings::Capacity;
 use kvbm_tests::engine::{self, Served, serve};
 use kvbm_tests::rig::hash;
 use prometheus::Registry;
@@ -18,8 +17,7 @@ const LONGEST: u32 = 18;
 fn engines_share_a_manager() {
     let dir = tempfile::tempdir().unwrap();
     let mut settings = engine::settings(16 << 10, 64, 256);
-    settings.disk.capacity = Some(Capacity::Blocks(1024));
-    settings.disk.dirs = vec![dir.path().join("slots")];
+    engine::add_disk(&mut settings, 1024, dir.path().join("slots"));
     settings.object.url = Some(format!("file://{}/objects", dir.path().display()));
     settings.flush.interval_ms = 50;
     let manager = engine::open(settings, &Registry::new()).unwrap();
@@ -28,18 +26,22 @@ fn engines_share_a_manager() {
         let (manager, requests) = (&manager, &requests);
         let engine = |seed| scope.spawn(move || chat(manager, seed, requests));
         let engines: Vec<_> = (0..THREADS).map(engine).collect();
-        engines.into_iter().fold(Served::default(), |total, engine| add(&total, &engine.join().unwrap()))
+        engines
+            .into_iter()
+            .fold(Served::default(), |total, engine| add(&total, &engine.join().unwrap()))
     });
     assert!(manager.drain(Duration::from_mins(1)).is_complete(), "something is still in flight");
-    println!("{} requests, {total:?}, {:?}", requests.into_inner(), manager.bytes());
-    assert_eq!((total.wrong, total.failed, manager.failures()), (0, 0, 0));
+    println!("{} requests, {total:?}, {:?}", requests.into_inner(), manager.admin().bytes());
+    assert_eq!((total.wrong, total.failed, manager.admin().failures()), (0, 0, 0));
     assert!(total.hit > 0 && total.computed > 0);
-    assert_eq!(manager.audit(), []);
+    assert_eq!(manager.admin().audit(), []);
     for tier in Tier::ALL {
-        let counts = manager.counts(tier);
+        let counts = manager.admin().counts(tier);
         assert_eq!((counts.filling, counts.lost), (0, 0), "{tier}: {counts:?}");
     }
-    let lower = |from| manager.bytes().iter().any(|&(source, to, _)| (source, to) == (from, Tier::Host));
+    let lower = |from| {
+        manager.admin().bytes().iter().any(|&(source, to, _)| (source, to) == (from, Tier::Host))
+    };
     assert!(lower(Tier::Disk), "the disk was never read");
 }
 

@@ -1,17 +1,20 @@
 //! Every pair of a region and a backend that a manager can be assembled from passes the suite of
-//! `kvbm_tiers` (pairs on a GPU: `tiers/tests/gpu`). What this machine lacks is skipped aloud; `KVBM_REQUIRE` makes that a failure.
+//! `kvbm_tiers` (pairs on a GPU: `tiers/tests/gpu`). What this machine lacks is skipped aloud;
+//! `KVBM_REQUIRE` makes that a failure.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use kvbm_tiers::nixl::{Agent, Library, NixlBackend};
-use kvbm_tiers::object::{Budgets, OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions};
+use kvbm_tiers::object::{
+    Budgets, OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions,
+};
 use kvbm_tiers::testing::conformance::{self, Pair};
 use kvbm_tiers::testing::{host, skip};
 use kvbm_tiers::{
-    Backend, Checksums, DiskOptions, DiskRegion, DramOptions, DramRegion, Geometry, MemcpyBackend, Memory,
-    SetupError, ThreadsBackend, Tier, UringBackend, Verified,
+    Backend, Checksums, DiskOptions, DiskRegion, DramOptions, DramRegion, Geometry, MemcpyBackend,
+    Memory, SetupError, ThreadsBackend, Tier, UringBackend, Verified,
 };
 
 /// Makes the backend between a host region and a disk region.
@@ -25,7 +28,11 @@ fn memory_to_emulated_device() {
         let device = Arc::new(DramRegion::emulated_device(options).unwrap());
         let memory = Arc::new(host(slots, block_bytes));
         let regions = vec![device as Arc<dyn Memory>, Arc::clone(&memory) as _];
-        Pair { memory, other: Tier::Device, backend: Arc::new(MemcpyBackend::new(regions, 2).unwrap()) }
+        Pair {
+            memory,
+            other: Tier::Device,
+            backend: Arc::new(MemcpyBackend::new(regions, 2).unwrap()),
+        }
     });
 }
 
@@ -74,8 +81,13 @@ fn check_disk(connect: Connect) {
 
 fn disk(dirs: &[PathBuf], o_direct: bool, slots: u32, block_bytes: usize) -> Arc<DiskRegion> {
     let geometry = Geometry::new(slots, block_bytes).unwrap();
-    let options =
-        DiskOptions { geometry, dirs: dirs.to_vec(), o_direct, zerofill_fallback: true, keep: None };
+    let options = DiskOptions {
+        geometry,
+        dirs: dirs.to_vec(),
+        o_direct,
+        zerofill_fallback: true,
+        keep: None,
+    };
     Arc::new(DiskRegion::open(&options).unwrap())
 }
 

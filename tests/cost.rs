@@ -10,7 +10,8 @@ use kvbm_tests::rig::{MEMORY, Sizes, TIGHT, bare_core, hash, seed};
 use kvbm_tiers::testing::ParkedBackend;
 
 fn core(slots: u32) -> Arc<Core> {
-    let parked = Arc::new(ParkedBackend::new(Vec::new(), MEMORY.to_vec()).expect("no regions, no conflict"));
+    let parked =
+        Arc::new(ParkedBackend::new(Vec::new(), MEMORY.to_vec()).expect("no regions, no conflict"));
     let sizes = Sizes { tiers: [1, slots, 1, 1], staging: 0 };
     bare_core(sizes, TIGHT, &(parked as _))
 }
@@ -32,7 +33,7 @@ fn time_of_a_lease(core: &Arc<Core>, chain: &[BlockHash]) -> Duration {
 }
 
 #[test]
-fn a_lease_of_a_long_chain_takes_no_pass_over_it() {
+fn leasing_a_long_chain_takes_no_pass_over_it() {
     let chains = [64, 8_192, 65_536].map(|blocks: u32| {
         let first = 100_000 * blocks.ilog2();
         (first..first + blocks).map(hash).collect::<Vec<_>>()

@@ -1,14 +1,12 @@
 //! docs/metrics.md lists exactly what a manager exports.
 
-mod fragments;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm::scheduler::Tuning;
 use kvbm::{
-    BlockHash, Chain, Class, Elements, Fingerprint, Hints, Manager, Options, Rank, RankGroup, RankOptions,
+    BlockHash, Chain, Class, Elements, Hints, Manager, Options, Rank, RankGroup, RankOptions,
     RequestInfo, Tier,
 };
 use kvbm_settings::{Capacity, WriteBudget};
@@ -34,19 +32,33 @@ struct Row {
 fn the_page_lists_exactly_the_metrics_of_the_registry() {
     let (exported, described) = (exported(), described());
     for (name, row) in &exported {
-        let Some(found) = described.get(name) else { panic!("docs/metrics.md lacks `{name}`: {row:?}") };
+        let Some(found) = described.get(name) else {
+            panic!("docs/metrics.md lacks `{name}`: {row:?}")
+        };
         assert_eq!((&found.kind, &found.labels), (&row.kind, &row.labels), "{name}");
-        assert!(found.meaning.starts_with(&row.meaning), "{name}: '{}' is '{}'", found.meaning, row.meaning);
+        assert!(
+            found.meaning.starts_with(&row.meaning),
+            "{name}: '{}' is '{}'",
+            found.meaning,
+            row.meaning
+        );
     }
     for name in described.keys() {
-        assert!(exported.contains_key(name), "docs/metrics.md describes `{name}`, which does not exist");
+        assert!(
+            exported.contains_key(name),
+            "docs/metrics.md describes `{name}`, which does not exist"
+        );
         // OpenMetrics, and Python's client with it, names a counter without its ending.
         let family = name.strip_suffix("_total").unwrap_or_default();
-        assert!(!described.contains_key(family), "`{name}` and `{family}` are of one name to OpenMetrics");
+        assert!(
+            !described.contains_key(family),
+            "`{name}` and `{family}` are of one name to OpenMetrics"
+        );
     }
 }
 
-/// Of one manager with four tiers, whatever happens to it: labels come from closed sets, so no request makes a series.
+/// Of one manager with four tiers, whatever happens to it: labels come from closed sets, so no
+/// request makes a series.
 #[test]
 fn series_are_few_whatever_happens() {
     /// Of values that a label has. One directory, rank and cache group: each more adds its own.
@@ -84,25 +96,25 @@ fn series_are_few_whatever_happens() {
     let possible: usize = described().values().map(series_of).sum();
     assert!(possible <= 1_000, "{possible} series");
     let lines_of = |registry: Registry| {
-        let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).expect("UTF-8");
+        let text =
+            prometheus::TextEncoder::new().encode_to_string(&registry.gather()).expect("UTF-8");
         text.lines().filter(|line| !line.starts_with('#')).count()
     };
     let everyday = lines_of(everyday());
     assert!(everyday <= 500, "{everyday} series of a manager that did a bit of everything");
 }
 
-/// Of metrics with labels that is, but for what happens at the start or never, and for failures, of which the first is to be
-/// an increase.
+/// Of metrics with labels that is, but for what happens at the start or never, and for failures, of
+/// which the first is to be an increase.
 #[test]
-fn a_counter_appears_with_its_first_event_unless_it_is_a_failure() {
+fn only_counters_of_failures_appear_before_their_first_event() {
     let registry = Registry::new();
     let dir = tempfile::tempdir().unwrap();
     let mut settings = engine::settings(4096, 8, 8);
-    settings.disk.capacity = Some(Capacity::Blocks(16));
-    settings.disk.dirs = vec![dir.path().to_owned()];
+    engine::add_disk(&mut settings, 16, dir.path());
     let manager = engine::open(settings, &registry).unwrap();
     drop(manager.lease(&chain(1)));
-    assert_eq!(manager.failures(), 0);
+    assert_eq!(manager.admin().failures(), 0);
     registry.gather();
     let is_early = |family: &&MetricFamily| {
         let counts = family.get_field_type() == MetricType::COUNTER;
@@ -167,15 +179,14 @@ fn everyday() -> Registry {
     let registry = Registry::new();
     let dir = tempfile::tempdir().unwrap();
     let mut settings = engine::settings(4096, 8, 8);
-    settings.disk.capacity = Some(Capacity::Blocks(16));
-    settings.disk.dirs = vec![dir.path().to_owned()];
+    engine::add_disk(&mut settings, 16, dir.path());
     settings.object.url = Some("memory:///".to_owned());
     let manager = engine::open(settings, &registry).unwrap();
     engine::serve(&manager, &chain(1));
     engine::serve(&manager, &chain(1));
     assert!(manager.drain(Duration::from_secs(10)).is_complete());
     for tier in Tier::ALL {
-        manager.evict(tier, 16);
+        manager.admin().evict(tier, 16);
     }
     drop(manager.lease(&chain(1)));
     // Gauges are asked for while the manager is there.
@@ -192,9 +203,9 @@ fn half_a_disk() -> Registry {
     settings.disk.dirs = ["a", "b"].map(|name| dir.path().join(name)).to_vec();
     settings.transfer.scrub_mib_per_second = 100;
     let chaos = Chaos::new(Schedule::scripted(["disk1:eio@0s+1h".parse().unwrap()]));
-    let options = Options { registry: registry.clone(), chaos: Some(chaos.clone()), ..Options::default() };
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    let manager = runtime.block_on(Manager::open(settings, options)).unwrap();
+    let options =
+        Options { registry: registry.clone(), chaos: Some(chaos.clone()), ..Options::default() };
+    let manager = engine::block_on(Manager::open(settings, options)).unwrap();
     let until = |name| {
         for n in 1.. {
             engine::serve(&manager, &chain(n));
@@ -219,12 +230,11 @@ fn ranks() -> Registry {
     let dir = tempfile::tempdir().unwrap();
     let settings = engine::settings(4096, 8, 8);
     let group = RankGroup { dir: dir.path().to_owned(), world: 1, limit: Duration::from_secs(30) };
-    let options = RankOptions { group: group.clone(), rank: 0, fingerprint: None, chaos: None };
+    let options = RankOptions::new(group.clone(), 0);
     let of_rank = settings.clone();
     let rank = std::thread::spawn(move || Rank::join(&of_rank, options).unwrap());
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let options = Options { registry: registry.clone(), ranks: Some(group), ..Options::default() };
-    let manager = runtime.block_on(Manager::open(settings, options)).unwrap();
+    let manager = engine::block_on(Manager::open(settings, options)).unwrap();
     let _rank = rank.join().unwrap();
     registry.gather();
     drop(manager);
@@ -292,10 +302,10 @@ fn spent() -> Registry {
         let _ = manager.drain(Duration::from_millis(100));
     }
     // A hit that is computed again.
-    manager.evict(Tier::Device, 8);
+    manager.admin().evict(Tier::Device, 8);
     let lease = manager.lease(&chain(3));
-    let sample = manager.shadow_sample(&lease).swap_remove(0);
-    manager.shadow_compare(&chain(3), &sample, Elements::F32, (&[0; 4], &[0; 4])).unwrap();
+    let sample = manager.admin().shadow_sample(&lease).swap_remove(0);
+    manager.admin().shadow_compare(&chain(3), &sample, Elements::F32, (&[0; 4], &[0; 4])).unwrap();
     registry.gather();
     registry
 }
@@ -305,8 +315,7 @@ fn tenants() -> Registry {
     let registry = Registry::new();
     let dir = tempfile::tempdir().unwrap();
     let mut settings = engine::settings(4096, 8, 8);
-    settings.disk.capacity = Some(Capacity::Blocks(16));
-    settings.disk.dirs = vec![dir.path().to_owned()];
+    engine::add_disk(&mut settings, 16, dir.path());
     settings.disk.write_budget = Some(WriteBudget::BytesPerDay(1 << 30));
     settings.tenant_quotas = [(7, Capacity::Blocks(4))].into();
     let manager = engine::open(settings, &registry).unwrap();
@@ -324,16 +333,16 @@ fn unwritable() -> Registry {
     let registry = Registry::new();
     let dir = tempfile::tempdir().unwrap();
     let mut settings = engine::settings(4096, 8, 8);
-    settings.disk.capacity = Some(Capacity::Blocks(16));
-    settings.disk.dirs = vec![dir.path().to_owned()];
+    engine::add_disk(&mut settings, 16, dir.path());
     settings.disk.keep = true;
-    let fingerprint =
-        Fingerprint { model: "m".into(), weights: "w".into(), block_tokens: 16, ..Fingerprint::default() };
+    let fingerprint = engine::fingerprint("w");
     let name = format!("kvbm-v1-block4096-{fingerprint}.index.partial");
-    let options =
-        Options { registry: registry.clone(), fingerprint: Some(fingerprint), ..Options::default() };
-    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-    let manager = runtime.block_on(Manager::open(settings, options)).unwrap();
+    let options = Options {
+        registry: registry.clone(),
+        fingerprint: Some(fingerprint),
+        ..Options::default()
+    };
+    let manager = engine::block_on(Manager::open(settings, options)).unwrap();
     std::fs::create_dir(dir.path().join(name)).unwrap();
     manager.reset(1).unwrap_err();
     registry
@@ -348,13 +357,17 @@ fn chain(n: u32) -> Vec<BlockHash> {
 fn every_test_that_the_reliability_page_names_is_there() {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a workspace");
     let page = std::fs::read_to_string(root.join("docs/reliability.md")).expect("the page");
-    let rows = page.lines().filter(|line| line.starts_with("| ") && line.matches(" | ").count() >= 3);
+    let rows =
+        page.lines().filter(|line| line.starts_with("| ") && line.matches(" | ").count() >= 3);
     let cells = rows.filter_map(|row| row.trim_end_matches('|').rsplit('|').next());
     let named = cells.flat_map(|cell| cell.split('`').skip(1).step_by(2));
-    let named: Vec<&str> = named.filter(|name| name.contains('_') && !name.contains(['/', '.'])).collect();
+    let named: Vec<&str> =
+        named.filter(|name| name.contains('_') && !name.contains(['/', '.'])).collect();
     assert!(named.len() > 20, "the table is not where it was");
     let mut source = String::new();
-    ["kvbm", "tiers", "tests", "cli"].iter().for_each(|part| read_all(&root.join(part), &mut source));
+    ["kvbm", "tiers", "tests", "cli"]
+        .iter()
+        .for_each(|part| read_all(&root.join(part), &mut source));
     for name in named {
         assert!(
             source.contains(&format!("fn {name}()")),
@@ -364,7 +377,9 @@ fn every_test_that_the_reliability_page_names_is_there() {
 }
 
 fn read_all(dir: &std::path::Path, into: &mut String) {
-    for path in std::fs::read_dir(dir).expect("a folder").map(|entry| entry.expect("an entry").path()) {
+    for path in
+        std::fs::read_dir(dir).expect("a folder").map(|entry| entry.expect("an entry").path())
+    {
         if path.is_dir() {
             read_all(&path, into);
         } else if path.extension().is_some_and(|extension| extension == "rs") {

@@ -38,6 +38,7 @@ while (($#)); do
     shift
 done
 
+source tests/build.sh
 source tests/expect.sh
 
 kvbm=${CARGO_TARGET_DIR:-target}/$profile/kvbm
@@ -49,7 +50,7 @@ touch "$runs"
 # What is damaged is logged: it is what is asked for here.
 export RUST_LOG=${RUST_LOG:-off}
 
-cargo build --quiet --profile "$profile" --package kvbm-cli
+build_kvbm "$profile"
 
 # Prints a trace: forty conversations in turn, of 30 blocks and five more each turn, fifty requests a second. Half of the
 # conversations are those of the cycle before.

@@ -1,4 +1,5 @@
-//! What a process finds that is started after another one: all that it has is found again, and nothing wrong.
+//! What a process finds that is started after another one: all that it has is found again, and
+//! nothing wrong.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
@@ -8,13 +9,13 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use kvbm::{
-    BlockHash, BlockKey, DurableEvent, ErrorKind, Fingerprint, Manager, OnDurable, Options, RecoveryReport,
-    SlotId, Tier,
+    BlockHash, BlockKey, DurableEvent, ErrorKind, Fingerprint, Manager, OnDurable, Options,
+    RecoveryReport, SlotId, Tier,
 };
-use kvbm_settings::{Capacity, Settings};
+use kvbm_settings::Settings;
 use kvbm_tests::engine;
 use kvbm_tests::process::{Process, role, say};
-use kvbm_tests::rig::{hash, metric};
+use kvbm_tests::rig::{chain, metric, wait_until};
 use kvbm_tiers::chaos::{Chaos, Schedule};
 use kvbm_tiers::{IndexChange, IndexEntry, IndexOptions, TierIndex};
 
@@ -23,30 +24,19 @@ const LIMIT: Duration = Duration::from_mins(1);
 
 fn settings(dir: &Path, host: u64, disk: u64) -> Settings {
     let mut settings = engine::settings(BLOCK, 16, host);
-    settings.disk.capacity = Some(Capacity::Blocks(disk));
-    settings.disk.dirs = vec![dir.to_owned()];
+    engine::add_disk(&mut settings, disk, dir);
     settings.disk.keep = true;
     settings.flush.interval_ms = 1;
     settings
 }
 
 fn fingerprint(weights: &str, epoch: u64) -> Fingerprint {
-    let fingerprint = Fingerprint {
-        model: "m".into(),
-        weights: weights.into(),
-        block_tokens: 16,
-        ..Fingerprint::default()
-    };
+    let fingerprint = engine::fingerprint(weights);
     Fingerprint { epoch, ..fingerprint }
 }
 
-fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
-    (0..blocks).map(|block| hash(1_000 * n + block + 1)).collect()
-}
-
 fn open_with(settings: Settings, options: Options) -> kvbm::Result<Manager> {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-    runtime.block_on(Manager::open(settings, options))
+    engine::block_on(Manager::open(settings, options))
 }
 
 fn open(settings: Settings, fingerprint: Fingerprint) -> kvbm::Result<Manager> {
@@ -54,7 +44,9 @@ fn open(settings: Settings, fingerprint: Fingerprint) -> kvbm::Result<Manager> {
 }
 
 fn report(manager: &Manager) -> RecoveryReport {
-    let [report] = manager.recovered() else { panic!("one tier is kept: {:?}", manager.recovered()) };
+    let [report] = manager.admin().recovered() else {
+        panic!("one tier is kept: {:?}", manager.admin().recovered())
+    };
     *report
 }
 
@@ -81,7 +73,7 @@ fn what_was_flushed_is_served_after_a_restart() {
     let second = open(settings.clone(), fingerprint("one", 0)).unwrap();
     let RecoveryReport { tier, blocks, dropped, past, damaged, torn_bytes, .. } = report(&second);
     assert_eq!((tier, blocks, dropped, past, damaged, torn_bytes), (Tier::Disk, 64, 0, 0, 0, 0));
-    assert_eq!(second.audit(), []);
+    assert_eq!(second.admin().audit(), []);
     for n in 0..8 {
         assert_eq!(second.matches(&chain(n, 8)).blocks(Tier::Disk), 8);
         let served = engine::serve(&second, &chain(n, 8));
@@ -92,14 +84,14 @@ fn what_was_flushed_is_served_after_a_restart() {
         engine::serve(&second, &chain(n, 8));
     }
     drained(&second);
-    assert_eq!(second.audit(), []);
-    let resident = second.counts(Tier::Disk).resident as usize;
+    assert_eq!(second.admin().audit(), []);
+    let resident = second.admin().counts(Tier::Disk).resident as usize;
     drop(second);
     let third = open(settings, fingerprint("one", 0)).unwrap();
     assert_eq!(report(&third).blocks, resident);
     let served: Vec<_> = (0..200).map(|n| engine::serve(&third, &chain(n, 8))).collect();
     assert_eq!(served.iter().map(|served| served.wrong).sum::<usize>(), 0);
-    assert_eq!(third.audit(), []);
+    assert_eq!(third.admin().audit(), []);
 }
 
 #[test]
@@ -136,7 +128,7 @@ fn of_a_slot_file_that_was_removed_nothing_is_found() {
         engine::serve(&second, &chain(2, 8)),
         engine::Served { computed: 8, saved: 8, ..Default::default() }
     );
-    assert_eq!(second.failures(), 0);
+    assert_eq!(second.admin().failures(), 0);
     drained(&second);
     drop(second);
     let third = open(settings, fingerprint("one", 0)).unwrap();
@@ -162,7 +154,7 @@ fn store(manager: &Manager, chains: std::ops::Range<u32>) {
 fn fill(settings: &Settings, chains: u32) -> Vec<(u32, usize)> {
     let manager = open(settings.clone(), fingerprint("one", 0)).unwrap();
     store(&manager, 0..chains);
-    assert_eq!(manager.audit(), []);
+    assert_eq!(manager.admin().audit(), []);
     let held = (0..chains).map(|n| (n, manager.matches(&chain(n, 8)).blocks(Tier::Disk)));
     held.filter(|&(_, blocks)| blocks > 0).collect()
 }
@@ -177,7 +169,7 @@ fn served(settings: &Settings, held: &[(u32, usize)]) -> usize {
         loaded.blocks
     };
     let served = held.iter().map(load).sum();
-    assert_eq!((manager.audit(), manager.failures()), (vec![], 0));
+    assert_eq!((manager.admin().audit(), manager.admin().failures()), (vec![], 0));
     served
 }
 
@@ -201,7 +193,7 @@ fn one_directory_of_several_that_is_lost_takes_its_share() {
 }
 
 #[test]
-fn directories_are_added_and_taken_away_and_the_others_keep_what_they_have() {
+fn directories_come_and_go_and_the_others_keep_their_blocks() {
     let home = tempfile::tempdir().unwrap();
     let two = spread(home.path(), &["a", "b"], 400);
     let held = fill(&two, 40);
@@ -220,7 +212,7 @@ fn directories_are_added_and_taken_away_and_the_others_keep_what_they_have() {
 }
 
 #[test]
-fn a_start_does_without_a_directory_that_cannot_be_used_and_then_it_heals() {
+fn a_start_does_without_an_unusable_directory_which_then_heals() {
     let home = tempfile::tempdir().unwrap();
     let two = spread(home.path(), &["a", "b"], 400);
     let held = fill(&two, 40);
@@ -233,18 +225,18 @@ fn a_start_does_without_a_directory_that_cannot_be_used_and_then_it_heals() {
     let manager = open_with(two.clone(), options).unwrap();
     let is_up = |dir| metric(&registry, "kvbm_disk_directory_up", &[("dir", dir)]);
     assert_eq!((is_up("0"), is_up("1")), (1, 0));
-    assert_eq!(manager.counts(Tier::Disk).total, 200);
+    assert_eq!(manager.admin().counts(Tier::Disk).total, 200);
     // What is there is served, and what comes goes to the other one.
     let found = held.iter().filter(|&&(n, _)| manager_has(&manager, n)).count();
     assert!((15..=25).contains(&found), "{found}");
     store(&manager, 100..150);
-    assert!(manager_has(&manager, 149) && manager.audit().is_empty());
+    assert!(manager_has(&manager, 149) && manager.admin().audit().is_empty());
     closed(&manager);
     drop(manager);
     std::fs::remove_file(&dir).unwrap();
     std::fs::rename(&away, &dir).unwrap();
     let again = open(two.clone(), fingerprint("one", 0)).unwrap();
-    assert_eq!(again.counts(Tier::Disk).total, 400);
+    assert_eq!(again.admin().counts(Tier::Disk).total, 400);
     let back = held.iter().filter(|&&(n, _)| manager_has(&again, n)).count();
     assert!(back >= 15, "what lay there is found again: {back}");
     drop(again);
@@ -261,15 +253,8 @@ fn manager_has(manager: &Manager, n: u32) -> bool {
     manager.matches(&chain(n, 8)).blocks(Tier::Disk) == 8
 }
 
-fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let began = std::time::Instant::now();
-    while !is_so() {
-        assert!(began.elapsed() < LIMIT, "not within {LIMIT:?}: {what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
-
-/// A manager with two directories, the second of which fails from [`Chaos::start`] on as `fault` says.
+/// A manager with two directories, the second of which fails from [`Chaos::start`] on as `fault`
+/// says.
 fn open_with_fault(home: &Path, fault: &str) -> (Manager, Chaos, prometheus::Registry) {
     let chaos = Chaos::new(Schedule::scripted([fault.parse().unwrap()]));
     let registry = prometheus::Registry::new();
@@ -297,12 +282,12 @@ fn served_whole(manager: &Manager, chains: std::ops::Range<u32>) -> usize {
 }
 
 #[test]
-fn a_directory_that_hangs_is_left_alone_while_the_other_serves_and_then_it_heals() {
+fn a_hanging_directory_is_avoided_while_another_serves_then_heals() {
     let home = tempfile::tempdir().unwrap();
     let (manager, chaos, registry) = open_with_fault(home.path(), "disk1:hang@0s+1h");
     store(&manager, 0..40);
     chaos.start();
-    wait_until("the directory is left alone", || {
+    wait_until(LIMIT, "the directory is left alone", || {
         served_whole(&manager, 0..40);
         !is_up(&registry)
     });
@@ -311,28 +296,34 @@ fn a_directory_that_hangs_is_left_alone_while_the_other_serves_and_then_it_heals
     let began = std::time::Instant::now();
     let in_the_other = (0..40).filter(|&n| manager_has(&manager, n)).count();
     assert!(in_the_other >= 15, "{in_the_other}");
-    wait_until("the other one serves what it has and takes blocks", || {
+    wait_until(LIMIT, "the other one serves what it has and takes blocks", || {
         store(&manager, 100..104);
         served_whole(&manager, 0..40) >= 15 && (100..104).all(|n| manager_has(&manager, n))
     });
     assert!(began.elapsed() < LIMIT);
     // But for those that copies which hang still read.
-    wait_until("its blocks are dropped", || manager.counts(Tier::Disk).total < 250);
+    wait_until(LIMIT, "its blocks are dropped", || manager.admin().counts(Tier::Disk).total < 250);
     chaos.heal();
-    wait_until("the directory is used again", || is_up(&registry));
-    wait_until("what hung has come back", || Tier::ALL.iter().all(|&tier| manager.counts(tier).lost == 0));
+    wait_until(LIMIT, "the directory is used again", || is_up(&registry));
+    wait_until(LIMIT, "what hung has come back", || {
+        Tier::ALL.iter().all(|&tier| manager.admin().counts(tier).lost == 0)
+    });
     store(&manager, 200..220);
-    assert!(manager.counts(Tier::Disk).resident > 200, "{:?}", manager.counts(Tier::Disk));
+    assert!(
+        manager.admin().counts(Tier::Disk).resident > 200,
+        "{:?}",
+        manager.admin().counts(Tier::Disk)
+    );
     assert_eq!(served_whole(&manager, 200..220), 20);
     drained(&manager);
-    assert_eq!((manager.counts(Tier::Disk).total, manager.audit()), (400, vec![]));
-    let staging = manager.staging();
+    assert_eq!((manager.admin().counts(Tier::Disk).total, manager.admin().audit()), (400, vec![]));
+    let staging = manager.admin().staging();
     assert_eq!((staging.lost, staging.idle), (0, staging.total));
     closed(&manager);
 }
 
 #[test]
-fn where_all_directories_hang_the_tier_is_left_alone_and_then_it_heals() {
+fn where_all_directories_hang_the_tier_rests_and_then_heals() {
     let home = tempfile::tempdir().unwrap();
     let (manager, chaos, registry) = open_with_fault(home.path(), "disk:hang@0s+1h");
     store(&manager, 0..40);
@@ -340,47 +331,53 @@ fn where_all_directories_hang_the_tier_is_left_alone_and_then_it_heals() {
     assert_eq!(served_whole(&manager, 0..40), 0);
     // Not by directories: none answers.
     assert_eq!(metric(&registry, "kvbm_disk_directory_failures_total", &[]), 0);
-    assert_eq!(manager.counts(Tier::Disk).total, 400);
+    assert_eq!(manager.admin().counts(Tier::Disk).total, 400);
     chaos.heal();
-    wait_until("it is used again", || {
+    wait_until(LIMIT, "it is used again", || {
         manager.tick();
         served_whole(&manager, 0..40) == 40
     });
-    wait_until("what hung has come back", || Tier::ALL.iter().all(|&tier| manager.counts(tier).lost == 0));
+    wait_until(LIMIT, "what hung has come back", || {
+        Tier::ALL.iter().all(|&tier| manager.admin().counts(tier).lost == 0)
+    });
     drained(&manager);
-    assert_eq!(manager.audit(), []);
+    assert_eq!(manager.admin().audit(), []);
 }
 
 #[test]
-fn a_directory_that_is_full_serves_what_it_has_and_the_other_takes_blocks() {
+fn a_full_directory_serves_while_another_takes_blocks() {
     let home = tempfile::tempdir().unwrap();
     let (manager, chaos, registry) = open_with_fault(home.path(), "disk1.write:enospc@0s+1h");
     store(&manager, 0..20);
     chaos.start();
     store(&manager, 100..110);
-    wait_until("it gets no blocks", || !is_up(&registry));
-    wait_until("the other one takes all", || {
+    wait_until(LIMIT, "it gets no blocks", || !is_up(&registry));
+    wait_until(LIMIT, "the other one takes all", || {
         drained(&manager);
         (100..110).all(|n| manager_has(&manager, n))
     });
     // What it has is there and read, whatever time passes.
     std::thread::sleep(Duration::from_secs(4));
-    manager.evict(Tier::Host, usize::MAX);
+    manager.admin().evict(Tier::Host, usize::MAX);
     assert!((0..20).all(|n| manager_has(&manager, n)));
     assert_eq!(served_whole(&manager, 0..20), 20);
     assert_eq!(metric(&registry, "kvbm_unreadable_blocks", &[("tier", "disk")]), 0);
     assert_eq!(metric(&registry, "kvbm_disk_directory_failures_total", &[("dir", "1")]), 0);
     chaos.heal();
-    wait_until("it gets blocks again", || is_up(&registry));
+    wait_until(LIMIT, "it gets blocks again", || is_up(&registry));
     store(&manager, 200..220);
     assert_eq!(served_whole(&manager, 200..220), 20);
-    assert!(manager.counts(Tier::Disk).resident > 200, "{:?}", manager.counts(Tier::Disk));
-    assert_eq!(manager.audit(), []);
+    assert!(
+        manager.admin().counts(Tier::Disk).resident > 200,
+        "{:?}",
+        manager.admin().counts(Tier::Disk)
+    );
+    assert_eq!(manager.admin().audit(), []);
     closed(&manager);
 }
 
 #[test]
-fn a_directory_that_goes_on_failing_loses_its_blocks_alone_and_then_it_heals() {
+fn a_failing_directory_loses_its_own_blocks_and_then_heals() {
     let home = tempfile::tempdir().unwrap();
     let (manager, chaos, registry) = open_with_fault(home.path(), "disk1:eio@0s+1h");
     store(&manager, 0..40);
@@ -393,29 +390,36 @@ fn a_directory_that_goes_on_failing_loses_its_blocks_alone_and_then_it_heals() {
     assert!(served.iter().all(|served| served.wrong == 0));
     let hits = served.iter().filter(|served| served.hit == 8).count();
     assert!((15..=25).contains(&hits), "{hits}");
-    wait_until("the directory is left alone", || !is_up());
+    wait_until(LIMIT, "the directory is left alone", || !is_up());
     assert_eq!(metric(&registry, "kvbm_disk_directory_failures_total", &[("dir", "1")]), 1);
     // The tier takes blocks all the while, those that were lost again as well.
     store(&manager, 100..110);
     assert!((100..110).all(|n| manager_has(&manager, n)));
-    wait_until("its blocks are dropped", || manager.counts(Tier::Disk).total == 200);
+    wait_until(LIMIT, "its blocks are dropped", || manager.admin().counts(Tier::Disk).total == 200);
     assert!(metric(&registry, "kvbm_unreadable_blocks", &[("tier", "disk")]) > 0);
-    assert_eq!(manager.audit(), []);
+    assert_eq!(manager.admin().audit(), []);
     chaos.heal();
-    wait_until("the directory is used again", is_up);
+    wait_until(LIMIT, "the directory is used again", is_up);
     store(&manager, 200..220);
-    assert!(manager.counts(Tier::Disk).resident > 200, "{:?}", manager.counts(Tier::Disk));
+    assert!(
+        manager.admin().counts(Tier::Disk).resident > 200,
+        "{:?}",
+        manager.admin().counts(Tier::Disk)
+    );
     for n in 200..220 {
         let chain = chain(n, 8);
         let loaded = manager.load(manager.lease(&chain)).wait().unwrap();
-        assert_eq!((loaded.blocks, engine::wrong_blocks(&manager, &loaded.lease, &chain, 8)), (8, 0));
+        assert_eq!(
+            (loaded.blocks, engine::wrong_blocks(&manager, &loaded.lease, &chain, 8)),
+            (8, 0)
+        );
     }
-    assert_eq!((manager.counts(Tier::Disk).total, manager.audit()), (400, vec![]));
+    assert_eq!((manager.admin().counts(Tier::Disk).total, manager.admin().audit()), (400, vec![]));
     closed(&manager);
 }
 
 #[test]
-fn a_directory_that_fails_for_a_moment_keeps_what_was_not_found_bad() {
+fn a_directory_that_fails_briefly_keeps_its_good_blocks() {
     let home = tempfile::tempdir().unwrap();
     let (manager, chaos, registry) = open_with_fault(home.path(), "disk1.write:eio@0s+1s");
     store(&manager, 0..20);
@@ -424,16 +428,18 @@ fn a_directory_that_fails_for_a_moment_keeps_what_was_not_found_bad() {
         engine::serve(&manager, &chain(n, 8));
     }
     let is_up = || metric(&registry, "kvbm_disk_directory_up", &[("dir", "1")]) == 1;
-    wait_until("the directory is left alone", || !is_up());
-    wait_until("the directory is used again", is_up);
+    wait_until(LIMIT, "the directory is left alone", || !is_up());
+    wait_until(LIMIT, "the directory is used again", is_up);
     drained(&manager);
-    assert!((0..20).all(|n| manager_has(&manager, n)) && (100..107).all(|n| manager_has(&manager, n)));
+    assert!(
+        (0..20).all(|n| manager_has(&manager, n)) && (100..107).all(|n| manager_has(&manager, n))
+    );
     assert_eq!(metric(&registry, "kvbm_unreadable_blocks", &[("tier", "disk")]), 0);
-    assert_eq!(manager.audit(), []);
+    assert_eq!(manager.admin().audit(), []);
 }
 
 #[test]
-fn another_fingerprint_starts_cold_and_both_are_open_side_by_side() {
+fn another_fingerprint_starts_cold_and_both_stay_open() {
     let home = tempfile::tempdir().unwrap();
     let settings = settings(home.path(), 64, 64);
     let one = open(settings.clone(), fingerprint("one", 0)).unwrap();
@@ -454,7 +460,7 @@ fn another_fingerprint_starts_cold_and_both_are_open_side_by_side() {
 }
 
 #[test]
-fn a_greater_epoch_is_gone_on_with_wherever_it_comes_from() {
+fn the_greatest_epoch_is_continued_wherever_it_comes_from() {
     let home = tempfile::tempdir().unwrap();
     let settings = settings(home.path(), 64, 64);
     let store = |manager: &Manager, n| {
@@ -483,7 +489,7 @@ fn a_greater_epoch_is_gone_on_with_wherever_it_comes_from() {
 }
 
 #[test]
-fn an_epoch_that_cannot_be_written_down_is_an_error_and_is_tried_again() {
+fn an_unwritable_epoch_is_an_error_and_is_tried_again() {
     let home = tempfile::tempdir().unwrap();
     let settings = settings(home.path(), 64, 64);
     let registry = prometheus::Registry::new();
@@ -511,7 +517,10 @@ fn an_epoch_that_cannot_be_written_down_is_an_error_and_is_tried_again() {
 
 fn kept_file(dir: &Path, extension: &str) -> PathBuf {
     let files = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
-    files.into_iter().find(|path| path.extension().is_some_and(|its| its == extension)).expect("it is there")
+    files
+        .into_iter()
+        .find(|path| path.extension().is_some_and(|its| its == extension))
+        .expect("it is there")
 }
 
 fn index_file(dir: &Path) -> PathBuf {
@@ -540,7 +549,7 @@ fn a_flipped_bit_is_a_miss_or_nothing() {
             assert!(round == 0 || served.hit + 8 >= chain.len());
         }
         drained(&manager);
-        assert_eq!(manager.audit(), []);
+        assert_eq!(manager.admin().audit(), []);
         drop(manager);
         let victim = kept_file(home.path(), if round % 2 == 0 { "blocks" } else { "index" });
         // Of the slot file, what is in use.
@@ -554,7 +563,7 @@ fn a_flipped_bit_is_a_miss_or_nothing() {
 }
 
 #[test]
-fn a_bit_that_flips_in_an_idle_slot_is_found_and_healed_without_anybody_reading_it() {
+fn a_flipped_bit_in_idle_slots_is_found_and_healed() {
     let home = tempfile::tempdir().unwrap();
     let mut settings = settings(home.path(), 64, 64);
     settings.transfer.scrub_mib_per_second = 100;
@@ -564,18 +573,22 @@ fn a_bit_that_flips_in_an_idle_slot_is_found_and_healed_without_anybody_reading_
     let manager = open_with(settings.clone(), options).unwrap();
     engine::serve(&manager, &chain(1, 8));
     drained(&manager);
-    let scrubbed =
-        |outcome| metric(&registry, "kvbm_scrubbed_blocks_total", &[("tier", "disk"), ("outcome", outcome)]);
-    wait_until("all are looked at several times", || scrubbed("sound") > 30);
-    assert_eq!((scrubbed("bad"), manager.audit()), (0, vec![]));
+    let scrubbed = |outcome| {
+        metric(&registry, "kvbm_scrubbed_blocks_total", &[("tier", "disk"), ("outcome", outcome)])
+    };
+    wait_until(LIMIT, "all are looked at several times", || scrubbed("sound") > 30);
+    assert_eq!((scrubbed("bad"), manager.admin().audit()), (0, vec![]));
     flip(&kept_file(home.path(), "blocks"), 2 * BLOCK * 8 + 77);
-    wait_until("it is found", || scrubbed("bad") == 1);
+    wait_until(LIMIT, "it is found", || scrubbed("bad") == 1);
     assert_eq!(metric(&registry, "kvbm_checksum_failures_total", &[("tier", "disk")]), 1);
     // The host tier has good copies.
-    wait_until("it is healed", || manager_has(&manager, 1));
+    wait_until(LIMIT, "it is healed", || manager_has(&manager, 1));
     let before = scrubbed("sound");
-    wait_until("they are looked at again", || scrubbed("sound") > before + 30);
-    assert_eq!((scrubbed("bad"), manager.failures(), manager.audit()), (1, 0, vec![]));
+    wait_until(LIMIT, "they are looked at again", || scrubbed("sound") > before + 30);
+    assert_eq!(
+        (scrubbed("bad"), manager.admin().failures(), manager.admin().audit()),
+        (1, 0, vec![])
+    );
     closed(&manager);
     drop(manager);
     let again = open(settings, fingerprint("one", 0)).unwrap();
@@ -651,31 +664,36 @@ fn acknowledged(home: &Path) -> BTreeSet<(u32, usize)> {
 }
 
 #[test]
-fn what_a_killed_process_was_told_is_durable_is_served_by_the_next() {
+fn what_a_killed_process_made_durable_the_next_serves() {
     const KILLS: usize = 4;
     let home = tempfile::tempdir().unwrap();
     let (mut expected, mut missing, mut failed) = (0, 0, 0);
     for _ in 0..KILLS {
-        let mut engine = Process::start("engine", home.path());
+        let mut engine = Process::start(module_path!(), "engine", home.path());
         assert_eq!(engine.hear(), "working");
         engine.kill();
-        let manager = open(settings(home.path(), 64, SLOTS_OF_ENGINE), fingerprint("one", 0)).unwrap();
-        assert_eq!(manager.audit(), []);
+        let manager =
+            open(settings(home.path(), 64, SLOTS_OF_ENGINE), fingerprint("one", 0)).unwrap();
+        assert_eq!(manager.admin().audit(), []);
         let there = acknowledged(home.path());
         assert!(there.len() > 1_000, "{}", there.len());
         expected += there.len();
         for n in there.iter().map(|&(n, _)| n).collect::<BTreeSet<_>>() {
             // Nothing of this chain has been asked for yet: what is there is what was left.
-            let last = there.range((n, 0)..(n + 1, 0)).map(|&(_, position)| position).max().unwrap();
+            let last =
+                there.range((n, 0)..(n + 1, 0)).map(|&(_, position)| position).max().unwrap();
             let acknowledged = chain(n, last as u32 + 1);
             let lease = manager.lease(&acknowledged);
             let loaded = manager.load(lease).wait().unwrap();
-            assert_eq!(engine::wrong_blocks(&manager, &loaded.lease, &acknowledged, loaded.blocks), 0);
+            assert_eq!(
+                engine::wrong_blocks(&manager, &loaded.lease, &acknowledged, loaded.blocks),
+                0
+            );
             missing += there.range((n, loaded.blocks)..(n + 1, 0)).count();
             failed += loaded.failed;
         }
         drained(&manager);
-        assert_eq!(manager.audit(), []);
+        assert_eq!(manager.admin().audit(), []);
         closed(&manager);
     }
     println!("{expected} blocks acknowledged, {missing} missing, {failed} found bad");
@@ -685,7 +703,7 @@ fn what_a_killed_process_was_told_is_durable_is_served_by_the_next() {
 #[test]
 fn nothing_from_before_a_reset_is_found_after_a_kill() {
     let home = tempfile::tempdir().unwrap();
-    let mut engine = Process::start("reset", home.path());
+    let mut engine = Process::start(module_path!(), "reset", home.path());
     assert_eq!(engine.hear(), "reset");
     engine.kill();
     let manager = open(settings(home.path(), 64, 64), fingerprint("one", 0)).unwrap();
@@ -696,7 +714,7 @@ fn nothing_from_before_a_reset_is_found_after_a_kill() {
     }
 }
 
-/// `cargo nextest run -p kvbm-tests --test durable --run-ignored only --no-capture`
+/// `cargo nextest run -p kvbm-tests --run-ignored only --no-capture durable::`
 #[test]
 #[ignore = "a measurement"]
 fn recovery_of_100_000_blocks() {
@@ -716,11 +734,19 @@ fn recovery_of_100_000_blocks() {
         keys: None,
         path,
     };
-    let name = |block: u32| u128::from(block + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835);
+    let name =
+        |block: u32| u128::from(block + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835);
     let stored = |block: u32| {
         let (slot, key) = (SlotId(block), BlockKey { hash: name(block), group: 0 });
         let parent = (!block.is_multiple_of(500)).then(|| name(block - 1));
-        IndexChange::Stored(IndexEntry { slot, generation: 1, block: key, parent, checksum: 1, tenant: None })
+        IndexChange::Stored(IndexEntry {
+            slot,
+            generation: 1,
+            block: key,
+            parent,
+            checksum: 1,
+            tenant: None,
+        })
     };
     let (mut index, _) = TierIndex::open(&options).unwrap();
     index.append(&(0..100_000).map(stored).collect::<Vec<_>>()).unwrap();
@@ -731,8 +757,9 @@ fn recovery_of_100_000_blocks() {
     }
 }
 
-/// By hand: what the index costs, with the wait of a write into a slot whose old block it must have left first. Without a
-/// fingerprint there is none. `cargo nextest run -p kvbm-tests --test durable --run-ignored only --no-capture`
+/// By hand: what the index costs, with the wait of a write into a slot whose old block it must have
+/// left first. Without a fingerprint there is none. `cargo nextest run -p kvbm-tests --run-ignored
+/// only --no-capture durable::`
 #[test]
 #[ignore = "a measurement"]
 fn what_it_costs_to_wait_for_the_index() {

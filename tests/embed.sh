@@ -26,6 +26,7 @@ example=examples/llama/Cargo.toml
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
+source tests/build.sh
 source tests/expect.sh
 
 # Sums up what lies in a directory: 0 if all holds, 1 if anything is wrong or missing, 3 if only figures fall short.
@@ -135,7 +136,7 @@ PYTHON
 say 'engines with memory of their own, ranks and cache groups'
 # With the packages of the other tests, whose builds it finds.
 expect 'engines are driven through good times and bad' cargo test --quiet --profile "$profile" \
-    --workspace --exclude kvbm-bench --test embedded --test engine_memory --test hybrid --test ranks >&2
+    "${WHOLE[@]}" --test all -- embedded:: engine_memory:: hybrid:: ranks:: >&2
 
 say 'a Llama that gets the KV cache of prompts from kvbm'
 fetch() { cargo fetch --quiet --manifest-path "$example" || cargo fetch --quiet --offline --manifest-path "$example"; }

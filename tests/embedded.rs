@@ -1,16 +1,19 @@
-//! An engine on four ranks, each with its slice of a paged KV cache in a process of its own, and one manager that brings
-//! blocks down from them and back: in good times and in all the bad ones together.
+//! An engine on four ranks, each with its slice of a paged KV cache in a process of its own, and
+//! one manager that brings blocks down from them and back: in good times and in all the bad ones
+//! together.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use kvbm::{
-    BlockHash, Chain, EngineMemory, ErrorKind, Fence, HostFence, Loaded, Manager, Options, Rank, RankGroup,
-    RankOptions, RequestInfo, Saved, SlotId, Tier, Transfer,
+    BlockHash, Chain, EngineMemory, ErrorKind, Fence, HostFence, Loaded, Manager, Options, Rank,
+    RankGroup, RankOptions, Saved, SlotId, Tier, Transfer,
 };
 use kvbm_settings::{Capacity, Settings};
+use kvbm_tests::engine;
 use kvbm_tests::process::{Process, role, say};
 use kvbm_tests::rig::hash;
+use kvbm_tests::slots::{load_slots, save_slots};
 use kvbm_tiers::chaos::{Chaos, Schedule};
 use kvbm_tiers::testing::{TensorView, Tensors, fill_pattern, has_pattern};
 
@@ -21,15 +24,10 @@ const SLOTS: u32 = 96;
 const LIMIT: Duration = Duration::from_mins(1);
 
 fn settings(dir: &Path) -> Settings {
-    let mut settings = Settings { block_bytes: Some(BLOCK as u64), ..Settings::default() };
-    settings.host.capacity = Some(Capacity::Blocks(64));
-    settings.host.huge_pages = false;
+    let mut settings = engine::without_device(BLOCK as u64, 64);
     settings.host.staging_blocks = 8;
-    settings.disk.capacity = Some(Capacity::Blocks(128));
-    settings.disk.dirs = vec![dir.to_owned()];
+    engine::add_disk(&mut settings, 128, dir);
     settings.transfer.timeout_ms = 500;
-    // What a test does to the next read is meant for its own.
-    settings.transfer.scrub_mib_per_second = 0;
     // Little at a time is under way, so that something waits in queues.
     settings.transfer.max_concurrent = 1;
     settings.transfer.max_batch = 4;
@@ -65,8 +63,10 @@ fn process() {
     let (region, tensors) = Tensors::new(SLOTS, BLOCK, 2 * usize::from(LAYERS)).shared();
     let memory = EngineMemory::new(region, LAYERS).unwrap();
     let chaos = Chaos::new(Schedule::scripted([faults(rank).parse().expect("an episode")]));
-    let options = RankOptions { group: group(&place), rank, fingerprint: None, chaos: Some(chaos.clone()) };
-    let _joined = Rank::join_with(&settings(&place), options, &memory).unwrap();
+    let options =
+        RankOptions { chaos: Some(chaos.clone()), ..RankOptions::new(group(&place), rank) };
+    let _joined =
+        Rank::join(&settings(&place), RankOptions { engine: Some(memory), ..options }).unwrap();
     say("joined");
     for line in std::io::stdin().lines() {
         say(&obey(&line.unwrap(), &tensors, &chaos).to_string());
@@ -112,12 +112,16 @@ struct Prompt {
 impl Engine {
     fn start() -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let mut ranks: Vec<_> =
-            (0..WORLD).map(|rank| Process::start(&rank.to_string(), dir.path())).collect();
+        let mut ranks: Vec<_> = (0..WORLD)
+            .map(|rank| Process::start(module_path!(), &rank.to_string(), dir.path()))
+            .collect();
         let options = Options { ranks: Some(group(dir.path())), ..Options::default() };
         let memory = EngineMemory::in_ranks(SLOTS, LAYERS).unwrap();
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        let manager = runtime.block_on(Manager::open_with(settings(dir.path()), options, memory)).unwrap();
+        let manager = engine::block_on(Manager::open(
+            settings(dir.path()),
+            Options { engine: Some(memory), ..options },
+        ))
+        .unwrap();
         ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "joined"));
         let mut free: Vec<_> = (0..SLOTS).map(SlotId).collect();
         fastrand::Rng::with_seed(7).shuffle(&mut free);
@@ -127,7 +131,8 @@ impl Engine {
     /// How many of the ranks that are there do not say yes to this of a slot and a block.
     fn ask(&mut self, what: &str, slot: SlotId, block: BlockHash) -> usize {
         let weights = self.weights;
-        let ranks = (0..).zip(&mut self.ranks).filter_map(|(number, rank)| Some((number, rank.as_mut()?)));
+        let ranks =
+            (0..).zip(&mut self.ranks).filter_map(|(number, rank)| Some((number, rank.as_mut()?)));
         ranks
             .filter_map(|(number, rank)| {
                 let number = pattern(number, weights, block);
@@ -170,7 +175,7 @@ impl Engine {
         let save = |first: usize| {
             let end = prompt.chain.len().min(first + chunk);
             let (chain, slots) = (&prompt.chain[..end], &prompt.slots[first..end]);
-            self.manager.save_from(RequestInfo::default(), chain, first, slots, ready.clone())
+            save_slots(&self.manager, chain, first, slots, ready.clone())
         };
         firsts.map(save).collect()
     }
@@ -188,14 +193,15 @@ impl Engine {
         }
     }
 
-    fn begin_load(&self, prompt: &Prompt, slots: &[SlotId], after: Fence) -> Transfer<Loaded> {
-        self.manager.load_into(self.manager.lease(&prompt.chain), 0..slots.len(), slots, after)
+    fn begin_load(&self, prompt: &Prompt, slots: &[SlotId], after: &Fence) -> Transfer<Loaded> {
+        load_slots(&self.manager, self.manager.lease(&prompt.chain), 0, slots, after)
     }
 
-    /// Loads what is there of a prompt, and checks every byte of it in every rank. Returns how many blocks arrived.
+    /// Loads what is there of a prompt, and checks every byte of it in every rank. Returns how many
+    /// blocks arrived.
     fn load(&mut self, prompt: &Prompt) -> usize {
         let slots = self.take(prompt.chain.len());
-        let mut load = self.begin_load(prompt, &slots, Fence::Done);
+        let mut load = self.begin_load(prompt, &slots, &Fence::Done);
         let (all, loaded) =
             (load.wait_layers(LAYERS, LIMIT), load.wait_for(LIMIT).expect("it ends").unwrap());
         assert_eq!(all, loaded.arrived == prompt.chain.len());
@@ -209,7 +215,8 @@ impl Engine {
         arrived
     }
 
-    /// What the engine computed in slots into which nothing was loaded is there still. Gives them back.
+    /// What the engine computed in slots into which nothing was loaded is there still. Gives them
+    /// back.
     fn assert_untouched(&mut self, prompt: Prompt) {
         for (&hash, &slot) in prompt.chain.iter().zip(&prompt.slots) {
             assert_eq!(self.ask("check", slot, hash), 0, "somebody wrote {slot:?}");
@@ -245,7 +252,7 @@ impl Engine {
         let began = Instant::now();
         loop {
             let _ = self.manager.drain(LIMIT);
-            self.manager.evict(Tier::Host, 64);
+            self.manager.admin().evict(Tier::Host, 64);
             let held = self.manager.matches(&prompt.chain);
             if held.blocks(Tier::Disk) == prompt.chain.len() && held.blocks(Tier::Host) == 0 {
                 return;
@@ -259,15 +266,20 @@ impl Engine {
     fn assert_well(&self) {
         let began = Instant::now();
         let is_back = |tier| {
-            let counts = self.manager.counts(tier);
+            let counts = self.manager.admin().counts(tier);
             counts.filling == 0 && counts.lost == 0 && counts.free + counts.resident == counts.total
         };
-        while !(self.manager.drain(LIMIT).is_complete() && [Tier::Host, Tier::Disk].into_iter().all(is_back))
+        while !(self.manager.drain(LIMIT).is_complete()
+            && [Tier::Host, Tier::Disk].into_iter().all(is_back))
         {
-            assert!(began.elapsed() < LIMIT, "slots do not come back: {:?}", self.manager.counts(Tier::Host));
+            assert!(
+                began.elapsed() < LIMIT,
+                "slots do not come back: {:?}",
+                self.manager.admin().counts(Tier::Host)
+            );
             std::thread::sleep(Duration::from_millis(5));
         }
-        assert_eq!((self.manager.audit(), self.manager.overdue()), (Vec::new(), 0));
+        assert_eq!((self.manager.admin().audit(), self.manager.admin().overdue()), (Vec::new(), 0));
     }
 }
 
@@ -279,7 +291,8 @@ fn end<T: Unpin>(mut transfer: Transfer<T>) -> T {
 #[test]
 fn an_engine_on_four_ranks_in_good_times_and_bad() {
     let mut engine = Engine::start();
-    let [one, two, three] = [(1, 14), (2, 10), (3, 12)].map(|(n, blocks)| engine.compute(n, blocks));
+    let [one, two, three] =
+        [(1, 14), (2, 10), (3, 12)].map(|(n, blocks)| engine.compute(n, blocks));
     engine.save_all(&one);
     assert_eq!(engine.load(&one), 14);
     engine.assert_comes_from_disk(&one);
@@ -295,7 +308,7 @@ fn an_engine_on_four_ranks_in_good_times_and_bad() {
 
 fn what_comes_behind_a_gap_is_not_kept(engine: &mut Engine, prompt: &Prompt) {
     let Prompt { chain, slots } = prompt;
-    let behind = engine.manager.save_from(RequestInfo::default(), chain, 4, &slots[4..], Fence::Done);
+    let behind = save_slots(&engine.manager, chain, 4, &slots[4..], Fence::Done);
     assert_eq!(end(behind).orphans, 6);
 }
 
@@ -306,7 +319,7 @@ fn what_waits_for_the_engine_can_be_cancelled(engine: &mut Engine, prompt: &Prom
     saves.into_iter().for_each(|save| assert_eq!(end(save).copied, 0));
     engine.assert_heals(prompt);
     let old = engine.compute(9, prompt.chain.len() as u32);
-    let mut load = engine.begin_load(prompt, &old.slots, Fence::Host(fence.clone()));
+    let mut load = engine.begin_load(prompt, &old.slots, &Fence::Host(fence.clone()));
     assert!(load.wait_for(Duration::from_millis(20)).is_none());
     load.cancel();
     let Loaded { arrived, writers, .. } = end(load);
@@ -321,15 +334,17 @@ fn what_waits_in_a_queue_can_be_cancelled(engine: &mut Engine, [one, two]: [&Pro
     [one, two].into_iter().for_each(|prompt| engine.save_all(prompt));
     let [old, new, into] = [engine.compute(8, 10), engine.compute(9, 12), engine.compute(7, 14)];
     engine.ranks[1].as_ref().expect("it is there").stop();
-    let under_way = engine.begin_load(one, &into.slots, Fence::Done);
-    let mut queued = engine.begin_load(two, &old.slots, Fence::Done);
+    let under_way = engine.begin_load(one, &into.slots, &Fence::Done);
+    let mut queued = engine.begin_load(two, &old.slots, &Fence::Done);
     let mut saves = engine.save(&new, 12, &Fence::Done);
     queued.cancel();
     saves.iter_mut().for_each(Transfer::cancel);
     let Loaded { arrived, writers, .. } = end(queued);
     assert_eq!((arrived, writers.are_gone()), (0, true), "no rank was told of it");
     engine.ranks[1].as_ref().expect("it is there").signal("CONT");
-    saves.into_iter().for_each(|save| assert!(end(save).copied < 12, "what waited was copied after all"));
+    saves
+        .into_iter()
+        .for_each(|save| assert!(end(save).copied < 12, "what waited was copied after all"));
     assert!(end(under_way).writers.wait(LIMIT));
     engine.assert_untouched(old);
     engine.give_back(into.slots);
@@ -358,7 +373,8 @@ fn media_of_single_ranks_fail(engine: &mut Engine, prompt: &Prompt) {
     }
 }
 
-/// What it held is gone, and nobody waits for ever. One that `hangs` has copies when it dies, whenever that is.
+/// What it held is gone, and nobody waits for ever. One that `hangs` has copies when it dies,
+/// whenever that is.
 fn a_rank_dies_while_it_copies(engine: &mut Engine, prompts: [&Prompt; 3], hangs: bool) {
     let [one, _, three] = prompts;
     [one, three].into_iter().for_each(|prompt| engine.save_all(prompt));
@@ -367,7 +383,7 @@ fn a_rank_dies_while_it_copies(engine: &mut Engine, prompts: [&Prompt; 3], hangs
         engine.tell(2, "break");
     }
     let loads = [(three, &into[..12]), (one, &into[12..])]
-        .map(|(prompt, slots)| engine.begin_load(prompt, slots, Fence::Done));
+        .map(|(prompt, slots)| engine.begin_load(prompt, slots, &Fence::Done));
     let saves = engine.save(&new, 3, &Fence::Done);
     engine.ranks[2].take().expect("it is there").kill();
     for loaded in loads.map(end) {
@@ -380,7 +396,7 @@ fn a_rank_dies_while_it_copies(engine: &mut Engine, prompts: [&Prompt; 3], hangs
         assert!(began.elapsed() < LIMIT, "what a dead rank held is still believed to be there");
         std::thread::sleep(Duration::from_millis(1));
     }
-    let mut rank = Process::start("2", engine.dir.path());
+    let mut rank = Process::start(module_path!(), "2", engine.dir.path());
     assert_eq!(rank.hear(), "joined");
     engine.ranks[2] = Some(rank);
     engine.give_back(into);
@@ -395,7 +411,7 @@ fn weights_change_while_blocks_are_on_their_way(engine: &mut Engine, prompts: [P
     let [one, two, _] = &prompts;
     engine.save_all(two);
     let (into, fence) = (engine.take(10), HostFence::new());
-    let load = engine.begin_load(two, &into, Fence::Host(fence.clone()));
+    let load = engine.begin_load(two, &into, &Fence::Host(fence.clone()));
     let stale = engine.manager.lease(&two.chain);
     let under_way = engine.save(one, 5, &Fence::Host(fence.clone()));
     engine.manager.reset(engine.manager.epoch() + 1).unwrap();
@@ -404,7 +420,7 @@ fn weights_change_while_blocks_are_on_their_way(engine: &mut Engine, prompts: [P
     assert_eq!(arrived, 0);
     assert!(writers.wait(LIMIT));
     under_way.into_iter().for_each(|save| assert_eq!(end(save).lease.held().longest(), 0));
-    let refused = engine.manager.load_into(stale, 0..10, &into, Fence::Done);
+    let refused = load_slots(&engine.manager, stale, 0, &into, &Fence::Done);
     assert_eq!(refused.wait().unwrap_err().kind(), ErrorKind::Stale);
     engine.give_back(into);
     assert_eq!(engine.load(two), 0);
@@ -417,7 +433,8 @@ fn weights_change_while_blocks_are_on_their_way(engine: &mut Engine, prompts: [P
     }
 }
 
-/// Without ranks the engine need not wait for the end: while the first layer is computed with, the others come.
+/// Without ranks the engine need not wait for the end: while the first layer is computed with, the
+/// others come.
 #[test]
 fn the_first_layer_is_there_before_the_load_has_ended() {
     const BLOCK: usize = 1 << 20;
@@ -427,8 +444,11 @@ fn the_first_layer_is_there_before_the_load_has_ended() {
     settings.host.huge_pages = false;
     let (region, tensors) = Tensors::new(48, BLOCK, 2 * usize::from(LAYERS)).shared();
     let memory = EngineMemory::new(region, LAYERS).unwrap();
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    let manager = runtime.block_on(Manager::open_with(settings, Options::default(), memory)).unwrap();
+    let manager = engine::block_on(Manager::open(
+        settings,
+        Options { engine: Some(memory), ..Options::default() },
+    ))
+    .unwrap();
     let chain: Vec<_> = (1..=24).map(hash).collect();
     let slots: Vec<_> = (0..48).map(SlotId).collect();
     let mut block = vec![0; BLOCK];
@@ -436,17 +456,22 @@ fn the_first_layer_is_there_before_the_load_has_ended() {
         fill_pattern(number, &mut block);
         tensors.write(slot, &block);
     }
-    drop(end(manager.save_from(RequestInfo::default(), &chain, 0, &slots[..24], Fence::Done)));
+    drop(end(save_slots(&manager, &chain, 0, &slots[..24], Fence::Done)));
     // Another thread may take the processor from this one for as long as the load takes.
     let is_early = (0..20).any(|_| {
-        let mut load = manager.load_into(manager.lease(&chain), 0..24, &slots[24..], Fence::Done);
+        let mut load = load_slots(&manager, manager.lease(&chain), 0, &slots[24..], &Fence::Done);
         assert!(load.wait_layers(1, LIMIT));
         let is_early = load.layers_arrived() < LAYERS && load.try_take().is_none();
         assert!(load.wait_layers(LAYERS, LIMIT));
         is_early
     });
     assert!(is_early, "no layer is there before all are");
-    assert!(slots[24..].iter().enumerate().all(|(number, &slot)| has_pattern(number, &tensors.read(slot))));
+    assert!(
+        slots[24..]
+            .iter()
+            .enumerate()
+            .all(|(number, &slot)| has_pattern(number, &tensors.read(slot)))
+    );
     assert!(manager.drain(LIMIT).is_complete());
-    assert_eq!(manager.audit(), []);
+    assert_eq!(manager.admin().audit(), []);
 }

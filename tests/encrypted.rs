@@ -1,4 +1,5 @@
-//! What lies below memory can be read with its key and not without: through a manager, on real files.
+//! What lies below memory can be read with its key and not without: through a manager, on real
+//! files.
 
 use std::collections::HashSet;
 use std::fs::{self, OpenOptions};
@@ -7,15 +8,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm::{BlockHash, Chain, ErrorKind, Fingerprint, Manager, Options, Tier};
-use kvbm_settings::{Capacity, DiskBackend, Settings};
-use kvbm_tests::engine::{Served, open, push_down, serve, settings};
+use kvbm::{BlockHash, Chain, ErrorKind, Manager, Options, Tier};
+use kvbm_settings::{DiskBackend, Settings};
+use kvbm_tests::engine::{self, Served, open, push_down, serve, settings};
 use kvbm_tests::rig::{hash, number};
-use kvbm_tiers::sealed::{Cipher, KeyFiles, KeyRing, SEAL_BYTES, Scratch, ScratchOptions, TenantKeys};
+use kvbm_tiers::sealed::{
+    Cipher, KeyFiles, KeyRing, SEAL_BYTES, Scratch, ScratchOptions, TenantKeys,
+};
 use kvbm_tiers::testing::{fill_pattern, has_pattern, host, order, run};
 use kvbm_tiers::{
-    CopyError, CopyErrorKind, DiskOptions, DiskRegion, DramRegion, Frame, FramePool, Geometry, Sealed,
-    ThreadsBackend,
+    CopyError, CopyErrorKind, DiskOptions, DiskRegion, DramRegion, Frame, FramePool, Geometry,
+    Sealed, ThreadsBackend,
 };
 use prometheus::Registry;
 
@@ -39,8 +42,7 @@ fn lower_tiers(dir: &Path, has_disk: bool) -> Settings {
     let mut settings = settings(BLOCK as u64, 16, 16);
     settings.flush.interval_ms = 1;
     if has_disk {
-        settings.disk.capacity = Some(Capacity::Blocks(256));
-        settings.disk.dirs = vec![dir.join("disk")];
+        engine::add_disk(&mut settings, 256, dir.join("disk"));
         settings.disk.keep = true;
         return settings;
     }
@@ -92,7 +94,7 @@ fn words_found(dir: &Path) -> usize {
 }
 
 #[test]
-fn blocks_come_back_and_nothing_of_them_is_found_in_files() {
+fn blocks_come_back_and_files_show_nothing_of_them() {
     for (has_disk, backend) in
         [(true, DiskBackend::Auto), (true, DiskBackend::Threads), (false, DiskBackend::Auto)]
     {
@@ -104,10 +106,15 @@ fn blocks_come_back_and_nothing_of_them_is_found_in_files() {
             let manager = manager(settings);
             let served = down_and_up(&manager);
             assert_eq!((served.hit, served.wrong), (BLOCKS as usize, 0), "{backend:?}: {served:?}");
-            assert_eq!(manager.failures(), 0);
-            let below = |route: &&kvbm::RouteReport| route.to >= Tier::Disk && route.from == Tier::Host;
-            let route = manager.routes().iter().find(below).unwrap();
-            assert_eq!(route.backend.ends_with(", encrypted with key 7"), is_encrypted, "{route:?}");
+            assert_eq!(manager.admin().failures(), 0);
+            let below =
+                |route: &&kvbm::RouteReport| route.to >= Tier::Disk && route.from == Tier::Host;
+            let route = manager.admin().routes().iter().find(below).unwrap();
+            assert_eq!(
+                route.backend.ends_with(", encrypted with key 7"),
+                is_encrypted,
+                "{route:?}"
+            );
             drop(manager);
             // Without encryption they are found, so we look in the right place.
             assert_eq!(words_found(dir.path()) == 0, is_encrypted, "{backend:?}, disk: {has_disk}");
@@ -116,7 +123,7 @@ fn blocks_come_back_and_nothing_of_them_is_found_in_files() {
 }
 
 #[test]
-fn a_bit_that_flips_on_the_medium_is_a_miss_and_then_it_heals() {
+fn a_flipped_bit_is_a_miss_and_then_it_heals() {
     let dir = tempfile::tempdir().unwrap();
     let mut settings = lower_tiers(dir.path(), true);
     settings.encryption.key = Some(first_key());
@@ -129,8 +136,8 @@ fn a_bit_that_flips_on_the_medium_is_a_miss_and_then_it_heals() {
         flip_a_bit_of_each_block(&path);
     }
     let served = serve(&manager, &chain());
-    // A load ends with its first bad block, and others may still be on their way to their slots: what is missing then is
-    // computed next time.
+    // A load ends with its first bad block, and others may still be on their way to their slots:
+    // what is missing then is computed next time.
     assert_eq!((served.hit, served.wrong), (0, 0), "{served:?}");
     settle(&manager);
     let served = serve(&manager, &chain());
@@ -139,7 +146,7 @@ fn a_bit_that_flips_on_the_medium_is_a_miss_and_then_it_heals() {
     push_down(&manager, &chain());
     let served = serve(&manager, &chain());
     assert_eq!((served.hit, served.wrong), (BLOCKS as usize, 0), "{served:?}");
-    assert!(manager.audit().is_empty());
+    assert!(manager.admin().audit().is_empty());
 }
 
 /// Past the page cache, as blocks are written.
@@ -172,7 +179,10 @@ fn keys_that_are_none_are_refused_without_being_shown() {
     refused(&from_file, "DYN_KVBM_ENCRYPTION_KEY_FILE");
     OpenOptions::new().write(true).create_new(true).mode(0o644).open(&path).unwrap();
     refused(&from_file, "chmod 0600");
-    refused(&|settings| settings.encryption.key = Some("0123456789abcdef".into()), "DYN_KVBM_ENCRYPTION_KEY");
+    refused(
+        &|settings| settings.encryption.key = Some("0123456789abcdef".into()),
+        "DYN_KVBM_ENCRYPTION_KEY",
+    );
     let gds = |settings: &mut Settings| {
         settings.encryption.key = Some(first_key());
         settings.disk.backend = DiskBackend::Gds;
@@ -200,7 +210,8 @@ impl Drive {
         let memory = Arc::new(host(3, BLOCK));
         let geometry = Geometry::new(3, BLOCK + SEAL_BYTES).unwrap();
         let dirs = vec![dir.to_owned()];
-        let options = DiskOptions { geometry, dirs, o_direct: true, zerofill_fallback: true, keep: None };
+        let options =
+            DiskOptions { geometry, dirs, o_direct: true, zerofill_fallback: true, keep: None };
         let disk = Arc::new(DiskRegion::open(&options).unwrap());
         let (mut frames, mut others) = (memory.frames().unwrap(), FramePool::new(Tier::Disk, 3));
         let here = std::iter::from_fn(|| frames.take()).collect();
@@ -213,7 +224,8 @@ impl Drive {
         let scratch = Scratch::open(options).unwrap();
         let threads = ThreadsBackend::new(scratch.memory(), Arc::clone(&self.disk), 1).unwrap();
         let files =
-            KeyFiles::open(std::slice::from_ref(&self.dir), "model", Duration::from_secs(10)).unwrap();
+            KeyFiles::open(std::slice::from_ref(&self.dir), "model", Duration::from_secs(10))
+                .unwrap();
         let ring = Arc::new(KeyRing::parse(keys).unwrap());
         let keys = Arc::new(TenantKeys::new(ring, "model", Box::new(files)));
         let cipher = Cipher::new(keys, Tier::Disk, "model", BLOCK);
@@ -266,11 +278,9 @@ fn restarted(dir: &Path, keys: &str) -> Manager {
 fn try_restart(dir: &Path, keys: &str) -> kvbm::Result<Manager> {
     let mut settings = lower_tiers(dir, true);
     settings.encryption.key = Some(keys.to_owned());
-    let fingerprint =
-        Fingerprint { model: "m".into(), weights: "one".into(), block_tokens: 16, ..Fingerprint::default() };
+    let fingerprint = engine::fingerprint("one");
     let options = Options { fingerprint: Some(fingerprint), ..Options::default() };
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    runtime.block_on(Manager::open(settings, options))
+    engine::block_on(Manager::open(settings, options))
 }
 
 fn stopped(manager: Manager) {
@@ -280,7 +290,7 @@ fn stopped(manager: Manager) {
 }
 
 #[test]
-fn a_restart_finds_with_its_key_what_was_encrypted_and_nothing_without() {
+fn a_restart_finds_encrypted_blocks_only_with_their_key() {
     let dir = tempfile::tempdir().unwrap();
     let blocks = BLOCKS as usize;
     let first = restarted(dir.path(), &first_key());
@@ -298,7 +308,8 @@ fn a_restart_finds_with_its_key_what_was_encrypted_and_nothing_without() {
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
         assert!(error.to_string().contains("emove"), "{error}");
     }
-    // The last start wrote it under its first key, and so the older one need not be given to read it.
+    // The last start wrote it under its first key, and so the older one need not be given to read
+    // it.
     let later = restarted(dir.path(), &second_key());
     assert_eq!(
         later.matches(&chain()).blocks(Tier::Disk),

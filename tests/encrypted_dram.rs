@@ -1,4 +1,5 @@
-//! A host tier that survives its process, encrypted: killed, found again with its key, and nothing without it.
+//! A host tier that survives its process, encrypted: killed, found again with its key, and nothing
+//! without it.
 
 use std::collections::HashSet;
 use std::fs::{self, OpenOptions};
@@ -9,12 +10,15 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use kvbm::blocking::Blocks;
-use kvbm::{BlockHash, Chain, EngineMemory, ErrorKind, Fence, Hints, Manager, RequestInfo, SlotId, Tier};
+use kvbm::{
+    BlockHash, Chain, EngineMemory, ErrorKind, Fence, Hints, Manager, RequestInfo, SlotId, Tier,
+};
 use kvbm_settings::{Capacity, Settings};
-use kvbm_tests::engine::{Served, serve_for};
+use kvbm_tests::engine::{self, Served, serve_for};
 use kvbm_tests::kept::{self, options, shm};
 use kvbm_tests::process::{Process, role, say};
 use kvbm_tests::rig::{hash, metric, number};
+use kvbm_tests::slots::{load_slots, save_slots};
 use kvbm_tiers::sealed::SEAL_BYTES;
 use kvbm_tiers::testing::{Tensors, fill_pattern, has_pattern};
 use prometheus::Registry;
@@ -106,7 +110,7 @@ fn process() {
 
 /// Has an engine serve these requests, and kills it.
 fn leave(dir: &Path, requests: impl IntoIterator<Item = u32>) {
-    let mut process = Process::start("engine", dir);
+    let mut process = Process::start(module_path!(), "engine", dir);
     assert_eq!(process.hear(), "open");
     for n in requests {
         assert_eq!(process.ask(&n.to_string()), "8 0");
@@ -120,7 +124,8 @@ fn files(dir: &Path) -> Vec<PathBuf> {
 }
 
 fn memory_file(dir: &Path) -> PathBuf {
-    let found = files(dir).into_iter().find(|path| path.extension().is_some_and(|kind| kind == "memory"));
+    let found =
+        files(dir).into_iter().find(|path| path.extension().is_some_and(|kind| kind == "memory"));
     found.expect("a region")
 }
 
@@ -131,13 +136,17 @@ fn blocks_found(dir: &Path, n: u32) -> usize {
     let is_found = |&position: &usize| {
         let mut block = vec![0; BLOCK];
         fill_pattern(number(Chain::from(chain(n).as_slice()).key(position)), &mut block);
-        block.as_chunks::<8>().0.iter().any(|word| *word != [0; 8] && there.contains(word.as_slice()))
+        block
+            .as_chunks::<8>()
+            .0
+            .iter()
+            .any(|word| *word != [0; 8] && there.contains(word.as_slice()))
     };
     (0..CHAIN as usize).filter(is_found).count()
 }
 
 #[test]
-fn a_killed_process_left_nothing_to_read_and_the_next_is_warm() {
+fn a_killed_process_leaves_nothing_readable_and_a_warm_start() {
     for is_encrypted in [false, true] {
         let Some(home) = shm() else { return };
         if is_encrypted {
@@ -153,9 +162,10 @@ fn a_killed_process_left_nothing_to_read_and_the_next_is_warm() {
             assert_served(&manager, n, 8);
         }
         assert_eq!(metric(&registry, "kvbm_checksum_failures_total", &[]), 0);
-        assert_eq!((manager.failures(), manager.audit()), (0, vec![]));
-        let to_device = |route: &&kvbm::RouteReport| (route.from, route.to) == (Tier::Host, Tier::Device);
-        let told = manager.routes().iter().find(to_device).unwrap();
+        assert_eq!((manager.admin().failures(), manager.admin().audit()), (0, vec![]));
+        let to_device =
+            |route: &&kvbm::RouteReport| (route.from, route.to) == (Tier::Host, Tier::Device);
+        let told = manager.admin().routes().iter().find(to_device).unwrap();
         assert_eq!(told.backend.ends_with(", encrypted with key 1"), is_encrypted, "{told:?}");
     }
 }
@@ -163,7 +173,7 @@ fn a_killed_process_left_nothing_to_read_and_the_next_is_warm() {
 #[test]
 fn an_epoch_is_in_sealed_memory_before_a_reset_returns() {
     let Some(home) = home() else { return };
-    let mut process = Process::start("engine", home.path());
+    let mut process = Process::start(module_path!(), "engine", home.path());
     assert_eq!(process.hear(), "open");
     assert_eq!(process.ask("2"), "8 0");
     assert_eq!(process.ask("reset"), "reset");
@@ -179,7 +189,7 @@ fn an_epoch_is_in_sealed_memory_before_a_reset_returns() {
 
 /// In the block, its checksum, its tag and all that is in the clear.
 #[test]
-fn a_bit_that_flips_anywhere_in_a_sealed_block_is_a_miss_and_then_it_heals() {
+fn a_flipped_bit_anywhere_is_a_miss_and_then_heals() {
     let Some(home) = home() else { return };
     leave(home.path(), [2]);
     let stride = (BLOCK + SEAL_BYTES).next_multiple_of(4096) as u64;
@@ -196,9 +206,9 @@ fn a_bit_that_flips_anywhere_in_a_sealed_block_is_a_miss_and_then_it_heals() {
     // Of the blocks behind the first bad one some were still on their way.
     serve(&manager, 2);
     assert!(manager.drain(LIMIT).is_complete());
-    manager.evict(Tier::Device, usize::MAX);
+    manager.admin().evict(Tier::Device, usize::MAX);
     assert_served(&manager, 2, 8);
-    assert_eq!(manager.audit(), []);
+    assert_eq!(manager.admin().audit(), []);
     drop(manager);
     assert_served(&open(home.path()).unwrap().0, 2, 8);
 }
@@ -208,23 +218,24 @@ fn whatever_a_kill_interrupts_no_wrong_byte_is_served() {
     let Some(home) = home() else { return };
     let mut hits = 0;
     for round in 0..5 {
-        let mut process = Process::start("busy", home.path());
+        let mut process = Process::start(module_path!(), "busy", home.path());
         assert_eq!(process.hear(), "open");
         thread::sleep(Duration::from_millis(20 + 57 * round));
         process.kill();
         let (manager, _) = open(home.path()).unwrap();
         // What is there first: the others take its place.
-        let there: Vec<_> = (0..16).filter(|&n| manager.matches(&chain(n)).blocks(Tier::Host) > 0).collect();
+        let there: Vec<_> =
+            (0..16).filter(|&n| manager.matches(&chain(n)).blocks(Tier::Host) > 0).collect();
         let served: Vec<_> = there.into_iter().chain(0..16).map(|n| serve(&manager, n)).collect();
         assert!(served.iter().all(|served| served.wrong == 0), "{served:?}");
         hits += served.iter().map(|served| served.hit).sum::<usize>();
-        assert_eq!(manager.audit(), []);
+        assert_eq!(manager.admin().audit(), []);
     }
     assert!(hits > CHAIN as usize, "next to nothing was left: {hits} blocks");
 }
 
 #[test]
-fn without_its_key_it_is_refused_and_with_an_older_one_found() {
+fn without_its_key_it_is_refused_with_an_older_found() {
     let Some(home) = home() else { return };
     let first = first_key();
     let second = key(2, "fedcba9876543210");
@@ -260,7 +271,7 @@ fn what_goes_down_and_comes_back_is_right() {
     }
     // Twice what the host tier holds.
     assert_eq!((0..12).map(|n| serve(&manager, n).hit).sum::<usize>(), 96);
-    assert_eq!((manager.failures(), manager.audit()), (0, vec![]));
+    assert_eq!((manager.admin().failures(), manager.admin().audit()), (0, vec![]));
     assert!(manager.close(LIMIT).is_complete());
     drop(manager);
     assert_eq!((0..12).map(|n| blocks_found(home.path(), n)).sum::<usize>(), 0);
@@ -269,7 +280,7 @@ fn what_goes_down_and_comes_back_is_right() {
 }
 
 #[test]
-fn who_is_forgotten_is_so_also_where_the_memory_is_put_back() {
+fn the_forgotten_stay_so_where_the_memory_is_put_back() {
     let Some(home) = home() else { return };
     leave(home.path(), [ONE, OTHER, 2]);
     let is_key = |path: &PathBuf| path.extension().is_some_and(|end| end == "keys");
@@ -288,7 +299,7 @@ fn who_is_forgotten_is_so_also_where_the_memory_is_put_back() {
         [OTHER, 2].into_iter().for_each(|n| assert_served(&again, n, 8));
         // He comes back, under a new key.
         assert_served(&again, ONE, 0);
-        again.evict(Tier::Device, usize::MAX);
+        again.admin().evict(Tier::Device, usize::MAX);
         assert_served(&again, ONE, 8);
         again.forget(ONE).unwrap();
     }
@@ -296,7 +307,7 @@ fn who_is_forgotten_is_so_also_where_the_memory_is_put_back() {
 
 /// What it would be shown in its slot is encrypted.
 #[test]
-fn an_engine_that_copies_for_itself_is_refused_with_what_to_do() {
+fn an_engine_that_copies_itself_is_refused_with_a_remedy() {
     let Some(home) = home() else { return };
     let mut settings = settings(home.path());
     settings.device.capacity = None;
@@ -317,23 +328,27 @@ fn an_engine_with_memory_of_its_own_is_served() {
     settings.device.capacity = None;
     let (region, view) = Tensors::new(64, BLOCK, 16).shared();
     let engine = EngineMemory::new(region, 8).unwrap();
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    let opened = Manager::open_with(settings, options(&Registry::new()), engine);
-    let manager = runtime.block_on(opened).unwrap();
-    let (chain, slots) = (chain(2), |first: u32| (first..first + CHAIN).map(SlotId).collect::<Vec<_>>());
+    let opened = Manager::open(
+        settings,
+        kvbm::Options { engine: Some(engine), ..options(&Registry::new()) },
+    );
+    let manager = engine::block_on(opened).unwrap();
+    let (chain, slots) =
+        (chain(2), |first: u32| (first..first + CHAIN).map(SlotId).collect::<Vec<_>>());
     let pattern = |position: usize| number(Chain::from(chain.as_slice()).key(position));
     for (position, slot) in slots(0).into_iter().enumerate() {
         let mut block = vec![0; BLOCK];
         fill_pattern(pattern(position), &mut block);
         view.write(slot, &block);
     }
-    let saved = manager.save_from(RequestInfo::default(), &chain, 0, &slots(0), Fence::Done);
+    let saved = save_slots(&manager, &chain, 0, &slots(0), Fence::Done);
     assert_eq!(saved.wait().unwrap().copied, 8);
-    let loaded = manager.load_into(manager.lease(&chain), 0..8, &slots(32), Fence::Done).wait().unwrap();
+    let loaded =
+        load_slots(&manager, manager.lease(&chain), 0, &slots(32), &Fence::Done).wait().unwrap();
     assert_eq!((loaded.arrived, loaded.failed), (8, 0));
     let is_right = |(position, slot)| has_pattern(pattern(position), &view.read(slot));
     assert!(slots(32).into_iter().enumerate().all(is_right));
-    assert_eq!((manager.failures(), manager.audit()), (0, vec![]));
+    assert_eq!((manager.admin().failures(), manager.admin().audit()), (0, vec![]));
     drop((loaded, manager));
     assert_eq!(blocks_found(home.path(), 2), 0);
 }
@@ -349,8 +364,7 @@ fn what_sealing_memory_costs() {
         settings.block_bytes = Some(1 << 20);
         settings.device.capacity = Some(Capacity::Blocks(64));
         settings.host.capacity = Some(Capacity::Blocks(128));
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        runtime.block_on(Manager::open(settings, options(&Registry::new()))).unwrap()
+        engine::block_on(Manager::open(settings, options(&Registry::new()))).unwrap()
     });
     let managers: Vec<_> = managers.collect();
     let mut rates = vec![Vec::new(); 4];
@@ -366,13 +380,14 @@ fn what_sealing_memory_costs() {
             let began = Instant::now();
             assert_eq!(manager.save(published.lease).wait().unwrap().blocks, 32);
             rates[2 * of].push(rate(began));
-            manager.evict(Tier::Device, usize::MAX);
+            manager.admin().evict(Tier::Device, usize::MAX);
             let began = Instant::now();
             assert_eq!(manager.load(manager.lease(&chain)).wait().unwrap().blocks, 32);
             rates[2 * of + 1].push(rate(began));
         }
     }
-    for (rates, what) in rates.iter_mut().zip(["saves", "loads", "saves, sealed", "loads, sealed"]) {
+    for (rates, what) in rates.iter_mut().zip(["saves", "loads", "saves, sealed", "loads, sealed"])
+    {
         rates.sort_by(f64::total_cmp);
         println!("{what}: {:.2} GiB/s", rates[rates.len() / 2]);
     }

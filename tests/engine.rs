@@ -1,9 +1,13 @@
-//! Plays an inference engine on a real manager: what it loads it checks byte by byte, the rest it computes.
+//! Plays an inference engine on a real manager: what it loads it checks byte by byte, the rest it
+//! computes.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use kvbm::{BlockHash, Chain, Error, ErrorKind, Lease, Manager, Options, RequestInfo, Tier};
-use kvbm_settings::{Capacity, EvictionPolicy, Settings};
+use kvbm::{
+    BlockHash, Chain, Error, ErrorKind, Fingerprint, Lease, Manager, Options, RequestInfo, Tier,
+};
+use kvbm_settings::{Capacity, EvictionKind, Settings};
 use kvbm_tiers::testing::{fill_pattern, has_pattern};
 use prometheus::Registry;
 
@@ -14,15 +18,43 @@ const IN_VAIN: Duration = Duration::from_millis(200);
 
 /// Settings of a device and a host tier of so many blocks.
 pub fn settings(block_bytes: u64, device: u64, host: u64) -> Settings {
-    // Chains that are not used must leave, whatever a policy that learns makes of a handful of requests.
-    let eviction = EvictionPolicy::Lru;
-    let mut settings = Settings { block_bytes: Some(block_bytes), eviction, ..Settings::default() };
+    let mut settings = without_device(block_bytes, host);
     settings.device.capacity = Some(Capacity::Blocks(device));
+    settings
+}
+
+/// Settings of a host tier of so many blocks, where the device is the engine's own or there is none.
+pub fn without_device(block_bytes: u64, host: u64) -> Settings {
+    // Chains that are not used must leave, whatever a policy that learns makes of a handful of
+    // requests.
+    let eviction = EvictionKind::Lru;
+    let mut settings = Settings { block_bytes: Some(block_bytes), eviction, ..Settings::default() };
     settings.host.capacity = Some(Capacity::Blocks(host));
     settings.host.huge_pages = false;
     // Nothing is read but what a test asks for.
     settings.transfer.scrub_mib_per_second = 0;
     settings
+}
+
+/// Adds a disk tier of so many blocks in a directory.
+pub fn add_disk(settings: &mut Settings, blocks: u64, dir: impl Into<PathBuf>) {
+    settings.disk.capacity = Some(Capacity::Blocks(blocks));
+    settings.disk.dirs = vec![dir.into()];
+}
+
+/// Names blocks of some model with these weights.
+pub fn fingerprint(weights: &str) -> Fingerprint {
+    let (model, weights) = ("m".into(), weights.into());
+    Fingerprint { model, weights, block_tokens: 16, ..Fingerprint::default() }
+}
+
+/// Waits for what opens a manager, on a runtime of its own.
+///
+/// # Panics
+/// If there is no runtime to be had.
+pub fn block_on<T>(opening: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    runtime.block_on(opening)
 }
 
 /// Opens a manager that counts in `registry`.
@@ -33,9 +65,8 @@ pub fn settings(block_bytes: u64, device: u64, host: u64) -> Settings {
 /// # Panics
 /// If there is no runtime to be had.
 pub fn open(settings: Settings, registry: &Registry) -> Result<Manager, Error> {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     let options = Options { registry: registry.clone(), ..Options::default() };
-    runtime.block_on(Manager::open(settings, options))
+    block_on(Manager::open(settings, options))
 }
 
 /// What became of a request.
@@ -66,8 +97,10 @@ pub fn serve(manager: &Manager, chain: &[BlockHash]) -> Served {
 /// # Panics
 /// As [`serve`].
 pub fn serve_for(manager: &Manager, info: RequestInfo, chain: &[BlockHash]) -> Served {
-    let transferred = manager.load(manager.lease_for(info, chain)).wait().expect("the manager is open");
-    let mut served = Served { hit: transferred.blocks, failed: transferred.failed, ..Served::default() };
+    let transferred =
+        manager.load(manager.lease_for(info, chain)).wait().expect("the manager is open");
+    let mut served =
+        Served { hit: transferred.blocks, failed: transferred.failed, ..Served::default() };
     served.wrong = wrong_blocks(manager, &transferred.lease, chain, transferred.blocks);
     if served.failed > 0 {
         wait_for_copies_in_vain(manager);
@@ -91,11 +124,11 @@ pub fn serve_for(manager: &Manager, info: RequestInfo, chain: &[BlockHash]) -> S
     served
 }
 
-/// A load ends with its first bad block, and others of it may still be on their way to their slots: until they have ended,
-/// nobody else gets slots for them.
+/// A load ends with its first bad block, and others of it may still be on their way to their slots:
+/// until they have ended, nobody else gets slots for them.
 fn wait_for_copies_in_vain(manager: &Manager) {
     let began = Instant::now();
-    while manager.counts(Tier::Device).filling > 0 && began.elapsed() < IN_VAIN {
+    while manager.admin().counts(Tier::Device).filling > 0 && began.elapsed() < IN_VAIN {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -125,7 +158,10 @@ pub fn push_down(manager: &Manager, chain: &[BlockHash]) {
         }
         let other: Vec<_> = (0..4).map(|i| crate::rig::hash(1_000_000 + 10 * filler + i)).collect();
         serve(manager, &other);
-        assert!(manager.drain(std::time::Duration::from_secs(20)).is_complete(), "nothing moves any more");
+        assert!(
+            manager.drain(std::time::Duration::from_secs(20)).is_complete(),
+            "nothing moves any more"
+        );
     }
     panic!("the upper tiers do not evict: {:?}", manager.matches(chain));
 }

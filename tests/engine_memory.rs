@@ -1,14 +1,17 @@
-//! An engine with memory of its own: its slots are adopted, blocks go between them and the tiers, and every byte is right.
+//! An engine with memory of its own: its slots are adopted, blocks go between them and the tiers,
+//! and every byte is right.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use kvbm::{
-    BlockHash, Chain, EngineMemory, Error, ErrorKind, Fence, HostFence, Loaded, Manager, Options, Rank,
-    RankGroup, RankOptions, RequestInfo, Saved, SlotId, Tier, TransferId,
+    BlockHash, Chain, EngineMemory, Error, ErrorKind, Fence, HostFence, Loaded, Manager, Options,
+    Rank, RankGroup, RankOptions, Saved, SlotId, Tier, TransferId,
 };
-use kvbm_settings::{Capacity, EvictionPolicy, Settings};
-use kvbm_tests::rig::{hash, metric};
+use kvbm_settings::{Capacity, Settings};
+use kvbm_tests::engine;
+use kvbm_tests::rig::{chain, hash, metric};
+use kvbm_tests::slots::{load_slots, save_slots};
 use kvbm_tiers::chaos::{Chaos, Episode, Schedule};
 use kvbm_tiers::testing::{TensorView, Tensors, TwoFaced, fill_pattern, has_pattern};
 use prometheus::Registry;
@@ -20,10 +23,6 @@ const SOON: Duration = Duration::from_mins(1);
 /// Of copies: many times what one takes on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
-fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
-    (0..blocks).map(|i| hash(1_000 * n + i + 1)).collect()
-}
-
 /// What tells a block's bytes from all others'.
 fn number(hash: BlockHash) -> usize {
     kvbm_tests::rig::number(Chain::from([hash].as_slice()).key(0))
@@ -34,18 +33,14 @@ fn slots(range: std::ops::Range<u32>) -> Vec<SlotId> {
 }
 
 fn settings() -> Settings {
-    let mut settings =
-        Settings { block_bytes: Some(BLOCK as u64), eviction: EvictionPolicy::Lru, ..Settings::default() };
-    settings.host.capacity = Some(Capacity::Blocks(64));
-    settings.host.huge_pages = false;
-    // What a test does to the next read is meant for its own.
-    settings.transfer.scrub_mib_per_second = 0;
-    settings
+    engine::without_device(BLOCK as u64, 64)
 }
 
 fn open(settings: Settings, memory: EngineMemory, chaos: Option<Chaos>) -> Result<Manager, Error> {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-    runtime.block_on(Manager::open_with(settings, Options { chaos, ..Options::default() }, memory))
+    engine::block_on(Manager::open(
+        settings,
+        Options { chaos, engine: Some(memory), ..Options::default() },
+    ))
 }
 
 fn memory(slots: u32) -> (EngineMemory, TensorView) {
@@ -68,14 +63,17 @@ impl Engine {
 
     fn with(settings: Settings, chaos: Option<Chaos>) -> Self {
         let (engine, view) = memory(128);
-        Self { manager: open(settings, engine, chaos).expect("it opens"), memory: view, _disk: None }
+        Self {
+            manager: open(settings, engine, chaos).expect("it opens"),
+            memory: view,
+            _disk: None,
+        }
     }
 
     fn on_disk(chaos: Option<Chaos>, timeout: Duration) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let mut settings = settings();
-        settings.disk.capacity = Some(Capacity::Blocks(256));
-        settings.disk.dirs = vec![dir.path().to_owned()];
+        engine::add_disk(&mut settings, 256, dir.path());
         settings.host.staging_blocks = 8;
         settings.transfer.timeout_ms = timeout.as_millis() as u64;
         Self { _disk: Some(dir), ..Self::with(settings, chaos) }
@@ -94,13 +92,13 @@ impl Engine {
     }
 
     fn save(&self, chain: &[BlockHash], first: usize, slots: &[SlotId]) -> Saved {
-        let saved = self.manager.save_from(RequestInfo::default(), chain, first, slots, Fence::Done);
+        let saved = save_slots(&self.manager, chain, first, slots, Fence::Done);
         saved.wait().expect("the manager is open")
     }
 
     fn load(&self, chain: &[BlockHash], slots: &[SlotId]) -> Loaded {
         let lease = self.manager.lease(chain);
-        let loaded = self.manager.load_into(lease, 0..slots.len(), slots, Fence::Done);
+        let loaded = load_slots(&self.manager, lease, 0, slots, &Fence::Done);
         loaded.wait().expect("the manager is open")
     }
 
@@ -116,15 +114,15 @@ impl Engine {
     #[track_caller]
     fn assert_well(&self) {
         let began = Instant::now();
-        while Tier::ALL.iter().any(|&tier| self.manager.counts(tier).lost > 0) {
+        while Tier::ALL.iter().any(|&tier| self.manager.admin().counts(tier).lost > 0) {
             assert!(began.elapsed() < SOON, "slots do not come back");
             std::thread::sleep(Duration::from_millis(2));
         }
         assert!(self.manager.drain(SOON).is_complete());
         for tier in Tier::ALL {
-            assert_eq!(self.manager.counts(tier).filling, 0, "{tier}");
+            assert_eq!(self.manager.admin().counts(tier).filling, 0, "{tier}");
         }
-        assert_eq!(self.manager.audit(), []);
+        assert_eq!(self.manager.admin().audit(), []);
     }
 }
 
@@ -140,7 +138,8 @@ fn what_an_engine_saves_comes_back_to_other_slots() {
     let permuted: Vec<_> = (0..20).map(|i| SlotId(100 - i * 3)).collect();
     engine.assert_loads(&all, &permuted);
     // A part of the chain, in the middle.
-    let part = engine.manager.load_into(saved.lease, 5..9, &slots(110..114), Fence::Done).wait().unwrap();
+    let part =
+        load_slots(&engine.manager, saved.lease, 5, &slots(110..114), &Fence::Done).wait().unwrap();
     assert_eq!((part.arrived, part.failed), (4, 0));
     (5..9).zip(slots(110..114)).for_each(|(at, slot)| assert!(engine.has(all[at], slot)));
     drop(part);
@@ -148,7 +147,7 @@ fn what_an_engine_saves_comes_back_to_other_slots() {
 }
 
 #[test]
-fn chunks_of_a_prefill_add_up_and_what_nothing_hangs_on_is_an_orphan() {
+fn chunks_of_a_prefill_add_up_and_loose_ones_orphan() {
     let engine = Engine::new();
     let (all, from) = (chain(1, 12), slots(0..12));
     engine.compute(&all, &from);
@@ -170,13 +169,15 @@ fn chunks_of_a_prefill_add_up_and_what_nothing_hangs_on_is_an_orphan() {
 fn orphans_and_duplicates_are_counted() {
     let (registry, (engine, memory)) = (Registry::new(), memory(128));
     let options = Options { registry: registry.clone(), ..Options::default() };
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    let manager = runtime.block_on(Manager::open_with(settings(), options, engine)).unwrap();
+    let manager =
+        engine::block_on(Manager::open(settings(), Options { engine: Some(engine), ..options }))
+            .unwrap();
     let engine = Engine { manager, memory, _disk: None };
     let (all, from) = (chain(1, 12), slots(0..12));
     engine.compute(&all, &from);
     let counted = || {
-        ["kvbm_orphan_blocks_total", "kvbm_duplicate_blocks_total"].map(|name| metric(&registry, name, &[]))
+        ["kvbm_orphan_blocks_total", "kvbm_duplicate_blocks_total"]
+            .map(|name| metric(&registry, name, &[]))
     };
     assert_eq!(counted(), [0, 0]);
     assert_eq!(engine.save(&all, 5, &from[5..]).orphans, 7);
@@ -189,7 +190,8 @@ fn orphans_and_duplicates_are_counted() {
     engine.assert_well();
 }
 
-/// A chain that was saved from its middle on begins there: with what others saved of its beginning it is no chain yet.
+/// A chain that was saved from its middle on begins there: with what others saved of its beginning
+/// it is no chain yet.
 #[test]
 fn a_chain_with_a_hole_is_not_loaded_over_it() {
     let engine = Engine::new();
@@ -212,7 +214,7 @@ fn two_saves_of_one_chain_copy_each_block_once() {
     engine.compute(&all, &slots(0..8));
     engine.compute(&all, &slots(8..16));
     let save = |first: usize, from: &[SlotId], ready: Fence| {
-        engine.manager.save_from(RequestInfo::default(), &all, first, from, ready)
+        save_slots(&engine.manager, &all, first, from, ready)
     };
     let one = save(0, &slots(0..8), Fence::Host(fence.clone()));
     let two = save(0, &slots(8..16), Fence::Done);
@@ -222,6 +224,61 @@ fn two_saves_of_one_chain_copy_each_block_once() {
     assert_eq!((one.copied, one.duplicates), (8, 0));
     assert_eq!((two.copied, two.duplicates, two.blocks), (0, 8, 8));
     drop((one, two));
+    engine.assert_well();
+}
+
+/// The first saver's engine goes away; the second has the same blocks in slots of its own.
+#[test]
+fn a_save_brings_what_another_was_to_bring_and_could_not() {
+    let engine = Engine::new();
+    let (all, fence) = (chain(1, 12), HostFence::new());
+    engine.compute(&all, &slots(0..12));
+    engine.compute(&all, &slots(20..32));
+    engine.manager.completions(&mut Vec::new());
+    let save = |chain: &[BlockHash], from: &[SlotId], ready: Fence| {
+        save_slots(&engine.manager, chain, 0, from, ready)
+    };
+    let mut one = save(&all[..8], &slots(0..8), Fence::Host(fence.clone()));
+    // Of this one eight are on their way already, and four hang on them.
+    let two = save(&all, &slots(20..32), Fence::Done);
+    let names = [one.id(), two.id()];
+    one.cancel();
+    let (one, two) = (one.wait().unwrap(), two.wait().unwrap());
+    assert_eq!((one.copied, one.failed, one.duplicates), (0, 8, 0));
+    assert_eq!((two.copied, two.failed, two.duplicates, two.blocks), (12, 0, 0, 12));
+    let mut told = Vec::new();
+    poll(&engine.manager, 2, |id| told.push(Some(id)));
+    assert_eq!(told, names, "each is named once");
+    drop((one, two));
+    engine.assert_loads(&all, &slots(50..62));
+    engine.assert_well();
+}
+
+#[test]
+fn a_copy_that_fails_fails_no_save_of_the_same_blocks() {
+    let faults = chaos(&["memory.write:eio@0s+1h x1"]);
+    let engine = Engine::with(settings(), Some(faults.clone()));
+    let (all, fence) = (chain(1, 8), HostFence::new());
+    engine.compute(&all, &slots(0..8));
+    engine.compute(&all, &slots(20..28));
+    let save = |from: &[SlotId], ready: Fence| save_slots(&engine.manager, &all, 0, from, ready);
+    let one = save(&slots(0..8), Fence::Host(fence.clone()));
+    let two = save(&slots(20..28), Fence::Done);
+    faults.start();
+    fence.raise();
+    let (one, two) = (one.wait().unwrap(), two.wait().unwrap());
+    assert!(one.failed > 0, "{one:?}");
+    assert_eq!(one.copied + one.failed, 8);
+    assert_eq!((two.failed, two.blocks), (0, 8), "{two:?}");
+    assert_eq!((two.copied, two.duplicates), (one.failed, one.copied));
+    drop((one, two));
+    faults.heal();
+    // And then it heals, and everything works again.
+    engine.assert_loads(&all, &slots(50..58));
+    let other = chain(2, 8);
+    engine.compute(&other, &slots(0..8));
+    assert_eq!(engine.save(&other, 0, &slots(0..8)).copied, 8);
+    engine.assert_loads(&other, &slots(50..58));
     engine.assert_well();
 }
 
@@ -235,7 +292,7 @@ fn layers_come_one_by_one() {
     for round in 0..20 {
         into.iter().for_each(|&slot| engine.memory.write(slot, &[0; BLOCK]));
         let lease = engine.manager.lease(&all);
-        let mut load = engine.manager.load_into(lease, 0..48, &into, Fence::Done);
+        let mut load = load_slots(&engine.manager, lease, 0, &into, &Fence::Done);
         for layer in 0..LAYERS {
             assert!(load.wait_layers(layer + 1, SOON), "layer {layer} does not come");
             let share = BLOCK / usize::from(LAYERS);
@@ -257,14 +314,14 @@ fn layers_come_one_by_one() {
 }
 
 #[test]
-fn a_load_that_does_not_come_whole_tells_of_no_layer() {
+fn a_load_that_fails_in_part_tells_no_layer() {
     let engine = Engine::new();
     let (all, from) = (chain(1, 8), slots(0..8));
     engine.compute(&all, &from);
     drop(engine.save(&all[..4], 0, &from[..4]));
     for (chain, arrived) in [(all, 4), (chain(2, 8), 0)] {
         let lease = engine.manager.lease(&chain);
-        let mut load = engine.manager.load_into(lease, 0..8, &slots(20..28), Fence::Done);
+        let mut load = load_slots(&engine.manager, lease, 0, &slots(20..28), &Fence::Done);
         assert!(!load.wait_layers(1, SOON), "the first layer of blocks that are nowhere");
         let loaded = load.wait_for(SOON).expect("it ends").unwrap();
         assert_eq!((loaded.arrived, load.layers_arrived()), (arrived, 0));
@@ -276,8 +333,7 @@ fn a_load_that_does_not_come_whole_tells_of_no_layer() {
 fn copies_wait_for_the_engine() {
     let engine = Engine::new();
     let (all, from, fence) = (chain(1, 6), slots(0..6), HostFence::new());
-    let mut save =
-        engine.manager.save_from(RequestInfo::default(), &all, 0, &from, Fence::Host(fence.clone()));
+    let mut save = save_slots(&engine.manager, &all, 0, &from, Fence::Host(fence.clone()));
     assert!(save.wait_for(Duration::from_millis(20)).is_none());
     engine.compute(&all, &from);
     fence.raise();
@@ -285,7 +341,7 @@ fn copies_wait_for_the_engine() {
     let (into, fence) = (slots(20..26), HostFence::new());
     into.iter().for_each(|&slot| engine.memory.write(slot, &[7; BLOCK]));
     let lease = engine.manager.lease(&all);
-    let mut load = engine.manager.load_into(lease, 0..6, &into, Fence::Host(fence.clone()));
+    let mut load = load_slots(&engine.manager, lease, 0, &into, &Fence::Host(fence.clone()));
     assert!(load.try_take().is_none());
     std::thread::sleep(Duration::from_millis(20));
     assert!(
@@ -299,22 +355,23 @@ fn copies_wait_for_the_engine() {
 }
 
 #[test]
-fn no_medium_is_to_blame_for_a_fence_that_never_comes() {
+fn a_fence_that_never_comes_blames_no_medium() {
     let engine = Engine::on_disk(None, TIMEOUT);
     let (all, from) = (chain(1, 6), slots(0..6));
     engine.compute(&all, &from);
     let kept = HostFence::new();
     for fence in [kept.clone(), HostFence::new()] {
-        let save = engine.manager.save_from(RequestInfo::default(), &all, 0, &from, Fence::Host(fence));
+        let save = save_slots(&engine.manager, &all, 0, &from, Fence::Host(fence));
         let saved = save.wait().unwrap();
         assert_eq!((saved.copied, saved.failed, saved.blocks), (0, 6, 0));
     }
     // The medium is not to blame, and what comes too late is not copied.
     kept.raise();
-    assert_eq!(engine.manager.failures(), 0);
+    assert_eq!(engine.manager.admin().failures(), 0);
     assert_eq!(engine.save(&all, 0, &from).copied, 6);
     let lease = engine.manager.lease(&all);
-    let load = engine.manager.load_into(lease, 0..6, &slots(20..26), Fence::Host(HostFence::new()));
+    let load =
+        load_slots(&engine.manager, lease, 0, &slots(20..26), &Fence::Host(HostFence::new()));
     let loaded = load.wait().unwrap();
     assert_eq!((loaded.arrived, loaded.failed), (0, 6));
     assert!(loaded.writers.are_gone());
@@ -324,12 +381,11 @@ fn no_medium_is_to_blame_for_a_fence_that_never_comes() {
 }
 
 #[test]
-fn waiting_on_a_thread_of_a_runtime_keeps_it_and_ends() {
+fn waiting_on_a_runtime_thread_keeps_it_and_ends() {
     let engine = Engine::new();
     let (all, from) = (chain(1, 6), slots(0..6));
     engine.compute(&all, &from);
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    runtime.block_on(async {
+    engine::block_on(async {
         // More often than the runtime lets a task go on without a pause.
         for _ in 0..200 {
             assert_eq!(engine.save(&all, 0, &from).blocks, 6);
@@ -344,14 +400,13 @@ fn what_waits_can_be_cancelled() {
     let engine = Engine::new();
     let (all, from, fence) = (chain(1, 6), slots(0..6), HostFence::new());
     engine.compute(&all, &from);
-    let mut save =
-        engine.manager.save_from(RequestInfo::default(), &all, 0, &from, Fence::Host(fence.clone()));
+    let mut save = save_slots(&engine.manager, &all, 0, &from, Fence::Host(fence.clone()));
     save.cancel();
     let saved = save.wait_for(SOON).unwrap().unwrap();
     assert_eq!((saved.copied, saved.failed), (0, 6));
     drop(saved);
     fence.raise();
-    assert_eq!(engine.manager.counts(Tier::Host).resident, 0);
+    assert_eq!(engine.manager.admin().counts(Tier::Host).resident, 0);
     engine.assert_well();
     assert_eq!(engine.save(&all, 0, &from).copied, 6);
     engine.assert_loads(&all, &slots(20..26));
@@ -359,14 +414,14 @@ fn what_waits_can_be_cancelled() {
 }
 
 #[test]
-fn an_engine_that_polls_is_told_what_has_ended_well_or_not() {
+fn an_engine_that_polls_learns_what_ended_and_how() {
     let engine = Engine::on_disk(None, TIMEOUT);
     let (all, orphans, from) = (chain(1, 4), chain(2, 4), slots(0..4));
     engine.compute(&all, &from);
     let mut ended = Vec::new();
     engine.manager.completions(&mut ended);
     let save = |chain: &[BlockHash], first: usize, ready: Fence| {
-        engine.manager.save_from(RequestInfo::default(), chain, first, &from[first..], ready)
+        save_slots(&engine.manager, chain, first, &from[first..], ready)
     };
     let mut saves: HashMap<_, _> = [
         save(&all, 0, Fence::Done),
@@ -389,12 +444,12 @@ fn an_engine_that_polls_is_told_what_has_ended_well_or_not() {
     let kept = HostFence::new();
     let load = |into: u32, after: Fence| {
         let slots = slots(into..into + 4);
-        engine.manager.load_into(engine.manager.lease(&all), 0..4, &slots, after)
+        load_slots(&engine.manager, engine.manager.lease(&all), 0, &slots, &after)
     };
     let late = load(20, Fence::Host(HostFence::new()));
     let mut cancelled = load(30, Fence::Host(kept.clone()));
     cancelled.cancel();
-    let nothing = engine.manager.load_into(engine.manager.lease(&all), 4..4, &[], Fence::Done);
+    let nothing = load_slots(&engine.manager, engine.manager.lease(&all), 4, &[], &Fence::Done);
     let mut loads: HashMap<_, _> = [load(40, Fence::Done), late, cancelled, nothing]
         .into_iter()
         .map(|load| (load.id().expect("it was begun"), load))
@@ -414,9 +469,26 @@ fn an_engine_that_polls_is_told_what_has_ended_well_or_not() {
     drop(prefetch.wait().unwrap());
     assert_eq!(save(&all[..1], 0, Fence::Done).id(), None, "there are more slots than blocks");
     let mut again = load(50, Fence::Done);
-    poll(&engine.manager, 1, |id| assert_eq!(Some(id), again.id(), "that load, and nothing of others"));
+    poll(&engine.manager, 1, |id| {
+        assert_eq!(Some(id), again.id(), "that load, and nothing of others");
+    });
     assert_eq!(again.try_take().expect("it has ended").unwrap().arrived, 4);
     engine.assert_loads(&all, &slots(50..54));
+    engine.assert_well();
+}
+
+#[test]
+fn ends_that_nobody_asks_for_are_bounded() {
+    const MOST: usize = 65_536;
+    let engine = Engine::new();
+    let end = |saves: usize| (0..saves).for_each(|_| drop(engine.save(&[], 0, &[])));
+    let mut ended = Vec::new();
+    end(3);
+    engine.manager.completions(&mut ended);
+    assert_eq!(ended, [], "they are noted from the first call on");
+    end(MOST + 3);
+    engine.manager.completions(&mut ended);
+    assert_eq!(ended.len(), MOST);
     engine.assert_well();
 }
 
@@ -433,11 +505,11 @@ fn poll(manager: &Manager, all: usize, mut hear: impl FnMut(TransferId)) {
 }
 
 #[test]
-fn an_answer_is_given_once_and_waited_for_as_long_as_one_likes() {
+fn an_answer_comes_once_and_waits_have_any_limit() {
     let engine = Engine::new();
     let (all, from) = (chain(1, 4), slots(0..4));
     engine.compute(&all, &from);
-    let mut save = engine.manager.save_from(RequestInfo::default(), &all, 0, &from, Fence::Done);
+    let mut save = save_slots(&engine.manager, &all, 0, &from, Fence::Done);
     assert_eq!(save.wait_for(Duration::MAX).expect("it ends").unwrap().copied, 4);
     assert_eq!(save.try_take().expect("it has ended").unwrap_err().kind(), ErrorKind::Closed);
     assert_eq!(save.wait().unwrap_err().kind(), ErrorKind::Closed);
@@ -446,7 +518,7 @@ fn an_answer_is_given_once_and_waited_for_as_long_as_one_likes() {
 }
 
 #[test]
-fn what_waits_for_the_engine_says_nothing_of_a_tiers_pace() {
+fn waits_for_the_engine_say_nothing_of_tiers_pace() {
     let mut settings = settings();
     // A block in a few milliseconds.
     settings.transfer.prefill_tokens_per_second = 5_000;
@@ -455,11 +527,15 @@ fn what_waits_for_the_engine_says_nothing_of_a_tiers_pace() {
     engine.compute(&all, &from);
     drop(engine.save(&all, 0, &from));
     let lease = engine.manager.lease(&all);
-    let load = engine.manager.load_into(lease, 0..6, &slots(20..26), Fence::Host(fence.clone()));
+    let load = load_slots(&engine.manager, lease, 0, &slots(20..26), &Fence::Host(fence.clone()));
     std::thread::sleep(Duration::from_millis(300));
     fence.raise();
     assert_eq!(load.wait().unwrap().arrived, 6);
-    assert_eq!(engine.manager.matches(&all).worth_loading(), 6, "the engine was slow, not the tier");
+    assert_eq!(
+        engine.manager.matches(&all).worth_loading(),
+        6,
+        "the engine was slow, not the tier"
+    );
 }
 
 /// A chain on disk and nowhere else.
@@ -468,12 +544,15 @@ fn sink(engine: &Engine, all: &[BlockHash]) {
     engine.compute(all, &from);
     drop(engine.save(all, 0, &from));
     assert!(engine.manager.drain(SOON).is_complete());
-    engine.manager.evict(Tier::Host, 1_000);
-    assert_eq!(engine.manager.lease(all).held().plan().collect::<Vec<_>>(), [(Tier::Disk, 0..all.len())]);
+    engine.manager.admin().evict(Tier::Host, 1_000);
+    assert_eq!(
+        engine.manager.lease(all).held().plan().collect::<Vec<_>>(),
+        [(Tier::Disk, 0..all.len())]
+    );
 }
 
 #[test]
-fn what_lies_on_disk_comes_through_the_host_tier_and_stays_there() {
+fn disk_blocks_come_through_the_host_tier_and_stay() {
     let engine = Engine::on_disk(None, SOON);
     let all = chain(1, 30);
     sink(&engine, &all);
@@ -488,7 +567,7 @@ fn chaos(script: &[&str]) -> Chaos {
 }
 
 #[test]
-fn a_block_that_is_corrupt_below_ends_a_load_before_it() {
+fn a_corrupt_block_below_ends_a_load_before_it() {
     let faults = chaos(&["disk.read:corrupt@0s+1h x1"]);
     let engine = Engine::on_disk(Some(faults.clone()), SOON);
     let all = chain(1, 12);
@@ -497,7 +576,10 @@ fn a_block_that_is_corrupt_below_ends_a_load_before_it() {
     let loaded = engine.load(&all, &slots(60..72));
     assert!(loaded.arrived < 12, "{loaded:?}");
     assert_eq!(loaded.arrived + loaded.failed, 12);
-    all[..loaded.arrived].iter().zip(slots(60..72)).for_each(|(&hash, slot)| assert!(engine.has(hash, slot)));
+    all[..loaded.arrived]
+        .iter()
+        .zip(slots(60..72))
+        .for_each(|(&hash, slot)| assert!(engine.has(hash, slot)));
     drop(loaded);
     faults.heal();
     // And then it heals: the engine computes what was lost, and all is there again.
@@ -537,33 +619,34 @@ fn closing_ends_what_is_under_way() {
     let (all, from) = (chain(1, 6), slots(0..6));
     engine.compute(&all, &from);
     let fence = HostFence::new();
-    let held = engine.manager.save_from(RequestInfo::default(), &all, 0, &from, Fence::Host(fence.clone()));
+    let held = save_slots(&engine.manager, &all, 0, &from, Fence::Host(fence.clone()));
     assert!(engine.manager.close(SOON).is_complete());
     assert_eq!(held.wait().unwrap().copied, 0);
-    let refused = engine.manager.save_from(RequestInfo::default(), &all, 0, &from, Fence::Done);
+    let refused = save_slots(&engine.manager, &all, 0, &from, Fence::Done);
     assert_eq!(refused.wait().unwrap_err().kind(), ErrorKind::Closed);
-    let refused = engine.manager.load_into(engine.manager.lease(&all), 0..6, &from, Fence::Done);
+    let refused = load_slots(&engine.manager, engine.manager.lease(&all), 0, &from, &Fence::Done);
     assert_eq!(refused.wait().unwrap_err().kind(), ErrorKind::Closed);
     fence.raise();
-    assert_eq!(engine.manager.counts(Tier::Host).free, 64);
-    assert_eq!(engine.manager.audit(), []);
+    assert_eq!(engine.manager.admin().counts(Tier::Host).free, 64);
+    assert_eq!(engine.manager.admin().audit(), []);
 }
 
 #[test]
-fn a_reset_ends_what_is_under_way_and_all_works_again() {
+fn a_reset_ends_transfers_and_all_works_again() {
     let engine = Engine::new();
     let (all, other, fence) = (chain(1, 6), chain(2, 6), HostFence::new());
     engine.compute(&all, &slots(0..6));
     drop(engine.save(&all, 0, &slots(0..6)));
     let (lease, stale) = (engine.manager.lease(&all), engine.manager.lease(&all));
-    let load = engine.manager.load_into(lease, 0..6, &slots(20..26), Fence::Host(fence.clone()));
+    let load = load_slots(&engine.manager, lease, 0, &slots(20..26), &Fence::Host(fence.clone()));
     let ready = Fence::Host(fence.clone());
-    let save = engine.manager.save_from(RequestInfo::default(), &other, 0, &slots(0..6), ready);
+    let save = save_slots(&engine.manager, &other, 0, &slots(0..6), ready);
     engine.manager.reset(1).unwrap();
     let (loaded, saved) = (load.wait().unwrap(), save.wait().unwrap());
     assert_eq!((loaded.arrived, loaded.failed, saved.copied, saved.blocks), (0, 6, 0, 0));
     assert!(loaded.writers.are_gone());
-    let refused = engine.manager.load_into(stale, 0..6, &slots(20..26), Fence::Done).wait().unwrap_err();
+    let refused =
+        load_slots(&engine.manager, stale, 0, &slots(20..26), &Fence::Done).wait().unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Stale);
     fence.raise();
     for chain in [&all, &other] {
@@ -589,27 +672,32 @@ fn bad_input_is_named() {
         assert!(error.to_string().contains(words), "{error}");
     };
     let save = |first, slots: &[SlotId]| {
-        engine.manager.save_from(RequestInfo::default(), &all, first, slots, Fence::Done).wait().unwrap_err()
+        save_slots(&engine.manager, &all, first, slots, Fence::Done).wait().unwrap_err()
     };
     named(save(0, &[SlotId(128)]), "slot 128 is not among the engine's 128 slots");
     named(save(2, &slots(0..3)), "3 blocks from position 2 on, of 4");
     named(save(usize::MAX, &slots(0..3)), "of 4");
-    let load = |blocks, slots: &[SlotId]| {
-        engine.manager.load_into(engine.manager.lease(&all), blocks, slots, Fence::Done).wait().unwrap_err()
+    let load = |slots: &[SlotId]| {
+        load_slots(&engine.manager, engine.manager.lease(&all), 0, slots, &Fence::Done)
+            .wait()
+            .unwrap_err()
     };
-    named(load(0..2, &[SlotId(3), SlotId(3)]), "slot 3 is to get two blocks at once");
-    named(load(0..3, &slots(0..2)), "one slot for each block");
+    named(load(&[SlotId(3), SlotId(3)]), "slot 3 is to get two blocks at once");
     let other = Engine::new();
-    let foreign = engine.manager.load_into(other.manager.lease(&all), 0..1, &slots(0..1), Fence::Done);
+    let foreign =
+        load_slots(&engine.manager, other.manager.lease(&all), 0, &slots(0..1), &Fence::Done);
     named(foreign.wait().unwrap_err(), "another manager");
     let without = kvbm_tests::engine::open(settings(), &Registry::new()).unwrap();
-    let error =
-        without.save_from(RequestInfo::default(), &all, 0, &slots(0..4), Fence::Done).wait().unwrap_err();
-    named(error, "open_with");
+    let error = save_slots(&without, &all, 0, &slots(0..4), Fence::Done).wait().unwrap_err();
+    named(error, "Options::engine");
 
-    let refused =
-        |settings: Settings, words: &str| named(open(settings, memory(4).0, None).unwrap_err(), words);
-    refused(Settings { block_bytes: Some(8192), ..settings() }, "a block of the engine has 4096 bytes");
+    let refused = |settings: Settings, words: &str| {
+        named(open(settings, memory(4).0, None).unwrap_err(), words);
+    };
+    refused(
+        Settings { block_bytes: Some(8192), ..settings() },
+        "a block of the engine has 4096 bytes",
+    );
     let mut both = settings();
     both.device.capacity = Some(Capacity::Blocks(4));
     refused(both, "device.capacity");
@@ -618,10 +706,13 @@ fn bad_input_is_named() {
     refused(nowhere, "needs DRAM");
     let uneven = EngineMemory::new(Tensors::new(4, BLOCK, 2).into_region(), 7).unwrap_err();
     named(uneven, "4096 bytes has no 7 layers");
-    named(EngineMemory::new(Tensors::new(4, BLOCK, 2).into_region(), 0).unwrap_err(), "no 0 layers");
+    named(
+        EngineMemory::new(Tensors::new(4, BLOCK, 2).into_region(), 0).unwrap_err(),
+        "no 0 layers",
+    );
 
     // Nothing has leaked, and all works.
-    let counts = engine.manager.counts(Tier::Host);
+    let counts = engine.manager.admin().counts(Tier::Host);
     assert_eq!((counts.free, counts.resident), (64, 0));
     engine.compute(&all, &slots(0..4));
     assert_eq!(engine.save(&all, 0, &slots(0..4)).copied, 4);
@@ -630,7 +721,7 @@ fn bad_input_is_named() {
 }
 
 #[test]
-fn memory_that_does_not_lie_as_said_is_found_at_once() {
+fn memory_not_laid_out_as_said_is_found() {
     let two_faced = EngineMemory::new(TwoFaced::region(BLOCK), LAYERS).unwrap();
     let error = open(settings(), two_faced, None).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
@@ -646,18 +737,18 @@ fn memory_that_does_not_lie_as_said_is_found_at_once() {
 }
 
 #[test]
-fn a_rank_whose_memory_does_not_lie_as_said_is_not_let_in_and_its_leader_waits_for_a_better_one() {
+fn a_rank_with_wrong_memory_is_refused_and_leaders_wait() {
     let dir = tempfile::tempdir().unwrap();
     let group = RankGroup { dir: dir.path().join("meet"), world: 1, limit: SOON };
     let options = Options { ranks: Some(group.clone()), ..Options::default() };
     let leading = std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let memory = EngineMemory::in_ranks(128, LAYERS).unwrap();
-        runtime.block_on(Manager::open_with(settings(), options, memory)).unwrap()
+        engine::block_on(Manager::open(settings(), Options { engine: Some(memory), ..options }))
+            .unwrap()
     });
     let join = |memory: &EngineMemory| {
-        let options = RankOptions { group: group.clone(), rank: 0, fingerprint: None, chaos: None };
-        Rank::join_with(&settings(), options, memory)
+        let options = RankOptions::new(group.clone(), 0);
+        Rank::join(&settings(), RankOptions { engine: Some(memory.clone()), ..options })
     };
     let error = join(&EngineMemory::new(TwoFaced::region(BLOCK), LAYERS).unwrap()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
@@ -745,17 +836,17 @@ proptest! {
                     let into: Vec<_> = free[..end - first].iter().map(|&slot| SlotId(slot)).collect();
                     let lease = engine.manager.lease(Chain::from(&all));
                     let held = lease.held().longest().clamp(first, end) - first;
-                    let loaded = engine.manager.load_into(lease, first..end, &into, Fence::Done).wait().unwrap();
+                    let loaded = load_slots(&engine.manager, lease, first, &into, &Fence::Done).wait().unwrap();
                     prop_assert_eq!((loaded.arrived, loaded.failed), (held, end - first - held));
                     for (&hash, &slot) in all[first..first + held].iter().zip(&into) {
                         prop_assert!(engine.has(hash, slot));
                     }
                 }
-                Step::Evict { tier, blocks } => drop(engine.manager.evict(tier, blocks)),
+                Step::Evict { tier, blocks } => drop(engine.manager.admin().evict(tier, blocks)),
                 Step::Reset => engine.manager.reset(engine.manager.epoch() + 1).unwrap(),
                 Step::Drain => prop_assert!(engine.manager.drain(SOON).is_complete()),
             }
-            prop_assert_eq!(engine.manager.audit(), []);
+            prop_assert_eq!(engine.manager.admin().audit(), []);
         }
         engine.assert_well();
     }

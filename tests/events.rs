@@ -1,5 +1,5 @@
-//! Events: who follows them knows what each tier holds. Random histories are followed in `model` and, over threads in
-//! every order, in `interleavings`.
+//! Events: who follows them knows what each tier holds. Random histories are followed in `model`
+//! and, over threads in every order, in `interleavings`.
 
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -12,15 +12,11 @@ use kvbm::{
     StoreReason, Tier,
 };
 use kvbm_tests::follower::Follower;
-use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, bare_core, hash, seed};
+use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, bare_core, chain, seed};
 use kvbm_tiers::testing::ParkedBackend;
 use kvbm_tiers::{Backend, CopyError, CopyErrorKind, MemcpyBackend};
 
 const SIZES: Sizes = Sizes { tiers: [8, 12, 16, 24], staging: 4 };
-
-fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
-    (1..=blocks).map(|block| hash(100 * n + block)).collect()
-}
 
 fn parked() -> (Arc<Core>, Arc<ParkedBackend>) {
     let routes = [MEMORY, DISK, OBJECT].concat();
@@ -80,8 +76,9 @@ fn blocks_come_root_first_with_their_request_and_reason() {
     drop(save.wait().unwrap());
     let saved = all(&mut events);
     assert_eq!(stored(&saved, Tier::Host), path(StoreReason::Saved));
-    let of_seven =
-        |event: &CacheEvent| matches!(event, CacheEvent::Stored { request: Some(RequestId(7)), .. });
+    let of_seven = |event: &CacheEvent| {
+        matches!(event, CacheEvent::Stored { request: Some(RequestId(7)), .. })
+    };
     assert!(saved.iter().all(of_seven), "{saved:?}");
 
     let _ = core.drain(Duration::ZERO);
@@ -90,7 +87,8 @@ fn blocks_come_root_first_with_their_request_and_reason() {
 
     core.table().evict(Tier::Device, 3);
     core.table().evict(Tier::Host, 3);
-    let leaf_first = |tier| hashes.iter().rev().map(move |&hash| (tier, hash, RemoveReason::Evicted));
+    let leaf_first =
+        |tier| hashes.iter().rev().map(move |&hash| (tier, hash, RemoveReason::Evicted));
     let both: Vec<_> = leaf_first(Tier::Device).chain(leaf_first(Tier::Host)).collect();
     assert_eq!(removed(&all(&mut events)), both);
 
@@ -107,10 +105,11 @@ fn blocks_come_root_first_with_their_request_and_reason() {
 }
 
 #[test]
-fn a_bad_block_goes_after_its_descendants_and_both_say_why() {
-    for (kind, reason) in
-        [(CopyErrorKind::Corrupt, RemoveReason::Corrupt), (CopyErrorKind::Io, RemoveReason::Unreadable)]
-    {
+fn a_bad_block_follows_its_descendants_and_both_say_why() {
+    for (kind, reason) in [
+        (CopyErrorKind::Corrupt, RemoveReason::Corrupt),
+        (CopyErrorKind::Io, RemoveReason::Unreadable),
+    ] {
         let (core, parked) = parked();
         let mut follower = Follower::of(&core);
         let hashes = chain(1, 4);
@@ -123,14 +122,15 @@ fn a_bad_block_goes_after_its_descendants_and_both_say_why() {
         assert!(parked.finish(bad.id, Err(CopyError::new(kind, "as the test says"))));
         finish_all(&parked);
         drop(load.wait().unwrap());
-        let expected: Vec<_> = hashes[1..].iter().rev().map(|&hash| (Tier::Disk, hash, reason)).collect();
+        let expected: Vec<_> =
+            hashes[1..].iter().rev().map(|&hash| (Tier::Disk, hash, reason)).collect();
         assert_eq!(removed(&all(&mut events)), expected);
         follower.check(&core, [Chain::from(&hashes)]);
     }
 }
 
 #[test]
-fn a_reset_is_one_event_and_nothing_of_the_past_is_told_after_it() {
+fn a_reset_is_one_event_and_ends_the_past() {
     let (core, parked) = parked();
     let mut events = core.table().listen(1_000);
     for tier in Tier::ALL {
@@ -153,12 +153,13 @@ fn a_reset_is_one_event_and_nothing_of_the_past_is_told_after_it() {
         hash: hashes[i],
         parent: i.checked_sub(1).map(|i| hashes[i]),
     };
-    let stored = |i| CacheEvent::Stored { block: block(i), request: None, reason: StoreReason::Filled };
+    let stored =
+        |i| CacheEvent::Stored { block: block(i), request: None, reason: StoreReason::Filled };
     assert_eq!(all(&mut events), [stored(0), stored(1)]);
 }
 
 #[test]
-fn a_slow_receiver_loses_the_oldest_and_learns_how_many_and_holds_nobody_up() {
+fn a_slow_receiver_counts_its_losses_and_delays_nobody() {
     let (core, _) = parked();
     let mut slow = core.table().listen(3);
     let mut follower = Follower::of(&core);
@@ -175,7 +176,7 @@ fn a_slow_receiver_loses_the_oldest_and_learns_how_many_and_holds_nobody_up() {
 }
 
 #[test]
-fn a_receiver_that_sleeps_is_woken_by_events_and_by_the_end() {
+fn a_sleeping_receiver_wakes_by_events_and_the_end() {
     let (core, _) = parked();
     let mut events = core.table().listen(10);
     seed(&core, Tier::Device, Chain::from(&chain(1, 1)));
@@ -184,7 +185,9 @@ fn a_receiver_that_sleeps_is_woken_by_events_and_by_the_end() {
         runtime.block_on(async move {
             let limit = Duration::from_secs(30);
             let mut told = Vec::new();
-            while let Some(event) = tokio::time::timeout(limit, events.next()).await.expect("it is woken") {
+            while let Some(event) =
+                tokio::time::timeout(limit, events.next()).await.expect("it is woken")
+            {
                 told.push(event);
             }
             told.len()
@@ -197,10 +200,15 @@ fn a_receiver_that_sleeps_is_woken_by_events_and_by_the_end() {
     assert_eq!(sleeper.join().unwrap(), 2);
     let mut late = core.table().listen(10);
     let mut context = Context::from_waker(Waker::noop());
-    assert_eq!(std::pin::pin!(late.next()).poll(&mut context), Poll::Ready(None), "no events come any more");
+    assert_eq!(
+        std::pin::pin!(late.next()).poll(&mut context),
+        Poll::Ready(None),
+        "no events come any more"
+    );
 }
 
-/// Threads that fill, load, save and evict, and one that resets: the order of events is that of what happened.
+/// Threads that fill, load, save and evict, and one that resets: the order of events is that of
+/// what happened.
 #[test]
 fn whoever_follows_many_threads_knows_what_each_tier_holds() {
     const TUNING: Tuning = Tuning { max_concurrent: 4, timeout: Duration::from_secs(30), ..TIGHT };
@@ -251,7 +259,9 @@ fn do_something(core: &Arc<Core>, random: &mut fastrand::Rng) {
         }
     };
     // A reset may have come in between.
-    waited.or_else(|error| if error.kind() == kvbm::ErrorKind::Stale { Ok(()) } else { Err(error) }).unwrap();
+    waited
+        .or_else(|error| if error.kind() == kvbm::ErrorKind::Stale { Ok(()) } else { Err(error) })
+        .unwrap();
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! Media that fail: in every way that backends can fail, and real files that are damaged under a manager.
+//! Media that fail: in every way that backends can fail, and real files that are damaged under a
+//! manager.
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -10,13 +11,15 @@ use std::time::{Duration, Instant};
 
 use kvbm::scheduler::Tuning;
 use kvbm::{
-    BlockHash, Chain, Class, Clock, Defect, Drained, ErrorKind, Manager, Options, RequestInfo, SystemClock,
-    Tier, Transferred,
+    BlockHash, Chain, Class, Clock, Defect, Drained, ErrorKind, Manager, Options, RequestInfo,
+    SystemClock, Tier, Transferred,
 };
 use kvbm_policies::AdmissionKind;
-use kvbm_settings::{Capacity, Settings};
+use kvbm_settings::Settings;
 use kvbm_tests::engine::{self, Served, push_down, serve};
-use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, hash, metric, seed};
+use kvbm_tests::rig::{
+    DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, hash, metric, seed, wait_until,
+};
 use kvbm_tiers::testing::{Fault, FaultBackend, MemoryStore, ParkedBackend, holds_in_a_child};
 use kvbm_tiers::{Backend, CopyErrorKind, MemcpyBackend};
 use prometheus::Registry;
@@ -52,7 +55,8 @@ impl Faulty {
         let rig = Rig::new(sizes, tuning, |places| {
             let memory = vec![Arc::clone(&places.device) as _, Arc::clone(&places.host) as _];
             let memory = MemcpyBackend::new(memory, 1).expect("threads");
-            let disk = FaultBackend::new(Arc::clone(&places.disk), places.all()).expect("one geometry");
+            let disk =
+                FaultBackend::new(Arc::clone(&places.disk), places.all()).expect("one geometry");
             let disk = kept.insert(Arc::new(disk));
             vec![
                 Arc::new(memory) as Arc<dyn Backend>,
@@ -99,7 +103,10 @@ impl Faulty {
         let mut table = self.rig.core.table();
         table.evict(Tier::Device, 64);
         table.evict(Tier::Host, 64);
-        assert_eq!((table.counts(Tier::Device).resident, table.counts(Tier::Host).resident), (0, 0));
+        assert_eq!(
+            (table.counts(Tier::Device).resident, table.counts(Tier::Host).resident),
+            (0, 0)
+        );
     }
 
     fn load(&self, chain: &[BlockHash]) -> Transferred {
@@ -121,16 +128,19 @@ impl Faulty {
 }
 
 #[test]
-fn a_read_that_fails_is_a_miss_for_the_rest_of_the_chain() {
-    for fault in
-        [Fault::FailAfter(2, CopyErrorKind::Io), Fault::FailAfter(0, CopyErrorKind::Io), Fault::Short]
-    {
+fn a_failed_read_is_a_miss_for_the_chains_rest() {
+    for fault in [
+        Fault::FailAfter(2, CopyErrorKind::Io),
+        Fault::FailAfter(0, CopyErrorKind::Io),
+        Fault::Short,
+    ] {
         let faulty = Faulty::new();
         faulty.sink(&chain(1));
         faulty.disk.inject(fault, &[FROM_DISK]);
         let arrived = if fault == Fault::FailAfter(2, CopyErrorKind::Io) { 2 } else { 0 };
         assert_eq!(faulty.assert_loads(&chain(1), arrived).failed, 6 - arrived);
-        let counted = faulty.rig.metric("kvbm_transfer_failures_total", &[("kind", "io"), ("from", "disk")]);
+        let counted =
+            faulty.rig.metric("kvbm_transfer_failures_total", &[("kind", "io"), ("from", "disk")]);
         assert!(counted >= 1);
         faulty.disk.heal();
         faulty.assert_loads(&chain(1), 6);
@@ -138,22 +148,28 @@ fn a_read_that_fails_is_a_miss_for_the_rest_of_the_chain() {
 }
 
 #[test]
-fn bytes_that_change_are_quarantined_and_come_from_the_tier_below() {
-    for (fault, route) in [Fault::LyingShort, Fault::BitFlip].into_iter().flat_map(|f| DISK.map(|r| (f, r))) {
+fn changed_bytes_are_quarantined_and_come_from_the_tier_below() {
+    for (fault, route) in
+        [Fault::LyingShort, Fault::BitFlip].into_iter().flat_map(|f| DISK.map(|r| (f, r)))
+    {
         let faulty = Faulty::new();
         if route == TO_DISK {
             faulty.disk.inject(fault, &[route]);
         }
         faulty.sink(&chain(1));
         faulty.disk.heal();
-        // The slots of host memory shall hold other bytes, or nobody could tell that a byte is missing.
+        // The slots of host memory shall hold other bytes, or nobody could tell that a byte is
+        // missing.
         faulty.sink(&chain(2));
         if route == FROM_DISK {
             faulty.disk.inject(fault, &[route]);
         }
         faulty.assert_loads(&chain(1), 0);
         assert_eq!(faulty.rig.core.table().matches(Chain::from(&chain(1))).blocks(Tier::Disk), 0);
-        assert!(faulty.rig.core.table().stats(Tier::Disk).quarantined >= 1, "{fault:?} on {route:?}");
+        assert!(
+            faulty.rig.core.table().stats(Tier::Disk).quarantined >= 1,
+            "{fault:?} on {route:?}"
+        );
         assert!(faulty.rig.metric("kvbm_checksum_failures_total", &[("tier", "disk")]) >= 1);
         faulty.assert_loads(&chain(1), 6);
     }
@@ -174,7 +190,7 @@ fn rot_takes_the_descendants_along_and_spares_the_ancestors() {
 }
 
 #[test]
-fn a_lease_taken_before_the_quarantine_is_a_miss_after_it() {
+fn a_lease_from_before_a_quarantine_is_a_miss() {
     let faulty = Faulty::new();
     faulty.sink(&chain(1));
     faulty.rig.core.table().evict(Tier::Object, 64);
@@ -191,7 +207,7 @@ fn a_lease_taken_before_the_quarantine_is_a_miss_after_it() {
 }
 
 #[test]
-fn a_copy_that_never_ends_costs_its_slot_and_nothing_else() {
+fn a_copy_that_never_ends_costs_only_its_slot() {
     let faulty = Faulty::new();
     faulty.sink(&chain(1));
     faulty.disk.inject(Fault::NeverCompletes, &[FROM_DISK]);
@@ -237,7 +253,11 @@ fn a_full_disk_stops_nobody() {
     assert_eq!(faulty.rig.core.table().counts(Tier::Disk).lost, 0);
     faulty.disk.heal();
     assert!(faulty.rig.core.drain(LIMIT).is_complete());
-    assert_eq!(faulty.held(&chain(11), Tier::Disk), 6, "what is still in the host tier goes down after all");
+    assert_eq!(
+        faulty.held(&chain(11), Tier::Disk),
+        6,
+        "what is still in the host tier goes down after all"
+    );
     faulty.sink(&chain(12));
     faulty.assert_loads(&chain(12), 6);
 }
@@ -292,7 +312,7 @@ fn one_block_tries_whether_the_disk_is_well_again() {
 
 /// Blocks come and go while the disk is away; what waits for it is in proportion to the tier.
 #[test]
-fn the_queue_of_dirty_blocks_is_bounded_while_the_disk_is_away() {
+fn the_dirty_queue_is_bounded_while_the_disk_is_away() {
     let pause = Duration::from_mins(1);
     let faulty = Faulty::with(SIZES, Tuning { breaker_pause: pause, timeout: LIMIT, ..TIGHT });
     faulty.disk.inject(Fault::FailAfter(0, CopyErrorKind::Unavailable), &[TO_DISK]);
@@ -317,23 +337,23 @@ fn a_flush_that_failed_is_tried_again() {
         let faulty = Faulty::new();
         faulty.disk.inject(Fault::FailAfter(fails_after, CopyErrorKind::Io), &[TO_DISK]);
         faulty.save(&chain(1));
-        faulty.drain_until(|drained| drained.unflushed[Tier::Host.index()] == 6 - fails_after as usize);
+        faulty.drain_until(|drained| {
+            drained.unflushed[Tier::Host.index()] == 6 - fails_after as usize
+        });
         assert!(faulty.rig.core.table().stats(Tier::Host).flush_failures >= 1);
         faulty.disk.heal();
         // Nobody asks for it: the background work does it when the pause is over.
-        let deadline = Instant::now() + LIMIT;
-        while faulty.held(&chain(1), Tier::Disk) < 6 {
-            assert!(Instant::now() < deadline, "the flush is not tried again");
+        wait_until(LIMIT, "the flush is not tried again", || {
             faulty.rig.clock.advance_to(faulty.rig.clock.now_ms() + 1_000);
             faulty.rig.core.tick();
-            std::thread::sleep(Duration::from_millis(1));
-        }
+            faulty.held(&chain(1), Tier::Disk) == 6
+        });
         assert!(faulty.rig.core.drain(LIMIT).is_complete());
     }
 }
 
 #[test]
-fn a_store_that_is_away_for_a_moment_costs_no_flush() {
+fn a_store_that_is_away_briefly_costs_no_flush() {
     let faulty = Faulty::new();
     faulty.disk.inject(Fault::FailAfter(0, CopyErrorKind::Unavailable), &[TO_DISK]);
     (1..=2).for_each(|n| faulty.save(&chain(n)));
@@ -346,7 +366,7 @@ fn a_store_that_is_away_for_a_moment_costs_no_flush() {
 }
 
 #[test]
-fn a_block_that_cannot_be_read_is_gone_and_is_written_anew() {
+fn an_unreadable_block_is_gone_and_is_written_anew() {
     let faulty = Faulty::new();
     faulty.sink(&chain(1));
     faulty.rig.core.table().evict(Tier::Object, 64);
@@ -366,21 +386,22 @@ fn a_block_that_cannot_be_read_is_gone_and_is_written_anew() {
 
 /// The host has a good copy of what the disk lost.
 #[test]
-fn what_the_disk_lost_is_written_anew_from_the_tier_above() {
+fn what_the_disk_lost_is_rewritten_from_the_tier_above() {
     let faulty = Faulty::new();
     faulty.store(&chain(1));
     let hashes = chain(1);
     let found = faulty.rig.core.table().pin_resident(Tier::Disk, Chain::from(&hashes).key(2));
     let (found, pins) = found.unwrap();
     faulty.rig.core.table().release(pins);
-    let dropped = faulty.rig.core.table().quarantine(Chain::from(&hashes).key(2), found, Defect::Corrupt);
+    let dropped =
+        faulty.rig.core.table().quarantine(Chain::from(&hashes).key(2), found, Defect::Corrupt);
     assert_eq!((dropped, faulty.held(&hashes, Tier::Disk)), (4, 2));
     assert!(faulty.rig.core.drain(LIMIT).is_complete());
     assert_eq!(faulty.held(&hashes, Tier::Disk), 6);
 }
 
 #[test]
-fn a_disk_that_fails_every_read_is_left_alone_and_then_used_again() {
+fn a_disk_that_fails_every_read_is_avoided_then_reused() {
     let faulty = Faulty::new();
     (1..=5).for_each(|n| faulty.sink(&chain(n)));
     faulty.rig.core.table().evict(Tier::Object, 64);
@@ -393,7 +414,7 @@ fn a_disk_that_fails_every_read_is_left_alone_and_then_used_again() {
 }
 
 #[test]
-fn blocks_find_another_way_or_none_when_there_is_no_staging() {
+fn without_staging_blocks_find_another_way_or_none() {
     let faulty = Faulty::of(Sizes { tiers: [16, 6, 32, 64], staging: 0 });
     faulty.sink(&chain(1));
     // The host tier is full of blocks that somebody reads: nothing can be promoted on its way up.
@@ -402,11 +423,7 @@ fn blocks_find_another_way_or_none_when_there_is_no_staging() {
     let load = faulty.rig.core.lease(Chain::from(&chain(1)), RequestInfo::default());
     let ticket = faulty.rig.core.transfer(Class::Load, Tier::Device, load);
     let answer = std::thread::spawn(move || ticket.wait());
-    let deadline = Instant::now() + LIMIT;
-    while !answer.is_finished() && Instant::now() < deadline {
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    assert!(answer.is_finished(), "a load waits for ever");
+    wait_until(LIMIT, "a load waits for ever", || answer.is_finished());
     assert_eq!(answer.join().unwrap().unwrap().blocks, 0);
     drop(lease);
 }
@@ -438,11 +455,7 @@ fn whoever_waits_for_an_allocation_learns_that_it_was_dropped() {
     assert!(faulty.rig.core.drain(LIMIT).is_complete());
     faulty.rig.abandon(filled);
     let answer = std::thread::spawn(move || ticket.wait());
-    let deadline = Instant::now() + LIMIT;
-    while !answer.is_finished() {
-        assert!(Instant::now() < deadline, "a load waits for ever");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait_until(LIMIT, "a load waits for ever", || answer.is_finished());
     assert_eq!(answer.join().unwrap().unwrap().blocks, 0);
 }
 
@@ -490,15 +503,17 @@ impl Real {
 
     fn with_disk() -> Self {
         Self::open(|settings, dir| {
-            settings.disk.capacity = Some(Capacity::Blocks(64));
-            settings.disk.dirs = vec![dir.to_owned()];
+            engine::add_disk(settings, 64, dir);
             settings.disk.keep = true;
         })
     }
 
     fn slot_file(&self) -> PathBuf {
         let files = fs::read_dir(self.dir.path()).unwrap().map(|entry| entry.unwrap().path());
-        files.filter(|path| path.extension().is_some_and(|e| e == "blocks")).last().expect("a slot file")
+        files
+            .filter(|path| path.extension().is_some_and(|e| e == "blocks"))
+            .last()
+            .expect("a slot file")
     }
 
     /// Serves a chain that lies on the disk, or below, alone.
@@ -514,17 +529,18 @@ impl Real {
 
     /// Everything goes on as if nothing had been.
     fn assert_works(&self, chain: &[BlockHash]) {
-        // Copies behind a failure end when they end; the tiers are small, and their slots are needed.
+        // Copies behind a failure end when they end; the tiers are small, and their slots are
+        // needed.
         assert!(self.manager.drain(LIMIT).is_complete());
         let all = Served { saved: chain.len(), computed: chain.len(), ..Served::default() };
         assert_eq!(serve(&self.manager, chain), all);
         assert_eq!(serve(&self.manager, chain).hit, chain.len());
-        assert_eq!(self.manager.audit(), []);
+        assert_eq!(self.manager.admin().audit(), []);
     }
 }
 
 #[test]
-fn a_bit_that_flips_on_disk_is_found_and_never_served() {
+fn a_flipped_bit_on_disk_is_found_and_never_served() {
     let real = Real::with_disk();
     real.sink(&chain(1));
     let file = OpenOptions::new().read(true).write(true).open(real.slot_file()).unwrap();
@@ -536,7 +552,7 @@ fn a_bit_that_flips_on_disk_is_found_and_never_served() {
     file.sync_all().unwrap();
     let served = serve(&real.manager, &chain(1));
     assert_eq!((served.hit, served.wrong, served.computed), (0, 0, 6));
-    assert_eq!(real.manager.stats(Tier::Disk).quarantined, 6);
+    assert_eq!(real.manager.admin().stats(Tier::Disk).quarantined, 6);
     assert!(real.metric("kvbm_checksum_failures_total", &[("tier", "disk")]) >= 1);
     real.assert_works(&chain(2));
 }
@@ -548,7 +564,7 @@ fn a_slot_file_that_loses_its_tail_is_a_miss() {
     OpenOptions::new().write(true).open(real.slot_file()).unwrap().set_len(0).unwrap();
     let served = serve(&real.manager, &chain(1));
     assert_eq!((served.hit, served.wrong, served.computed), (0, 0, 6));
-    assert!(real.manager.failures() >= 1);
+    assert!(real.manager.admin().failures() >= 1);
     real.assert_works(&chain(2));
 }
 
@@ -568,9 +584,9 @@ fn an_object_store_that_goes_away_costs_hits_only() {
         assert_eq!(serve(&real.manager, &chain(n)).saved, 6, "saves to the host go on");
         let _ = real.manager.drain(Duration::from_millis(200));
     }
-    assert_eq!(real.manager.counts(Tier::Object).lost, 0);
+    assert_eq!(real.manager.admin().counts(Tier::Object).lost, 0);
     let failed = real.metric("kvbm_transfer_failures_total", &[("to", "object")]);
-    let unflushed = real.manager.stats(Tier::Host).unflushed;
+    let unflushed = real.manager.admin().stats(Tier::Host).unflushed;
     assert!(failed + unflushed >= 1, "the degradation is not counted");
     fs::remove_file(&objects).unwrap();
     fs::create_dir(&objects).unwrap();
@@ -583,8 +599,7 @@ fn an_object_store_that_goes_away_costs_hits_only() {
 fn a_manager_dropped_amid_transfers_leaves_nothing_behind() {
     for round in 0..20 {
         let real = Real::open(|settings, dir| {
-            settings.disk.capacity = Some(Capacity::Blocks(64));
-            settings.disk.dirs = vec![dir.join("slots")];
+            engine::add_disk(settings, 64, dir.join("slots"));
             settings.object.url = Some(format!("file://{}/objects", dir.display()));
         });
         real.sink(&chain(1));
@@ -596,11 +611,7 @@ fn a_manager_dropped_amid_transfers_leaves_nothing_behind() {
         drop(manager);
         if round == 0 {
             // Files without a name need no cleaning up; objects go with the last copy.
-            let deadline = Instant::now() + LIMIT;
-            while files_below(dir.path()) > 0 {
-                assert!(Instant::now() < deadline, "{} files were left behind", files_below(dir.path()));
-                std::thread::sleep(Duration::from_millis(10));
-            }
+            wait_until(LIMIT, "files were left behind", || files_below(dir.path()) == 0);
         }
     }
 }
@@ -631,24 +642,20 @@ impl Clock for PanickyClock {
 fn a_panic_in_the_background_does_not_end_flushing() {
     let (dir, registry) = (tempfile::tempdir().unwrap(), Registry::new());
     let mut settings = engine::settings(Real::BLOCK, 16, 16);
-    settings.disk.capacity = Some(Capacity::Blocks(64));
-    settings.disk.dirs = vec![dir.path().to_owned()];
+    engine::add_disk(&mut settings, 64, dir.path());
     settings.flush.interval_ms = 1;
     let clock: Arc<dyn Clock> = Arc::new(PanickyClock::default());
     let options = Options { registry: registry.clone(), clock, ..Options::default() };
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    let manager = runtime.block_on(Manager::open(settings, options)).unwrap();
+    let manager = engine::block_on(Manager::open(settings, options)).unwrap();
     assert_eq!(serve(&manager, &chain(1)).saved, 6);
-    let deadline = Instant::now() + LIMIT;
-    while manager.matches(&chain(1)).blocks(Tier::Disk) < 6 {
-        assert!(Instant::now() < deadline, "nobody flushes any more");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait_until(LIMIT, "nobody flushes any more", || {
+        manager.matches(&chain(1)).blocks(Tier::Disk) == 6
+    });
     assert_eq!(metric(&registry, "kvbm_background_panics_total", &[]), 1);
 }
 
 #[test]
-fn a_forked_child_that_drops_the_manager_leaves_it_to_the_parent() {
+fn a_forked_child_may_drop_the_manager_without_any_harm() {
     let real = Real::with_disk();
     real.sink(&chain(1));
     let mut manager = Some(real.manager);
@@ -666,8 +673,7 @@ fn a_forked_child_that_drops_the_manager_leaves_it_to_the_parent() {
 fn a_disk_that_is_too_small_names_the_setting() {
     let dir = tempfile::tempdir().unwrap();
     let mut settings = engine::settings(1 << 20, 1, 1);
-    settings.disk.capacity = Some(Capacity::Blocks(1 << 29));
-    settings.disk.dirs = vec![dir.path().to_owned()];
+    engine::add_disk(&mut settings, 1 << 29, dir.path());
     let error = engine::open(settings, &Registry::new()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().contains("DYN_KVBM_DISK_CACHE_GB"), "{error}");
@@ -677,12 +683,13 @@ fn a_disk_that_is_too_small_names_the_setting() {
 #[test]
 fn a_miss_says_what_became_of_the_block() {
     let real = Real::open(|_, _| {});
-    let misses = |reason, tier| real.metric("kvbm_misses_total", &[("reason", reason), ("tier", tier)]);
+    let misses =
+        |reason, tier| real.metric("kvbm_misses_total", &[("reason", reason), ("tier", tier)]);
     let one = chain(1);
     serve(&real.manager, &one);
     assert_eq!((misses("never_seen", "none"), misses("evicted", "host")), (1, 0));
-    real.manager.evict(Tier::Device, 16);
-    real.manager.evict(Tier::Host, 16);
+    real.manager.admin().evict(Tier::Device, 16);
+    real.manager.admin().evict(Tier::Host, 16);
     drop(real.manager.lease(&one));
     assert_eq!(misses("evicted", "host"), 1);
 
@@ -700,16 +707,20 @@ fn a_miss_says_what_became_of_the_block() {
 }
 
 #[test]
-fn what_is_sooner_computed_than_loaded_is_left_to_the_engine() {
+fn what_is_sooner_computed_is_left_to_the_engine() {
     let real = Real::open(|settings, _| settings.transfer.prefill_tokens_per_second = 100_000_000);
     let chain = chain(1);
     assert_eq!(serve(&real.manager, &chain).saved, chain.len());
     let load = || {
-        real.manager.evict(Tier::Device, 16);
+        real.manager.admin().evict(Tier::Device, 16);
         real.manager.load(real.manager.lease(&chain)).wait().unwrap()
     };
     let tried = load();
-    assert_eq!((tried.blocks, tried.recompute), (chain.len(), 0), "the pace of the host is not known yet");
+    assert_eq!(
+        (tried.blocks, tried.recompute),
+        (chain.len(), 0),
+        "the pace of the host is not known yet"
+    );
     drop(tried);
     assert_eq!(real.manager.matches(&chain).worth_loading(), chain.len(), "they are on the device");
     let left = load();
@@ -721,9 +732,13 @@ fn what_is_sooner_computed_than_loaded_is_left_to_the_engine() {
 /// Else everything that is merely used would go down from then on.
 #[test]
 fn a_drain_that_panics_is_over() {
-    let rig = Rig::with(TestClock::default(), Some(AdmissionKind::WriteBack), SIZES, TIGHT, |places| {
-        vec![places.verified(Arc::clone(&places.disk)), places.verified(Arc::clone(&places.object))]
-    });
+    let rig =
+        Rig::with(TestClock::default(), Some(AdmissionKind::WriteBack), SIZES, TIGHT, |places| {
+            vec![
+                places.verified(Arc::clone(&places.disk)),
+                places.verified(Arc::clone(&places.object)),
+            ]
+        });
     seed(&rig.core, Tier::Host, Chain::from(&chain(1)));
     rig.clock.break_once();
     assert!(catch_unwind(AssertUnwindSafe(|| rig.core.drain(LIMIT))).is_err());

@@ -1,4 +1,5 @@
-//! A leader over ranks in processes of their own, and the engine that uses them: what it loads it checks in each rank.
+//! A leader over ranks in processes of their own, and the engine that uses them: what it loads it
+//! checks in each rank.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -6,16 +7,16 @@ use std::{fs, thread};
 
 use kvbm::table::SlotCounts;
 use kvbm::{
-    Allocation, BlockHash, Chain, Fingerprint, Lease, Manager, Options, Rank, RankGroup, RankOptions,
-    RequestInfo, SlotId, Tier, Transfer, Transferred,
+    Allocation, BlockHash, Chain, Fingerprint, Lease, Manager, Options, Rank, RankGroup,
+    RankOptions, RequestInfo, SlotId, Tier, Transfer, Transferred,
 };
-use kvbm_settings::{Capacity, Settings};
+use kvbm_settings::Settings;
 use kvbm_tiers::testing::{Child as Forked, fill_pattern, has_pattern};
 use prometheus::Registry;
 
 use crate::engine;
 use crate::process::{Process, say};
-use crate::rig::{hash, metric, number};
+use crate::rig::{hash, metric, number, wait_until};
 
 /// Ranks of a fleet.
 pub const WORLD: u16 = 4;
@@ -29,8 +30,7 @@ pub const LINGERS: Duration = Duration::from_secs(5);
 /// What leader and ranks are opened with, with their files in `dir`.
 pub fn settings(dir: &Path) -> Settings {
     let mut settings = engine::settings(BLOCK, 32, 32);
-    settings.disk.capacity = Some(Capacity::Blocks(64));
-    settings.disk.dirs = vec![dir.join("slots")];
+    engine::add_disk(&mut settings, 64, dir.join("slots"));
     settings.disk.keep = true;
     settings.host.staging_blocks = 8;
     settings.transfer.timeout_ms = 500;
@@ -56,10 +56,9 @@ pub fn lead(
     fingerprint: Option<Fingerprint>,
     registry: &Registry,
 ) -> kvbm::Result<Manager> {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     let ranks = Some(group);
     let options = Options { registry: registry.clone(), ranks, fingerprint, ..Options::default() };
-    runtime.block_on(Manager::open(settings, options))
+    engine::block_on(Manager::open(settings, options))
 }
 
 /// What block `number` of a test is in rank `rank`.
@@ -82,7 +81,9 @@ pub fn be_a_rank(settings: &Settings, options: RankOptions) {
         let words: Vec<_> = line.split(' ').collect();
         let number = |at: usize| words[at].parse::<usize>().expect("a number");
         let answer = match words[0] {
-            "fill" => joined.fill_device(SlotId(number(1) as u32), |block| fill_pattern(number(2), block)),
+            "fill" => {
+                joined.fill_device(SlotId(number(1) as u32), |block| fill_pattern(number(2), block))
+            }
             // An engine's worker forks, and the child outlives it for a while.
             "fork" => {
                 let _child = Forked::fork(|| {
@@ -109,6 +110,8 @@ pub struct Fleet {
     pub registry: Registry,
     /// `None` while it is dead.
     pub ranks: Vec<Option<Process>>,
+    /// Where the `process` of its ranks is.
+    module: &'static str,
     dir: PathBuf,
 }
 
@@ -126,22 +129,41 @@ pub struct Served {
 }
 
 impl Fleet {
-    /// Starts ranks, which are this test's `process` by their numbers, and leads them.
+    /// Starts ranks, which are the `process` of a test's module by their numbers, and leads them.
     ///
     /// # Panics
     /// If they do not come together.
-    pub fn open(dir: &Path, settings: Settings, group: RankGroup, fingerprint: Option<Fingerprint>) -> Self {
+    pub fn open(
+        module: &'static str,
+        dir: &Path,
+        settings: Settings,
+        group: RankGroup,
+        fingerprint: Option<Fingerprint>,
+    ) -> Self {
         fs::create_dir_all(dir.join("slots")).expect("a directory");
-        let mut ranks: Vec<_> = (0..group.world).map(|rank| Process::start(&rank.to_string(), dir)).collect();
+        let mut ranks: Vec<_> =
+            (0..group.world).map(|rank| Process::start(module, &rank.to_string(), dir)).collect();
         let registry = Registry::new();
         let manager = lead(settings, group, fingerprint, &registry).expect("all ranks");
         ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "joined"));
-        Self::over(manager, registry, ranks, dir)
+        Self::over(module, manager, registry, ranks, dir)
     }
 
     /// Of parts that a test opened.
-    pub fn over(manager: Manager, registry: Registry, ranks: Vec<Process>, dir: &Path) -> Self {
-        Self { manager, registry, ranks: ranks.into_iter().map(Some).collect(), dir: dir.to_owned() }
+    pub fn over(
+        module: &'static str,
+        manager: Manager,
+        registry: Registry,
+        ranks: Vec<Process>,
+        dir: &Path,
+    ) -> Self {
+        Self {
+            module,
+            manager,
+            registry,
+            ranks: ranks.into_iter().map(Some).collect(),
+            dir: dir.to_owned(),
+        }
     }
 
     /// Ends all in good order, the leader first.
@@ -219,17 +241,16 @@ impl Fleet {
     /// # Panics
     /// If that takes too long.
     pub fn assert_forgets(&self, chain: &[BlockHash], limit: Duration) {
-        let deadline = Instant::now() + limit;
-        while self.manager.matches(chain).longest() > 0 {
-            assert!(Instant::now() < deadline, "what a dead rank held is still believed to be there");
-            thread::sleep(Duration::from_millis(1));
-        }
+        wait_until(limit, "what a dead rank held is still believed to be there", || {
+            self.manager.matches(chain).longest() == 0
+        });
     }
 
     /// Which ranks are away, by the metric.
     pub fn away(&self) -> Vec<u16> {
-        let is_away =
-            |rank: &u16| metric(&self.registry, "kvbm_rank_up", &[("rank", &rank.to_string())]) == 0;
+        let is_away = |rank: &u16| {
+            metric(&self.registry, "kvbm_rank_up", &[("rank", &rank.to_string())]) == 0
+        };
         (0..self.ranks.len() as u16).filter(is_away).collect()
     }
 
@@ -238,7 +259,7 @@ impl Fleet {
     /// # Panics
     /// If it is not let in.
     pub fn restart(&mut self, rank: u16) {
-        let mut process = Process::start(&rank.to_string(), &self.dir);
+        let mut process = Process::start(self.module, &rank.to_string(), &self.dir);
         assert_eq!(process.hear(), "joined");
         self.ranks[usize::from(rank)] = Some(process);
     }
@@ -255,8 +276,14 @@ impl Fleet {
         self.assert_sound();
     }
 
-    /// Serves a request again and again, until it goes well. The blocks are in none of the tiers `without` at first.
-    fn serve_until(&mut self, chain: &[BlockHash], without: &[Tier], is_well: impl Fn(&Served) -> bool) {
+    /// Serves a request again and again, until it goes well. The blocks are in none of the tiers
+    /// `without` at first.
+    fn serve_until(
+        &mut self,
+        chain: &[BlockHash],
+        without: &[Tier],
+        is_well: impl Fn(&Served) -> bool,
+    ) {
         let deadline = Instant::now() + LIMIT;
         loop {
             let drained = self.manager.drain(LIMIT / 4);
@@ -277,19 +304,20 @@ impl Fleet {
     /// If something does.
     pub fn assert_sound(&self) {
         let _ = self.manager.drain(LIMIT);
-        assert_eq!(self.manager.audit(), []);
-        assert_eq!(self.manager.overdue(), 0);
+        assert_eq!(self.manager.admin().audit(), []);
+        assert_eq!(self.manager.admin().overdue(), 0);
         for tier in [Tier::Disk, Tier::Host, Tier::Device] {
-            let SlotCounts { total, free, filling, resident, lost, .. } = self.manager.counts(tier);
+            let SlotCounts { total, free, filling, resident, lost, .. } =
+                self.manager.admin().counts(tier);
             assert_eq!((filling, lost, free + resident), (0, 0, total), "{tier}");
         }
-        let staging = self.manager.staging();
+        let staging = self.manager.admin().staging();
         assert_eq!((staging.lost, staging.idle), (0, staging.total), "staging");
     }
 
     /// Lets all go that may leave a tier.
     pub fn empty(&self, tier: Tier) {
-        self.manager.evict(tier, 64);
+        self.manager.admin().evict(tier, 64);
     }
 }
 
@@ -298,11 +326,22 @@ impl Fleet {
 /// # Panics
 /// If it does.
 pub fn answer(transfer: Transfer<Transferred>) -> Transferred {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("it goes on");
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_time().build().expect("it goes on");
     runtime
         .block_on(async { tokio::time::timeout(LIMIT, transfer).await })
         .expect("an answer")
         .expect("it goes on")
+}
+
+/// Waits until all is flushed, and all ranks know.
+///
+/// # Panics
+/// If that takes too long.
+pub fn drained(manager: &Manager) {
+    assert!(manager.drain(LIMIT).is_complete());
+    // Ranks note by themselves what they have confirmed, every ten milliseconds.
+    thread::sleep(Duration::from_millis(100));
 }
 
 /// Six blocks that no other `n` has.

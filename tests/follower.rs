@@ -27,7 +27,8 @@ impl Follower {
     /// Takes all events that wait.
     ///
     /// # Panics
-    /// If they make no sense one after the other: parents come before their children and go after them.
+    /// If they make no sense one after the other: parents come before their children and go after
+    /// them.
     pub fn follow(&mut self) {
         while let Some(event) = self.events.try_next() {
             match event {
@@ -73,7 +74,8 @@ impl Follower {
         chain.hashes.iter().take_while(|&&hash| self.holds(tier, chain.group, hash)).count()
     }
 
-    /// Follows, and compares what it knows with what the core says, which must be at rest meanwhile.
+    /// Follows, and compares what it knows with what the core says, which must be at rest
+    /// meanwhile.
     ///
     /// # Panics
     /// If they disagree.
@@ -82,7 +84,11 @@ impl Follower {
         let table = core.table();
         assert_eq!(self.epoch, table.epoch());
         for tier in Tier::ALL {
-            assert_eq!(self.held[tier.index()].len(), table.counts(tier).resident as usize, "in {tier}");
+            assert_eq!(
+                self.held[tier.index()].len(),
+                table.counts(tier).resident as usize,
+                "in {tier}"
+            );
         }
         for chain in chains {
             let there = table.matches(chain);

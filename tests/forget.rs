@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kvbm::{
-    BlockHash, CacheEvent, ErrorKind, Fingerprint, Hints, Manager, Options, RemoveReason, RequestInfo, Tier,
+    BlockHash, CacheEvent, ErrorKind, Hints, Manager, Options, RemoveReason, RequestInfo, Tier,
 };
 use kvbm_settings::{Capacity, Settings};
-use kvbm_tests::engine::{Served, push_down, serve_for, settings};
+use kvbm_tests::engine::{self, Served, push_down, serve_for, settings};
 use kvbm_tests::rig::hash;
 use kvbm_tiers::object::{Store, StoreOptions};
 use kvbm_tiers::sealed::{KeyFiles, KeyStore};
@@ -35,7 +35,8 @@ enum Lowest {
 }
 
 fn lower(dir: &Path, lowest: Lowest) -> Settings {
-    let mut settings = settings(BLOCK as u64, 2 * u64::from(BLOCKS) + 16, 2 * u64::from(BLOCKS) + 16);
+    let mut settings =
+        settings(BLOCK as u64, 2 * u64::from(BLOCKS) + 16, 2 * u64::from(BLOCKS) + 16);
     settings.flush.interval_ms = 1;
     settings.encryption.key = Some(format!("1:{}", "0123456789abcdef".repeat(4)));
     if lowest == Lowest::Disk {
@@ -51,11 +52,9 @@ fn lower(dir: &Path, lowest: Lowest) -> Settings {
 }
 
 fn open(settings: Settings) -> Manager {
-    let fingerprint =
-        Fingerprint { model: "m".into(), weights: "one".into(), block_tokens: 16, ..Fingerprint::default() };
+    let fingerprint = engine::fingerprint("one");
     let options = Options { fingerprint: Some(fingerprint), ..Options::default() };
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    runtime.block_on(Manager::open(settings, options)).unwrap()
+    engine::block_on(Manager::open(settings, options)).unwrap()
 }
 
 fn settle(manager: &Manager) {
@@ -81,13 +80,14 @@ fn files(dir: &Path) -> Vec<PathBuf> {
 
 /// What somebody keeps of all files but those of keys.
 fn backup(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
-    let is_key = |path: &PathBuf| path.extension().is_some_and(|end| end == "keys" || end == "kvkey");
+    let is_key =
+        |path: &PathBuf| path.extension().is_some_and(|end| end == "keys" || end == "kvkey");
     let kept = files(dir).into_iter().filter(|path| !is_key(path));
     kept.map(|path| (path.clone(), fs::read(path).unwrap())).collect()
 }
 
 #[test]
-fn who_is_forgotten_is_found_in_no_tier_now_and_later_and_others_are() {
+fn the_forgotten_are_never_found_again_and_others_are() {
     for lowest in [Lowest::Disk, Lowest::Object] {
         let dir = tempfile::tempdir().unwrap();
         let manager = open(lower(dir.path(), lowest));
@@ -99,7 +99,7 @@ fn who_is_forgotten_is_found_in_no_tier_now_and_later_and_others_are() {
         manager.forget(ONE).unwrap();
         let held = manager.matches(&chain(ONE));
         assert!(Tier::ALL.iter().all(|&tier| held.blocks(tier) == 0), "{held:?}");
-        assert!(manager.audit().is_empty(), "{:?}", manager.audit());
+        assert!(manager.admin().audit().is_empty(), "{:?}", manager.admin().audit());
         assert_served(&manager, OTHER, BLOCKS);
         push_down(&manager, &chain(OTHER));
         assert_served(&manager, OTHER, BLOCKS);
@@ -116,7 +116,7 @@ fn who_is_forgotten_is_found_in_no_tier_now_and_later_and_others_are() {
             // He comes back, and is found.
             push_down(&again, &chain(ONE));
             assert_served(&again, ONE, BLOCKS);
-            assert!(again.audit().is_empty());
+            assert!(again.admin().audit().is_empty());
             again.forget(ONE).unwrap();
             stop(again);
         }
@@ -138,7 +138,7 @@ fn forget_while_nobody_works(settings: &Settings, tenant: u32) -> usize {
 }
 
 #[test]
-fn who_is_forgotten_while_nobody_works_is_not_found_by_the_next_start() {
+fn who_is_forgotten_offline_is_not_found_after_a_start() {
     for lowest in [Lowest::Disk, Lowest::Object] {
         let dir = tempfile::tempdir().unwrap();
         let settings = lower(dir.path(), lowest);
@@ -158,7 +158,7 @@ fn who_is_forgotten_while_nobody_works_is_not_found_by_the_next_start() {
 }
 
 #[test]
-fn a_directory_that_is_away_forbids_no_encrypted_start_and_is_named() {
+fn an_absent_directory_is_named_and_forbids_no_encrypted_start() {
     let dir = tempfile::tempdir().unwrap();
     let settings = lower(dir.path(), Lowest::Disk);
     // Something else lies in its place.
@@ -201,8 +201,8 @@ fn what_is_on_its_way_lands_nowhere() {
     settle(&manager);
     let held = manager.matches(&chain(ONE));
     assert!(Tier::ALL.iter().all(|&tier| held.blocks(tier) == 0), "{held:?}");
-    assert!(manager.audit().is_empty(), "{:?}", manager.audit());
-    assert_eq!(manager.counts(Tier::Disk).resident, 0);
+    assert!(manager.admin().audit().is_empty(), "{:?}", manager.admin().audit());
+    assert_eq!(manager.admin().counts(Tier::Disk).resident, 0);
     assert_served(&manager, ONE, 0);
     settle(&manager);
     push_down(&manager, &chain(ONE));
@@ -244,10 +244,10 @@ fn a_lease_from_before_may_end_its_reading() {
     assert!(read(0).is_some());
     manager.forget(ONE).unwrap();
     assert!(read(0).is_none(), "nothing new is begun with it");
-    assert!(manager.counts(Tier::Device).quarantined > 0);
+    assert!(manager.admin().counts(Tier::Device).quarantined > 0);
     drop(lease);
-    assert_eq!(manager.counts(Tier::Device).quarantined, 0);
-    assert!(manager.audit().is_empty());
+    assert_eq!(manager.admin().counts(Tier::Device).quarantined, 0);
+    assert!(manager.admin().audit().is_empty());
     assert_served(&manager, ONE, 0);
 }
 

@@ -1,5 +1,5 @@
-//! The Rust of the pages, which a test compares with them (`cli/tests/cli/docs`): what they show compiles. What runs is in
-//! the examples of the crates, and in `examples/llama`.
+//! The Rust of the pages, which a test compares with them (`cli/tests/cli/docs`): what they show
+//! compiles. What runs is in the examples of the crates, and in `examples/llama`.
 #![expect(dead_code, unused_variables, reason = "it is compiled, not run")]
 
 use std::sync::Arc;
@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use kvbm::blocking::Blocks;
 use kvbm::{
-    BlockHash, CacheGroup, ChainHasher, EngineMemory, Fence, Fingerprint, GroupKind, GroupSlots, Hashing,
-    HostFence, HybridSave, KvLayout, Manager, Options, Rank, RankGroup, RankOptions, Ranks, RequestId,
-    RequestInfo, Rope, SlotId,
+    BlockHash, CacheGroup, ChainHasher, EngineMemory, Fence, Fingerprint, GroupKind, GroupSlots,
+    Hashing, HostFence, KvLayout, Manager, Options, Rank, RankGroup, RankOptions, Ranks, RequestId,
+    RequestInfo, Rope, SaveRequest, SlotId,
 };
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tiers::{DeviceRegion, Part, SegmentMap, Space};
@@ -87,16 +87,19 @@ async fn adopt(
     (slots, layers): (u32, u16),
     (settings, options): (Settings, Options),
 ) -> Tried {
-    // One piece of every slot's block per tensor: keys, then values, of the first layer, of the second, and so on.
+    // One piece of every slot's block per tensor: keys, then values, of the first layer, of the
+    // second, and so on.
     let parts = tensors.iter().map(|t| Part {
         base: t.address,
         stride: t.bytes_from_slot_to_slot,
         bytes: t.bytes_of_a_piece,
     });
     let map = SegmentMap::new(slots, &parts.collect::<Vec<_>>())?;
-    // SAFETY: the tensors live as long as `owner`, and no code touches a slot while a copy that names it is under way.
+    // SAFETY: the tensors live as long as `owner`, and no code touches a slot while a copy that
+    // names it is under way.
     let region = unsafe { DeviceRegion::adopt(map, Space::Host, owner) };
-    let manager = Manager::open_with(settings, options, EngineMemory::new(region, layers)?).await?;
+    let engine = Some(EngineMemory::new(region, layers)?);
+    let manager = Manager::open(settings, Options { engine, ..options }).await?;
     Ok(())
 }
 
@@ -106,11 +109,14 @@ fn move_blocks(
     (chain, first, slots): (Vec<BlockHash>, usize, Vec<SlotId>),
     (layers, limit, written): (u16, Duration, HostFence),
 ) -> Tried {
-    let save = manager.save_from(request, &chain, first, &slots, Fence::Host(written.clone()));
+    let named = [GroupSlots::full(first, &slots)];
+    let ready = Fence::Host(written.clone());
+    let save = SaveRequest { info: request, ready, ..SaveRequest::of(&chain, &named) };
+    let save = manager.save_from(&save);
 
     let lease = manager.lease_for(request, &chain);
-    let blocks = lease.held().longest();
-    let mut load = manager.load_into(lease, 0..blocks, &slots[..blocks], Fence::Done);
+    let named = [GroupSlots::full(0, &slots[..lease.usable()])];
+    let mut load = manager.load_into(lease, &named, &Fence::Done);
     for layer in 0..layers {
         if !load.wait_layers(layer + 1, limit) {
             break;
@@ -126,10 +132,12 @@ async fn memory_in_ranks(
     (settings, options): (Settings, Options),
     (group, rank_options): (RankGroup, RankOptions),
 ) -> Tried {
-    let memory = EngineMemory::in_ranks(slots, layers)?;
-    let manager =
-        Manager::open_with(settings.clone(), Options { ranks: Some(group), ..options }, memory).await?;
-    let rank = Rank::join_with(&settings, rank_options, &EngineMemory::new(region, layers)?)?;
+    let engine = Some(EngineMemory::in_ranks(slots, layers)?);
+    let leader = Options { ranks: Some(group), engine, ..options };
+    let manager = Manager::open(settings.clone(), leader).await?;
+
+    let engine = Some(EngineMemory::new(region, layers)?);
+    let rank = Rank::join(&settings, RankOptions { engine, ..rank_options })?;
     Ok(())
 }
 
@@ -137,11 +145,12 @@ async fn memory_in_ranks(
 async fn ranks(settings: Settings, fingerprint: Option<Fingerprint>) -> Tried {
     let group = RankGroup { dir: "/run/kvbm".into(), world: 4, limit: Duration::from_mins(1) };
 
-    let options = RankOptions { group: group.clone(), rank: 2, fingerprint, chaos: None };
+    let options = RankOptions { fingerprint, ..RankOptions::new(group.clone(), 2) };
     let rank = Rank::join(&settings, options)?;
     rank.wait()?;
 
-    let manager = Manager::open(settings, Options { ranks: Some(group), ..Options::default() }).await?;
+    let manager =
+        Manager::open(settings, Options { ranks: Some(group), ..Options::default() }).await?;
     Ok(())
 }
 
@@ -163,22 +172,27 @@ async fn hybrid(
         },
         CacheGroup { name: "mamba".into(), kind: GroupKind::State, memory: states, share: None },
     ];
-    let manager = Manager::open_hybrid(settings, options, full_attention, groups).await?;
+    let engine = Some(full_attention);
+    let manager = Manager::open(settings, Options { engine, groups, ..options }).await?;
 
     let slots = [
         GroupSlots { group: 0, first: computed, slots: &full_slots },
         GroupSlots { group: 1, first: window_start, slots: &sliding_slots },
         GroupSlots { group: 2, first: chain.len() - 1, slots: &[state] },
     ];
-    let save = HybridSave { info, chain: &chain, slots: &slots, is_end, ready: Fence::Done };
-    let saved = manager.save_hybrid(&save).wait()?;
+    let save = SaveRequest { info, is_end, ..SaveRequest::of(&chain, &slots) };
+    let saved = manager.save_from(&save).wait()?;
 
-    let lease = manager.lease_hybrid(info, &chain);
-    let blocks = lease.blocks();
+    let lease = manager.lease_for(info, &chain);
+    let blocks = lease.usable();
     let slots: Vec<_> = (0..=2)
         .map(|group| (group, lease.wanted(group).expect("a group")))
-        .map(|(group, wanted)| GroupSlots { group, first: wanted.start, slots: slots_for(group, wanted) })
+        .map(|(group, wanted)| GroupSlots {
+            group,
+            first: wanted.start,
+            slots: slots_for(group, wanted),
+        })
         .collect();
-    let loaded = manager.load_hybrid(lease, &slots, &Fence::Done).wait()?;
+    let loaded = manager.load_into(lease, &slots, &Fence::Done).wait()?;
     Ok(())
 }

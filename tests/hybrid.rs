@@ -1,4 +1,5 @@
-//! A hybrid model: three cache groups with blocks of their own sizes, checkpoints on one chain, and every byte is right.
+//! A hybrid model: three cache groups with blocks of their own sizes, checkpoints on one chain, and
+//! every byte is right.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -8,12 +9,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvbm::{
-    BlockHash, CacheGroup, Chain, EngineMemory, Error, ErrorKind, Fence, Fingerprint, GroupKind, GroupSlots,
-    HostFence, HybridLease, HybridLoaded, HybridSave, HybridSaved, Manager, Options, Rank, RankGroup,
-    RankOptions, RequestInfo, SlotId, Tier,
+    BlockHash, CacheGroup, Chain, EngineMemory, Error, ErrorKind, Fence, GroupKind, GroupSlots,
+    HostFence, Lease, Loaded, Manager, Options, Rank, RankGroup, RankOptions, RequestInfo,
+    SaveRequest, Saved, SlotId, Tier,
 };
-use kvbm_settings::{Capacity, EvictionPolicy, Settings};
-use kvbm_tests::rig::{hash, metric};
+use kvbm_settings::{Capacity, Settings};
+use kvbm_tests::engine;
+use kvbm_tests::rig::{chain, hash, metric};
 use kvbm_tiers::chaos::{Chaos, Episode, Schedule};
 use kvbm_tiers::testing::{TensorView, Tensors, TwoFaced, fill_pattern, has_pattern};
 use prometheus::Registry;
@@ -30,26 +32,14 @@ const SOON: Duration = Duration::from_mins(1);
 /// Blocks from one checkpoint to the next.
 const EVERY: usize = 4;
 
-fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
-    (0..blocks).map(|i| hash(1_000 * n + i + 1)).collect()
-}
-
 /// What tells a block's bytes from all others', those of other groups and ranks included.
 fn number(rank: usize, group: usize, hash: BlockHash) -> usize {
     kvbm_tests::rig::number(Chain::from([hash].as_slice()).key(0)) + 1_000_003 * (group + 3 * rank)
 }
 
 fn settings() -> Settings {
-    let mut settings = Settings {
-        block_bytes: Some(BYTES[FULL] as u64),
-        eviction: EvictionPolicy::Lru,
-        ..Settings::default()
-    };
-    settings.host.capacity = Some(Capacity::Blocks(64));
-    settings.host.huge_pages = false;
+    let mut settings = engine::without_device(BYTES[FULL] as u64, 64);
     settings.hybrid.checkpoint_blocks = EVERY as u32;
-    // What a test does to the next read is meant for its own.
-    settings.transfer.scrub_mib_per_second = 0;
     settings
 }
 
@@ -70,8 +60,12 @@ fn memory(group: usize) -> (EngineMemory, TensorView) {
 
 fn groups(window: u32) -> (Vec<CacheGroup>, EngineMemory, [TensorView; 3]) {
     let [full, sliding, state] = [FULL, WINDOW, STATE].map(memory);
-    let group =
-        |name: &str, kind, memory| CacheGroup { name: name.to_owned(), kind, memory, share: Some(0.3) };
+    let group = |name: &str, kind, memory| CacheGroup {
+        name: name.to_owned(),
+        kind,
+        memory,
+        share: Some(0.3),
+    };
     let groups = vec![
         group("sliding", GroupKind::Window { blocks: window }, sliding.0),
         group("state", GroupKind::State, state.0),
@@ -85,8 +79,7 @@ fn open(
     memory: EngineMemory,
     groups: Vec<CacheGroup>,
 ) -> Result<Manager, Error> {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-    runtime.block_on(Manager::open_hybrid(settings, options, memory, groups))
+    engine::block_on(Manager::open(settings, Options { engine: Some(memory), groups, ..options }))
 }
 
 impl Engine {
@@ -108,8 +101,7 @@ impl Engine {
     fn on_disk(window: usize, chaos: Option<Chaos>) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let mut settings = settings();
-        settings.disk.capacity = Some(Capacity::Blocks(256));
-        settings.disk.dirs = vec![dir.path().to_owned()];
+        engine::add_disk(&mut settings, 256, dir.path());
         settings.host.staging_blocks = 8;
         Self { _disk: Some(dir), ..Self::with(window, settings, chaos) }
     }
@@ -124,7 +116,8 @@ impl Engine {
 
     fn has(&self, group: usize, hash: BlockHash, slot: SlotId) -> bool {
         let mut ranks = self.memory.iter().enumerate();
-        ranks.all(|(rank, memory)| has_pattern(number(rank, group, hash), &memory[group].read(slot)))
+        ranks
+            .all(|(rank, memory)| has_pattern(number(rank, group, hash), &memory[group].read(slot)))
     }
 
     /// The engine runs on: nothing is left of what was in its slots.
@@ -134,10 +127,14 @@ impl Engine {
         }
     }
 
-    /// Positions that an engine still has of each group after it has computed `chunk`: all, the window as of its
-    /// beginning and what came since, the state at its end.
+    /// Positions that an engine still has of each group after it has computed `chunk`: all, the
+    /// window as of its beginning and what came since, the state at its end.
     fn there(&self, chunk: &Range<usize>) -> [Range<usize>; 3] {
-        [chunk.clone(), chunk.start.saturating_sub(self.window)..chunk.end, chunk.end - 1..chunk.end]
+        [
+            chunk.clone(),
+            chunk.start.saturating_sub(self.window)..chunk.end,
+            chunk.end - 1..chunk.end,
+        ]
     }
 
     /// Block p of a chain is in slot p of each group.
@@ -151,7 +148,7 @@ impl Engine {
         slots.collect()
     }
 
-    fn save(&self, chain: &[BlockHash], chunk: Range<usize>, is_end: bool) -> HybridSaved {
+    fn save(&self, chain: &[BlockHash], chunk: Range<usize>, is_end: bool) -> Saved {
         self.begin_save(chain, chunk, is_end).wait().expect("the manager is open")
     }
 
@@ -160,16 +157,25 @@ impl Engine {
         chain: &[BlockHash],
         chunk: Range<usize>,
         is_end: bool,
-    ) -> kvbm::Transfer<HybridSaved> {
+    ) -> kvbm::Transfer<Saved> {
         let slots = self.compute(chain, &chunk);
         let there = self.there(&chunk);
         let slots: Vec<_> = (0..3)
-            .map(|group| GroupSlots { group: group as u8, first: there[group].start, slots: &slots[group] })
+            .map(|group| GroupSlots {
+                group: group as u8,
+                first: there[group].start,
+                slots: &slots[group],
+            })
             .collect();
         let chain = &chain[..chunk.end];
-        let save =
-            HybridSave { info: RequestInfo::default(), chain, slots: &slots, is_end, ready: Fence::Done };
-        self.manager.save_hybrid(&save)
+        let save = SaveRequest {
+            info: RequestInfo::default(),
+            chain: chain.into(),
+            slots: &slots,
+            is_end,
+            ready: Fence::Done,
+        };
+        self.manager.save_from(&save)
     }
 
     /// A whole prompt, `chunk` blocks at a time.
@@ -177,13 +183,16 @@ impl Engine {
         for start in (0..chain.len()).step_by(chunk) {
             let end = (start + chunk).min(chain.len());
             let saved = self.save(chain, start..end, end == chain.len());
-            assert_eq!(saved.full.blocks, end);
-            saved.groups.iter().for_each(|group| assert_eq!(group.checkpoints, group.whole, "{group:?}"));
+            assert_eq!(saved.blocks, end);
+            saved
+                .checkpoints
+                .iter()
+                .for_each(|group| assert_eq!(group.checkpoints, group.whole, "{group:?}"));
         }
     }
 
-    fn lease(&self, chain: &[BlockHash]) -> HybridLease {
-        self.manager.lease_hybrid(RequestInfo::default(), chain)
+    fn lease(&self, chain: &[BlockHash]) -> Lease {
+        self.manager.lease_for(RequestInfo::default(), chain)
     }
 
     /// Slots from the top down, so that they are others than those of [`compute`](Self::compute).
@@ -191,25 +200,32 @@ impl Engine {
         wanted.clone().map(|at| SlotId(SLOTS - 1 - at as u32)).collect()
     }
 
-    fn load(&self, lease: HybridLease) -> HybridLoaded {
+    fn load(&self, lease: Lease) -> Loaded {
         self.begin_load(lease, &Fence::Done).wait().expect("the manager is open")
     }
 
-    fn begin_load(&self, lease: HybridLease, after: &Fence) -> kvbm::Transfer<HybridLoaded> {
+    fn begin_load(&self, lease: Lease, after: &Fence) -> kvbm::Transfer<Loaded> {
         self.clobber();
         let wanted: Vec<_> = (0..3).map(|group| lease.wanted(group).expect("a group")).collect();
         let slots: Vec<_> = wanted.iter().map(Self::slots).collect();
         let slots: Vec<_> = (0..3)
-            .map(|group| GroupSlots { group: group as u8, first: wanted[group].start, slots: &slots[group] })
+            .map(|group| GroupSlots {
+                group: group as u8,
+                first: wanted[group].start,
+                slots: &slots[group],
+            })
             .collect();
-        self.manager.load_hybrid(lease, &slots, after)
+        self.manager.load_into(lease, &slots, after)
     }
 
     /// What a match at `blocks` brings is right in all groups.
     #[track_caller]
     fn assert_loaded(&self, chain: &[BlockHash], blocks: usize) {
-        let wanted =
-            [0..blocks, blocks.saturating_sub(self.window)..blocks, blocks.saturating_sub(1)..blocks];
+        let wanted = [
+            0..blocks,
+            blocks.saturating_sub(self.window)..blocks,
+            blocks.saturating_sub(1)..blocks,
+        ];
         for (group, wanted) in wanted.into_iter().enumerate() {
             for (at, slot) in wanted.clone().zip(Self::slots(&wanted)) {
                 assert!(self.has(group, chain[at], slot), "group {group}, block {at} of {blocks}");
@@ -220,37 +236,40 @@ impl Engine {
     #[track_caller]
     fn assert_loads(&self, chain: &[BlockHash], blocks: usize) {
         let lease = self.lease(chain);
-        assert_eq!(lease.blocks(), blocks);
+        assert_eq!(lease.usable(), blocks);
         let loaded = self.load(lease);
         assert!(loaded.is_whole && loaded.usable == blocks, "{loaded:?}");
         self.assert_loaded(chain, blocks);
     }
 
     fn resident(&self, tier: Tier) -> [u32; 3] {
-        [0, 1, 2].map(|group| self.manager.counts_of(group, tier).resident)
+        [0, 1, 2].map(|group| self.manager.admin().counts_of(group, tier).resident)
     }
 
     /// All slots are free or resident, and the books are right, in all groups.
     #[track_caller]
     fn assert_well(&self) {
         assert!(self.manager.drain(SOON).is_complete());
-        for (tier, group) in Tier::ALL.into_iter().flat_map(|tier| [0, 1, 2].map(|group| (tier, group))) {
-            let counts = self.manager.counts_of(group, tier);
+        for (tier, group) in
+            Tier::ALL.into_iter().flat_map(|tier| [0, 1, 2].map(|group| (tier, group)))
+        {
+            let counts = self.manager.admin().counts_of(group, tier);
             let rest = counts.filling + counts.lost + counts.quarantined;
             assert_eq!(rest, 0, "{tier} of group {group}: {counts:?}");
         }
-        assert_eq!(self.manager.audit(), []);
+        assert_eq!(self.manager.admin().audit(), []);
     }
 }
 
 #[test]
-fn a_prompt_that_was_saved_in_chunks_comes_back_in_every_group() {
+fn a_prompt_saved_in_chunks_comes_back_in_every_group() {
     for window in [1, 3, 4, 6, 11, 30] {
         let engine = Engine::new(window);
         let all = chain(1, 18);
         engine.prefill(&all, 4);
         engine.assert_loads(&all, 18);
-        // Another prompt that goes on from there, and those that end earlier: checkpoints are on the grid.
+        // Another prompt that goes on from there, and those that end earlier: checkpoints are on
+        // the grid.
         let longer: Vec<_> = all.iter().copied().chain(chain(2, 9)).collect();
         engine.assert_loads(&longer, 18);
         engine.assert_loads(&all[..17], 16);
@@ -261,7 +280,7 @@ fn a_prompt_that_was_saved_in_chunks_comes_back_in_every_group() {
 }
 
 #[test]
-fn a_window_is_kept_once_however_it_compares_to_the_way_between_checkpoints() {
+fn a_window_is_kept_once_however_far_checkpoints_are_apart() {
     // Four checkpoints on the grid, and one two blocks behind the last of them.
     for (window, kept) in [(1, 5), (2, 4 * 2 + 2), (3, 4 * 3 + 2), (4, 18), (6, 18), (30, 18)] {
         let engine = Engine::new(window);
@@ -277,26 +296,41 @@ fn a_window_is_kept_once_however_it_compares_to_the_way_between_checkpoints() {
 }
 
 #[test]
-fn a_checkpoint_that_is_missing_in_one_group_shortens_the_match_in_all() {
+fn a_checkpoint_missing_in_one_group_shortens_every_match() {
     let engine = Engine::new(6);
     let all = chain(1, 20);
     engine.prefill(&all[..16], 4);
     // The state is not named at the end, and the window's checkpoint alone is of no use.
     let slots = engine.compute(&all, &(16..20));
-    let given = |group: usize, first| GroupSlots { group: group as u8, first, slots: &slots[group] };
+    let given =
+        |group: usize, first| GroupSlots { group: group as u8, first, slots: &slots[group] };
     let slots = [given(FULL, 16), given(WINDOW, 10)];
     let info = RequestInfo::default();
-    let save = HybridSave { info, chain: &all, slots: &slots, is_end: true, ready: Fence::Done };
-    let saved = engine.manager.save_hybrid(&save).wait().unwrap();
-    assert_eq!((saved.full.blocks, saved.groups.len()), (20, 1));
-    assert_eq!((saved.groups[0].checkpoints, saved.groups[0].whole, saved.groups[0].duplicates), (2, 2, 4));
+    let save =
+        SaveRequest { info, chain: (&all).into(), slots: &slots, is_end: true, ready: Fence::Done };
+    let saved = engine.manager.save_from(&save).wait().unwrap();
+    assert_eq!((saved.blocks, saved.checkpoints.len()), (20, 1));
+    assert_eq!(
+        (
+            saved.checkpoints[0].checkpoints,
+            saved.checkpoints[0].whole,
+            saved.checkpoints[0].duplicates
+        ),
+        (2, 2, 4)
+    );
     drop(saved);
     engine.assert_loads(&all, 16);
-    assert_eq!(metric(&engine.registry, "kvbm_out_of_reach_tokens_total", &[("group", "full")]), 4 * 16);
+    assert_eq!(
+        metric(&engine.registry, "kvbm_out_of_reach_tokens_total", &[("group", "full")]),
+        4 * 16
+    );
     // The window at 16 has the checkpoint at 12 in it: it takes the one at 16 along.
-    let of_window = engine.manager.counts_of(1, Tier::Host).resident;
-    assert_eq!(engine.manager.evict_of(1, Tier::Host, of_window as usize), of_window as usize);
-    assert_eq!(engine.lease(&all).blocks(), 0);
+    let of_window = engine.manager.admin().counts_of(1, Tier::Host).resident;
+    assert_eq!(
+        engine.manager.admin().evict_of(1, Tier::Host, of_window as usize),
+        of_window as usize
+    );
+    assert_eq!(engine.lease(&all).usable(), 0);
     engine.prefill(&all, 4);
     engine.assert_loads(&all, 20);
     engine.assert_well();
@@ -309,7 +343,7 @@ fn what_the_window_has_left_behind_is_not_asked_for() {
     // One chunk: of the checkpoints before its end, the engine has no state.
     engine.prefill(&all, 40);
     assert_eq!(engine.resident(Tier::Host), [40, 40, 1]);
-    assert_eq!(engine.lease(&all[..39]).blocks(), 0);
+    assert_eq!(engine.lease(&all[..39]).usable(), 0);
     engine.assert_loads(&all, 40);
     // Of another, the window's early blocks are gone as well: position 30 begins it.
     let other = chain(2, 40);
@@ -317,9 +351,19 @@ fn what_the_window_has_left_behind_is_not_asked_for() {
     let window = GroupSlots { group: 1, first: 34, slots: &slots[WINDOW][34..] };
     let given = [GroupSlots { group: 0, first: 0, slots: &slots[FULL] }, window];
     let info = RequestInfo::default();
-    let save = HybridSave { info, chain: &other, slots: &given, is_end: true, ready: Fence::Done };
-    let saved = engine.manager.save_hybrid(&save).wait().unwrap();
-    assert_eq!((saved.groups[0].checkpoints, saved.groups[0].copied), (1, 4), "that at 40 alone");
+    let save = SaveRequest {
+        info,
+        chain: (&other).into(),
+        slots: &given,
+        is_end: true,
+        ready: Fence::Done,
+    };
+    let saved = engine.manager.save_from(&save).wait().unwrap();
+    assert_eq!(
+        (saved.checkpoints[0].checkpoints, saved.checkpoints[0].copied),
+        (1, 4),
+        "that at 40 alone"
+    );
     drop(saved);
     engine.assert_well();
 }
@@ -329,17 +373,17 @@ fn checkpoints_leave_with_their_block() {
     let engine = Engine::new(6);
     let all = chain(1, 18);
     engine.prefill(&all, 4);
-    assert_eq!(engine.manager.evict(Tier::Host, 1), 1);
+    assert_eq!(engine.manager.admin().evict(Tier::Host, 1), 1);
     assert_eq!(engine.resident(Tier::Host), [17, 16, 4]);
     engine.assert_loads(&all, 16);
     // One that somebody reads stays until nobody does, and is found by nobody.
     let lease = engine.lease(&all);
-    assert_eq!(engine.manager.evict(Tier::Host, 1), 0, "leased as well");
+    assert_eq!(engine.manager.admin().evict_of(0, Tier::Host, 1), 0, "leased as well");
     drop(lease);
-    assert_eq!(engine.manager.evict(Tier::Host, 100), 17);
+    assert_eq!(engine.manager.admin().evict(Tier::Host, 100), 17);
     assert_eq!(engine.resident(Tier::Host), [0, 0, 0]);
     for group in 0..3 {
-        let counts = engine.manager.counts_of(group, Tier::Host);
+        let counts = engine.manager.admin().counts_of(group, Tier::Host);
         assert_eq!(counts.free, counts.total);
     }
     engine.prefill(&all, 4);
@@ -353,13 +397,16 @@ fn checkpoints_go_down_with_their_block() {
     let all = chain(1, 18);
     engine.prefill(&all, 4);
     assert!(engine.manager.drain(SOON).is_complete());
-    assert_eq!(engine.manager.evict(Tier::Host, 100), 18);
-    assert_eq!((engine.resident(Tier::Host), engine.resident(Tier::Disk)), ([0, 0, 0], [18, 18, 5]));
+    assert_eq!(engine.manager.admin().evict(Tier::Host, 100), 18);
+    assert_eq!(
+        (engine.resident(Tier::Host), engine.resident(Tier::Disk)),
+        ([0, 0, 0], [18, 18, 5])
+    );
     engine.assert_loads(&all, 18);
     engine.assert_well();
     // From nowhere they are gone, whatever is still to be written.
-    engine.manager.evict(Tier::Host, 100);
-    engine.manager.evict(Tier::Disk, 100);
+    engine.manager.admin().evict(Tier::Host, 100);
+    engine.manager.admin().evict(Tier::Disk, 100);
     assert_eq!((engine.resident(Tier::Host), engine.resident(Tier::Disk)), ([0, 0, 0], [0, 0, 0]));
     engine.assert_well();
 }
@@ -392,9 +439,9 @@ fn a_checkpoint_without_its_block_is_not_kept() {
     let all = chain(1, 16);
     let lease = engine.lease(&all);
     let saved = engine.save(&all, 0..16, true);
-    assert_eq!(saved.full.blocks, 10, "there is room for so many");
-    assert_eq!(saved.groups[0].checkpoints, 4);
-    assert_eq!((saved.groups[0].whole, saved.groups[1].whole), (2, 0));
+    assert_eq!(saved.blocks, 10, "there is room for so many");
+    assert_eq!(saved.checkpoints[0].checkpoints, 4);
+    assert_eq!((saved.checkpoints[0].whole, saved.checkpoints[1].whole), (2, 0));
     drop((saved, lease));
     assert_eq!(engine.resident(Tier::Host), [10, 6, 0]);
     engine.assert_well();
@@ -406,7 +453,7 @@ fn chaos(script: &[&str]) -> Chaos {
 }
 
 #[test]
-fn what_does_not_come_in_one_group_is_used_in_none() {
+fn what_fails_in_one_group_is_used_in_none() {
     for group in [WINDOW, STATE] {
         let faults = chaos(&["disk.read:corrupt@0s+1h x1"]);
         let engine = Engine::on_disk(6, Some(faults.clone()));
@@ -414,7 +461,7 @@ fn what_does_not_come_in_one_group_is_used_in_none() {
         engine.prefill(&all, 4);
         assert!(engine.manager.drain(SOON).is_complete());
         // It alone is read from disk.
-        engine.manager.evict_of(group as u8, Tier::Host, 100);
+        engine.manager.admin().evict_of(group as u8, Tier::Host, 100);
         faults.start();
         let loaded = engine.load(engine.lease(&all));
         assert!(!loaded.is_whole);
@@ -422,8 +469,8 @@ fn what_does_not_come_in_one_group_is_used_in_none() {
         faults.heal();
         // The next match ends where all is there.
         let lease = engine.lease(&all);
-        assert!(lease.blocks() < 18 && lease.blocks().is_multiple_of(EVERY), "{lease:?}");
-        let blocks = lease.blocks();
+        assert!(lease.usable() < 18 && lease.usable().is_multiple_of(EVERY), "{lease:?}");
+        let blocks = lease.usable();
         let loaded = engine.load(lease);
         assert!(loaded.is_whole, "{loaded:?}");
         engine.assert_loaded(&all, blocks);
@@ -435,7 +482,7 @@ fn what_does_not_come_in_one_group_is_used_in_none() {
 }
 
 #[test]
-fn a_medium_that_hangs_in_one_group_costs_a_miss_and_then_it_heals() {
+fn a_medium_hanging_in_one_group_costs_a_miss_only() {
     let faults = chaos(&["memory.write:hang@0s+6s x1"]);
     let mut settings = settings();
     settings.transfer.timeout_ms = 2_000;
@@ -443,23 +490,23 @@ fn a_medium_that_hangs_in_one_group_costs_a_miss_and_then_it_heals() {
     let all = chain(1, 18);
     faults.start();
     let saved = engine.save(&all, 0..18, true);
-    let whole: usize = saved.groups.iter().map(|group| group.whole).sum();
-    assert!(saved.full.blocks < 18 || whole < 6, "{saved:?}");
+    let whole: usize = saved.checkpoints.iter().map(|group| group.whole).sum();
+    assert!(saved.blocks < 18 || whole < 6, "{saved:?}");
     drop(saved);
     let lease = engine.lease(&all);
-    let blocks = lease.blocks();
+    let blocks = lease.usable();
     if engine.load(lease).is_whole {
         engine.assert_loaded(&all, blocks);
     }
     faults.heal();
     let began = Instant::now();
-    while engine.lease(&all).blocks() < 18 || !engine.load(engine.lease(&all)).is_whole {
+    while engine.lease(&all).usable() < 18 || !engine.load(engine.lease(&all)).is_whole {
         assert!(began.elapsed() < SOON, "it does not heal");
         drop(engine.save(&all, 0..18, true));
         std::thread::sleep(Duration::from_millis(20));
     }
     engine.assert_loads(&all, 18);
-    while (0..3).any(|group| engine.manager.counts_of(group, Tier::Host).lost > 0) {
+    while (0..3).any(|group| engine.manager.admin().counts_of(group, Tier::Host).lost > 0) {
         assert!(began.elapsed() < SOON, "slots do not come back");
         std::thread::sleep(Duration::from_millis(2));
     }
@@ -467,7 +514,7 @@ fn a_medium_that_hangs_in_one_group_costs_a_miss_and_then_it_heals() {
 }
 
 #[test]
-fn one_answer_waits_for_all_groups_and_one_call_cancels_them() {
+fn one_answer_awaits_all_groups_and_one_call_cancels_them() {
     let engine = Engine::new(6);
     let all = chain(1, 18);
     engine.prefill(&all, 4);
@@ -484,16 +531,16 @@ fn one_answer_waits_for_all_groups_and_one_call_cancels_them() {
     load.cancel();
     let loaded = load.wait_for(SOON).expect("it ends").unwrap();
     assert_eq!((loaded.is_whole, loaded.usable), (false, 0));
-    assert!(loaded.writers.iter().all(kvbm::Writers::are_gone));
+    assert!(loaded.writers.are_gone());
     // What the engine has already it does not ask for.
     let lease = engine.lease(&all);
     let slots = [0, 1, 2].map(|group| GroupSlots { group, first: 18, slots: &[] });
-    assert!(engine.manager.load_hybrid(lease, &slots, &Fence::Done).wait().unwrap().is_whole);
+    assert!(engine.manager.load_into(lease, &slots, &Fence::Done).wait().unwrap().is_whole);
     engine.assert_well();
 }
 
 #[test]
-fn an_engine_that_polls_hears_of_all_groups_once_when_the_last_has_ended() {
+fn an_engine_that_polls_hears_once_of_all_groups() {
     let engine = Engine::new(6);
     let all = chain(1, 18);
     let mut ended = Vec::new();
@@ -504,10 +551,11 @@ fn an_engine_that_polls_hears_of_all_groups_once_when_the_last_has_ended() {
         GroupSlots { group: group as u8, first, slots: &slots[group] }
     });
     let info = RequestInfo::default();
-    let save = HybridSave { info, chain: &all, slots: &slots, is_end: true, ready: Fence::Done };
-    let mut save = engine.manager.save_hybrid(&save);
+    let save =
+        SaveRequest { info, chain: (&all).into(), slots: &slots, is_end: true, ready: Fence::Done };
+    let mut save = engine.manager.save_from(&save);
     let saved = hear(&engine, &mut save);
-    assert_eq!((saved.full.blocks, saved.groups[0].whole, saved.groups[1].whole), (18, 5, 1));
+    assert_eq!((saved.blocks, saved.checkpoints[0].whole, saved.checkpoints[1].whole), (18, 5, 1));
     drop(saved);
 
     // Of full attention there is nothing to load: the state is still waited for.
@@ -516,7 +564,7 @@ fn an_engine_that_polls_hears_of_all_groups_once_when_the_last_has_ended() {
         let state = [SlotId(100)];
         let given = |group, first, slots| GroupSlots { group, first, slots };
         let slots = [given(0, 18, &[]), given(1, 18, &[]), given(2, 17, state.as_slice())];
-        engine.manager.load_hybrid(engine.lease(&all), &slots, after)
+        engine.manager.load_into(engine.lease(&all), &slots, after)
     };
     let mut load = begin(&Fence::Host(fence.clone()));
     assert!(load.try_take().is_none());
@@ -562,18 +610,18 @@ fn a_reset_comes_to_all_groups_at_once() {
         GroupSlots { group: group as u8, first, slots: &slots[group] }
     });
     let (info, ready) = (RequestInfo::default(), Fence::Host(fence.clone()));
-    let save = HybridSave { info, chain: &other, slots: &slots, is_end: true, ready };
-    let save = engine.manager.save_hybrid(&save);
+    let save = SaveRequest { info, chain: (&other).into(), slots: &slots, is_end: true, ready };
+    let save = engine.manager.save_from(&save);
     engine.manager.reset(1).unwrap();
     assert_eq!(engine.manager.reset(1).unwrap_err().kind(), ErrorKind::Invalid);
     let (loaded, saved) = (load.wait().unwrap(), save.wait().unwrap());
     assert_eq!((loaded.is_whole, loaded.usable), (false, 0));
-    assert_eq!((saved.full.blocks, saved.groups[0].whole, saved.groups[1].whole), (0, 0, 0));
+    assert_eq!((saved.blocks, saved.checkpoints[0].whole, saved.checkpoints[1].whole), (0, 0, 0));
     drop((loaded, saved));
     fence.raise();
     let refused = engine.begin_load(stale, &Fence::Done).wait().unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Stale);
-    assert_eq!(engine.lease(&all).blocks() + engine.lease(&other).blocks(), 0);
+    assert_eq!(engine.lease(&all).usable() + engine.lease(&other).usable(), 0);
     engine.prefill(&other, 4);
     engine.assert_loads(&other, 18);
     engine.assert_well();
@@ -586,8 +634,10 @@ const EPOCHS: usize = 80;
 impl Engine {
     fn save_of_epoch(&self, chain: &[BlockHash], epoch: usize) {
         let there = self.there(&(0..chain.len()));
-        for (group, at) in
-            there.iter().enumerate().flat_map(|(group, there)| there.clone().map(move |at| (group, at)))
+        for (group, at) in there
+            .iter()
+            .enumerate()
+            .flat_map(|(group, there)| there.clone().map(move |at| (group, at)))
         {
             let mut block = vec![0; BYTES[group]];
             fill_pattern(number(0, group, chain[at]) + OF_EPOCH * epoch, &mut block);
@@ -599,8 +649,14 @@ impl Engine {
             GroupSlots { group: group as u8, first: there.start, slots: &slots[there] }
         });
         let info = RequestInfo::default();
-        let save = HybridSave { info, chain, slots: &given, is_end: true, ready: Fence::Done };
-        drop(self.manager.save_hybrid(&save).wait().expect("the manager is open"));
+        let save = SaveRequest {
+            info,
+            chain: chain.into(),
+            slots: &given,
+            is_end: true,
+            ready: Fence::Done,
+        };
+        drop(self.manager.save_from(&save).wait().expect("the manager is open"));
     }
 
     /// Loads what there is, and says of which epoch it is.
@@ -614,7 +670,7 @@ impl Engine {
             slots: &slots[group],
         });
         // The lease may be from before a reset.
-        let loaded = self.manager.load_hybrid(lease, &given, &Fence::Done).wait().ok()?;
+        let loaded = self.manager.load_into(lease, &given, &Fence::Done).wait().ok()?;
         if !loaded.is_whole || wanted[0].is_empty() {
             return None;
         }
@@ -624,14 +680,15 @@ impl Engine {
                 has_pattern(of_epoch, &self.memory[0][group].read(slot))
             })
         };
-        let epoch = (0..EPOCHS).find(|&epoch| is_of(epoch, FULL)).expect("full attention of one epoch");
+        let epoch =
+            (0..EPOCHS).find(|&epoch| is_of(epoch, FULL)).expect("full attention of one epoch");
         assert!(is_of(epoch, WINDOW) && is_of(epoch, STATE), "epoch {epoch} is mixed with another");
         Some(epoch)
     }
 }
 
 #[test]
-fn a_reset_amid_loads_never_mixes_what_was_with_what_is() {
+fn a_reset_amid_loads_never_mixes_old_and_new() {
     let engine = Engine::new(6);
     let all = chain(1, 18);
     let (is_over, loads) = (AtomicBool::new(false), AtomicUsize::new(0));
@@ -648,7 +705,10 @@ fn a_reset_amid_loads_never_mixes_what_was_with_what_is() {
         for epoch in 0..EPOCHS {
             engine.save_of_epoch(&all, epoch);
             let (began, before) = (Instant::now(), loads.load(Ordering::Acquire));
-            while epoch % 8 == 0 && loads.load(Ordering::Acquire) == before && began.elapsed() < SOON {
+            while epoch % 8 == 0
+                && loads.load(Ordering::Acquire) == before
+                && began.elapsed() < SOON
+            {
                 std::thread::yield_now();
             }
             engine.manager.reset(epoch as u64 + 1).unwrap();
@@ -656,27 +716,21 @@ fn a_reset_amid_loads_never_mixes_what_was_with_what_is() {
         is_over.store(true, Ordering::Release);
     });
     assert!(loads.into_inner() >= EPOCHS / 8);
-    assert_eq!(engine.lease(&all).blocks(), 0);
+    assert_eq!(engine.lease(&all).usable(), 0);
     engine.prefill(&all, 4);
     engine.assert_loads(&all, 18);
     engine.assert_well();
 }
 
 #[test]
-fn a_restart_finds_checkpoints_again_that_were_made_by_the_same_rule() {
+fn a_restart_finds_checkpoints_made_by_the_same_rule() {
     let dir = tempfile::tempdir().expect("a directory");
     let open = |every| {
         let mut settings = settings();
-        settings.disk.capacity = Some(Capacity::Blocks(256));
-        settings.disk.dirs = vec![dir.path().to_owned()];
+        engine::add_disk(&mut settings, 256, dir.path());
         settings.disk.keep = true;
         settings.hybrid.checkpoint_blocks = every;
-        let known = Fingerprint {
-            model: "m".into(),
-            weights: "w".into(),
-            block_tokens: 16,
-            ..Fingerprint::default()
-        };
+        let known = engine::fingerprint("w");
         Engine::opened(6, settings, Options { fingerprint: Some(known), ..Options::default() })
     };
     let all = chain(1, 18);
@@ -686,16 +740,17 @@ fn a_restart_finds_checkpoints_again_that_were_made_by_the_same_rule() {
     assert!(engine.manager.close(SOON).is_complete());
     drop(engine);
     let engine = open(8);
-    assert_eq!((engine.manager.matches(&all).longest(), engine.lease(&all).blocks()), (18, 0));
+    assert_eq!((engine.manager.matches(&all).longest(), engine.lease(&all).usable()), (18, 0));
     drop(engine);
     let engine = open(4);
     assert_eq!(engine.resident(Tier::Disk), [18, 18, 5]);
     engine.assert_loads(&all, 18);
     engine.manager.reset(7).unwrap();
     drop(engine);
-    // Another rule has other files, which know of no reset yet: the newest epoch is that of all groups.
+    // Another rule has other files, which know of no reset yet: the newest epoch is that of all
+    // groups.
     let engine = open(8);
-    assert_eq!((engine.manager.epoch(), engine.lease(&all).blocks()), (7, 0));
+    assert_eq!((engine.manager.epoch(), engine.lease(&all).usable()), (7, 0));
     engine.prefill(&all, 8);
     engine.assert_loads(&all, 18);
     engine.assert_well();
@@ -704,8 +759,7 @@ fn a_restart_finds_checkpoints_again_that_were_made_by_the_same_rule() {
 /// An engine of full attention and two windows alike, named in this order.
 fn twins(dir: &Path, names: [&str; 2]) -> (Manager, [TensorView; 3]) {
     let mut settings = settings();
-    settings.disk.capacity = Some(Capacity::Blocks(256));
-    settings.disk.dirs = vec![dir.to_owned()];
+    engine::add_disk(&mut settings, 256, dir);
     settings.disk.keep = true;
     let [full, one, two] = [FULL, WINDOW, WINDOW].map(memory);
     let group = |name: &str, memory| CacheGroup {
@@ -715,41 +769,46 @@ fn twins(dir: &Path, names: [&str; 2]) -> (Manager, [TensorView; 3]) {
         share: Some(0.3),
     };
     let groups = vec![group(names[0], one.0), group(names[1], two.0)];
-    let known =
-        Fingerprint { model: "m".into(), weights: "w".into(), block_tokens: 16, ..Fingerprint::default() };
+    let known = engine::fingerprint("w");
     let options = Options { fingerprint: Some(known), ..Options::default() };
     let manager = open(settings, options, full.0, groups).expect("it opens");
     (manager, [full.1, one.1, two.1])
 }
 
 #[test]
-fn groups_alike_find_none_of_each_other_s_files_after_a_swap() {
+fn groups_alike_find_no_file_of_another_after_swaps() {
     let dir = tempfile::tempdir().expect("a directory");
     let (manager, memory) = twins(dir.path(), ["one", "two"]);
     let all = chain(1, 6);
     let slots: Vec<SlotId> = (0..6).map(SlotId).collect();
     for (group, memory) in memory.iter().enumerate() {
-        slots.iter().for_each(|&slot| memory.write(slot, &vec![group as u8 + 1; memory.read(slot).len()]));
+        slots
+            .iter()
+            .for_each(|&slot| memory.write(slot, &vec![group as u8 + 1; memory.read(slot).len()]));
     }
     let given = [0, 1, 2].map(|group| GroupSlots { group, first: 0, slots: &slots });
-    let save = HybridSave {
+    let save = SaveRequest {
         info: RequestInfo::default(),
-        chain: &all,
+        chain: (&all).into(),
         slots: &given,
         is_end: true,
         ready: Fence::Done,
     };
-    assert_eq!(manager.save_hybrid(&save).wait().unwrap().full.copied, 6);
+    assert_eq!(manager.save_from(&save).wait().unwrap().copied, 6);
     assert!(manager.drain(SOON).is_complete() && manager.close(SOON).is_complete());
     drop(manager);
     let (manager, _) = twins(dir.path(), ["two", "one"]);
-    let lease = manager.lease_hybrid(RequestInfo::default(), &all);
-    assert_eq!(lease.blocks(), 0, "blocks are named by their group's number, which another has now");
+    let lease = manager.lease_for(RequestInfo::default(), &all);
+    assert_eq!(
+        lease.usable(),
+        0,
+        "blocks are named by their group's number, which another has now"
+    );
     drop((lease, manager));
     let (manager, memory) = twins(dir.path(), ["one", "two"]);
-    let lease = manager.lease_hybrid(RequestInfo::default(), &all);
-    assert_eq!(lease.blocks(), 6, "and in the old order all is there");
-    assert!(manager.load_hybrid(lease, &given, &Fence::Done).wait().unwrap().is_whole);
+    let lease = manager.lease_for(RequestInfo::default(), &all);
+    assert_eq!(lease.usable(), 6, "and in the old order all is there");
+    assert!(manager.load_into(lease, &given, &Fence::Done).wait().unwrap().is_whole);
     assert_eq!([0, 1, 2].map(|group| memory[group].read(SlotId(5))[0]), [1, 2, 3]);
 }
 
@@ -762,7 +821,7 @@ fn closing_closes_all_groups() {
     assert!(engine.manager.close(SOON).is_complete());
     let refused = engine.begin_load(lease, &Fence::Done).wait().unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Closed);
-    assert_eq!(engine.manager.audit(), []);
+    assert_eq!(engine.manager.admin().audit(), []);
 }
 
 #[test]
@@ -773,7 +832,9 @@ fn groups_share_the_tiers_by_what_their_checkpoints_take() {
     settings.host.capacity = Some(Capacity::Blocks(64));
     let manager = open(settings.clone(), Options::default(), full.clone(), groups.clone()).unwrap();
     // Sixteen ways of four blocks, each with four blocks of the window and one state.
-    let totals = |manager: &Manager| [0, 1, 2].map(|group| manager.counts_of(group, Tier::Host).total);
+    let totals = |manager: &Manager| {
+        [0, 1, 2].map(|group| manager.admin().counts_of(group, Tier::Host).total)
+    };
     assert_eq!(totals(&manager), [64, 64, 16]);
     drop(manager);
     // A way takes 4 × 4096 + 4 × 2048 + 6144 bytes.
@@ -786,7 +847,8 @@ fn groups_share_the_tiers_by_what_their_checkpoints_take() {
 fn metrics_tell_groups_apart() {
     let engine = Engine::new(6);
     engine.prefill(&chain(1, 18), 4);
-    let resident = |group| metric(&engine.registry, "kvbm_slots", &[("group", group), ("state", "resident")]);
+    let resident =
+        |group| metric(&engine.registry, "kvbm_slots", &[("group", group), ("state", "resident")]);
     assert_eq!((resident("full"), resident("sliding"), resident("state")), (18, 18, 5));
 }
 
@@ -797,7 +859,7 @@ fn rank_group(dir: &Path) -> RankGroup {
 }
 
 fn rank_options(dir: &Path, rank: u16) -> RankOptions {
-    RankOptions { group: rank_group(dir), rank, fingerprint: None, chaos: None }
+    RankOptions::new(rank_group(dir), rank)
 }
 
 /// Joins on a thread of its own, since the leader waits for all.
@@ -805,7 +867,8 @@ fn join(dir: &Path, rank: u16, window: usize) -> JoinHandle<(Rank, [TensorView; 
     let options = rank_options(dir, rank);
     std::thread::spawn(move || {
         let (groups, full, memory) = groups(window as u32);
-        (Rank::join_hybrid(&settings(), &options, &full, groups).expect("it joins"), memory)
+        let options = RankOptions { engine: Some(full), groups, ..options };
+        (Rank::join(&settings(), options).expect("it joins"), memory)
     })
 }
 
@@ -813,7 +876,8 @@ fn join(dir: &Path, rank: u16, window: usize) -> JoinHandle<(Rank, [TensorView; 
 fn lead(dir: &Path) -> (Manager, Registry) {
     let (mut groups, ..) = groups(6);
     for (group, number) in groups.iter_mut().zip(1..) {
-        group.memory = EngineMemory::group_in_ranks(SLOTS, LAYERS[number], BYTES[number] as u64).unwrap();
+        group.memory =
+            EngineMemory::group_in_ranks(SLOTS, LAYERS[number], BYTES[number] as u64).unwrap();
     }
     let registry = Registry::new();
     let ranks = Some(rank_group(dir));
@@ -823,12 +887,12 @@ fn lead(dir: &Path) -> (Manager, Registry) {
 }
 
 impl Engine {
-    /// Saves until all is there: each group hears of a lost rank by itself, and media that were lost are tried by one
-    /// block first.
+    /// Saves until all is there: each group hears of a lost rank by itself, and media that were
+    /// lost are tried by one block first.
     #[track_caller]
     fn heal(&self, chain: &[BlockHash]) {
         let began = Instant::now();
-        while self.lease(chain).blocks() < chain.len() {
+        while self.lease(chain).usable() < chain.len() {
             assert!(began.elapsed() < SOON, "it does not heal");
             drop(self.save(chain, 0..chain.len(), true));
             std::thread::sleep(Duration::from_millis(20));
@@ -837,7 +901,7 @@ impl Engine {
 }
 
 #[test]
-fn groups_in_ranks_come_back_slice_by_slice_and_a_rank_that_is_lost_costs_misses() {
+fn groups_come_back_by_slices_and_lost_ranks_cost_misses() {
     let dir = tempfile::tempdir().unwrap();
     let joining: Vec<_> = (0..WORLD).map(|rank| join(dir.path(), rank, 6)).collect();
     let (manager, registry) = lead(dir.path());
@@ -850,7 +914,7 @@ fn groups_in_ranks_come_back_slice_by_slice_and_a_rank_that_is_lost_costs_misses
 
     drop(ranks.pop());
     let began = Instant::now();
-    while engine.lease(&all).blocks() > 0 {
+    while engine.lease(&all).usable() > 0 {
         assert!(began.elapsed() < SOON, "a part of each block is gone");
         std::thread::sleep(Duration::from_millis(2));
     }
@@ -866,7 +930,8 @@ fn groups_in_ranks_come_back_slice_by_slice_and_a_rank_that_is_lost_costs_misses
 /// The state's memory is not what it says it is.
 fn two_faced(mut groups: Vec<CacheGroup>) -> Vec<CacheGroup> {
     let region = TwoFaced::region(2 * BYTES[FULL]);
-    groups[STATE - 1].memory = EngineMemory::new(region, LAYERS[STATE]).expect("layers of one size");
+    groups[STATE - 1].memory =
+        EngineMemory::new(region, LAYERS[STATE]).expect("layers of one size");
     groups
 }
 
@@ -878,11 +943,10 @@ fn assert_came_back_changed<T: std::fmt::Debug>(opened: Result<T, Error>) {
 }
 
 #[test]
-fn memory_of_one_group_that_does_not_lie_as_said_is_found_at_once() {
+fn wrong_memory_of_one_group_is_found_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let mut on_disk = settings();
-    on_disk.disk.capacity = Some(Capacity::Blocks(256));
-    on_disk.disk.dirs = vec![dir.path().to_owned()];
+    engine::add_disk(&mut on_disk, 256, dir.path());
     let (groups, full, _) = groups(6);
     assert_came_back_changed(open(on_disk.clone(), Options::default(), full, two_faced(groups)));
     // With the right memory it opens, in the same place.
@@ -894,17 +958,21 @@ fn memory_of_one_group_that_does_not_lie_as_said_is_found_at_once() {
 }
 
 #[test]
-fn a_rank_with_a_bad_group_is_not_let_in_and_the_leader_waits_for_a_better_one() {
+fn a_rank_with_a_bad_group_is_refused_leaders_wait() {
     let dir = tempfile::tempdir().unwrap();
     let place = dir.path().to_owned();
     let leading = std::thread::spawn(move || lead(&place));
     let one = join(dir.path(), 0, 6);
     let (groups, full, _) = groups(6);
-    let bad = Rank::join_hybrid(&settings(), &rank_options(dir.path(), 1), &full, two_faced(groups));
+    let options = rank_options(dir.path(), 1);
+    let options = RankOptions { engine: Some(full), groups: two_faced(groups), ..options };
+    let bad = Rank::join(&settings(), options);
     assert_came_back_changed(bad);
     assert!(!leading.is_finished(), "a rank is missing");
-    let (ranks, memory): (Vec<_>, Vec<_>) =
-        [one, join(dir.path(), 1, 6)].map(|joining| joining.join().expect("it joins")).into_iter().unzip();
+    let (ranks, memory): (Vec<_>, Vec<_>) = [one, join(dir.path(), 1, 6)]
+        .map(|joining| joining.join().expect("it joins"))
+        .into_iter()
+        .unzip();
     let (manager, registry) = leading.join().expect("it opens");
     let engine = Engine { manager, memory, window: 6, registry, _disk: None };
     let all = chain(1, 18);
@@ -927,8 +995,9 @@ fn bad_input_is_named() {
     let given = |group, first, blocks: usize| GroupSlots { group, first, slots: &slots[..blocks] };
     let save = |slots: &[GroupSlots<'_>]| {
         let info = RequestInfo::default();
-        let save = HybridSave { info, chain: &all, slots, is_end: true, ready: Fence::Done };
-        engine.manager.save_hybrid(&save).wait().unwrap_err()
+        let save =
+            SaveRequest { info, chain: (&all).into(), slots, is_end: true, ready: Fence::Done };
+        engine.manager.save_from(&save).wait().unwrap_err()
     };
     named(save(&[given(1, 0, 8)]), "group 0 as well");
     named(save(&[given(0, 0, 8), given(1, 4, 5)]), "group 1 go on to position 9, of 8");
@@ -942,10 +1011,13 @@ fn bad_input_is_named() {
     );
     engine.prefill(&all, 4);
     let load = |slots: &[GroupSlots<'_>]| {
-        engine.manager.load_hybrid(engine.lease(&all), slots, &Fence::Done).wait().unwrap_err()
+        engine.manager.load_into(engine.lease(&all), slots, &Fence::Done).wait().unwrap_err()
     };
     named(load(&[given(0, 0, 8), given(1, 2, 6)]), "name the slots of cache group 2");
-    named(load(&[given(0, 0, 8), given(1, 1, 7), given(2, 7, 1)]), "positions 1 to 8 of cache group 1");
+    named(
+        load(&[given(0, 0, 8), given(1, 1, 7), given(2, 7, 1)]),
+        "positions 1 to 8 of cache group 1",
+    );
     named(load(&[given(0, 0, 7), given(1, 2, 6), given(2, 7, 1)]), "the lease has 0 to 8");
     engine.assert_loads(&all, 8);
     let refused = |change: fn(&mut Vec<CacheGroup>), words: &str| {
@@ -959,17 +1031,24 @@ fn bad_input_is_named() {
     refused(|groups| groups[0].kind = GroupKind::Window { blocks: 0 }, "has no block");
     refused(|groups| groups[0].share = Some(0.7), "leave some to full attention");
     refused(|groups| groups[0].share = Some(-0.1), "above 0");
-    let in_ranks = |groups: &mut Vec<CacheGroup>| groups[0].memory = EngineMemory::in_ranks(4, 1).unwrap();
+    let in_ranks =
+        |groups: &mut Vec<CacheGroup>| groups[0].memory = EngineMemory::in_ranks(4, 1).unwrap();
     refused(in_ranks, "group_in_ranks");
 }
 
-/// The median time of a match and its end, in a chain of 8,192 blocks whose checkpoints are those of `given`.
+/// The median time of a match and its end, in a chain of 8,192 blocks whose checkpoints are those
+/// of `given`.
 fn time_of_a_match(given: &[Range<usize>]) -> (usize, Duration) {
     let tiny = || Tensors::new(8_192, 64, 1).shared().0;
     let memory = || EngineMemory::new(tiny(), 1).expect("one layer");
-    let group =
-        |name: &str, kind| CacheGroup { name: name.to_owned(), kind, memory: memory(), share: Some(0.3) };
-    let groups = vec![group("sliding", GroupKind::Window { blocks: 64 }), group("state", GroupKind::State)];
+    let group = |name: &str, kind| CacheGroup {
+        name: name.to_owned(),
+        kind,
+        memory: memory(),
+        share: Some(0.3),
+    };
+    let groups =
+        vec![group("sliding", GroupKind::Window { blocks: 64 }), group("state", GroupKind::State)];
     let mut settings = Settings { block_bytes: Some(64), ..settings() };
     settings.host.capacity = Some(Capacity::Blocks(16_384));
     settings.hybrid.checkpoint_blocks = 16;
@@ -984,14 +1063,24 @@ fn time_of_a_match(given: &[Range<usize>]) -> (usize, Duration) {
             first: range.start,
             slots: &slots[range.clone()],
         };
-        let slots = [of_group(0, &(0..8_192)), of_group(1, given), of_group(2, &(given.end - 1..given.end))];
-        let save = HybridSave { info, chain: &all, slots: &slots, is_end: true, ready: Fence::Done };
-        assert_eq!(manager.save_hybrid(&save).wait().expect("it is open").full.blocks, 8_192);
+        let slots = [
+            of_group(0, &(0..8_192)),
+            of_group(1, given),
+            of_group(2, &(given.end - 1..given.end)),
+        ];
+        let save = SaveRequest {
+            info,
+            chain: (&all).into(),
+            slots: &slots,
+            is_end: true,
+            ready: Fence::Done,
+        };
+        assert_eq!(manager.save_from(&save).wait().expect("it is open").blocks, 8_192);
     }
     let mut blocks = 0;
     let times = (0..100).map(|_| {
         let start = Instant::now();
-        blocks = manager.lease_hybrid(info, &all).blocks();
+        blocks = manager.lease_for(info, &all).usable();
         start.elapsed()
     });
     let mut times: Vec<_> = times.collect();
@@ -1006,7 +1095,8 @@ fn a_match_looks_at_few_places_of_a_long_chain() {
         let (blocks, time) = time_of_a_match(std::slice::from_ref(&given));
         eprintln!("a match of {blocks} of 8,192 blocks: {time:?}");
         assert_eq!(blocks, found);
-        // Some 100 µs for the last one; a look at each block, in an unoptimised build, would still pass.
+        // Some 100 µs for the last one; a look at each block, in an unoptimised build, would still
+        // pass.
         assert!(time < Duration::from_millis(20), "{time:?}");
     }
 }
@@ -1044,8 +1134,8 @@ struct Reference {
     full: HashSet<BlockHash>,
     /// By group and block: positions that its checkpoint has.
     checkpoints: HashMap<(usize, BlockHash), Range<usize>>,
-    /// Checkpoints whose block is not there go, but not before they are flushed: if the block comes until then, they are
-    /// there already. So there may be more than must be.
+    /// Checkpoints whose block is not there go, but not before they are flushed: if the block comes
+    /// until then, they are there already. So there may be more than must be.
     keeps_orphans: bool,
 }
 
@@ -1070,7 +1160,8 @@ impl Reference {
         }
     }
 
-    /// Every block of each group's window lies in a checkpoint of the grid, or in the one at the end.
+    /// Every block of each group's window lies in a checkpoint of the grid, or in the one at the
+    /// end.
     fn matches(&self, engine: &Engine, chain: &[BlockHash]) -> usize {
         let is_kept = |group, end: usize, block: usize| {
             let places = (block + 1..=end).filter(|&at| at == end || at % EVERY == 0);
@@ -1092,7 +1183,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 32, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_match_is_what_a_reference_says_and_brings_the_right_bytes(steps in steps(), window in 1..10_usize) {
+    fn a_match_agrees_with_a_reference_and_brings_right_bytes(steps in steps(), window in 1..10_usize) {
         let engine = Engine::on_disk(window, None);
         let all_orphans = || Reference { keeps_orphans: true, ..Reference::default() };
         let (mut least, mut most, mut is_whole) = (Reference::default(), all_orphans(), true);
@@ -1110,13 +1201,13 @@ proptest! {
                     let lease = engine.lease(all);
                     // What was evicted is missing.
                     let least = if is_whole { least.matches(&engine, all) } else { 0 };
-                    let (blocks, most) = (lease.blocks(), most.matches(&engine, all));
+                    let (blocks, most) = (lease.usable(), most.matches(&engine, all));
                     prop_assert!((least..=most).contains(&blocks), "{blocks} where {least} to {most} must be");
                     prop_assert!(engine.load(lease).is_whole);
                     engine.assert_loaded(all, blocks);
                 }
                 Step::Evict { group, tier, blocks } => {
-                    is_whole &= engine.manager.evict_of(group, tier, blocks) == 0;
+                    is_whole &= engine.manager.admin().evict_of(group, tier, blocks) == 0;
                 }
                 Step::Drain => prop_assert!(engine.manager.drain(SOON).is_complete()),
                 Step::Reset => {
@@ -1124,7 +1215,7 @@ proptest! {
                     (least, most, is_whole) = (Reference::default(), all_orphans(), true);
                 }
             }
-            prop_assert_eq!(engine.manager.audit(), []);
+            prop_assert_eq!(engine.manager.admin().audit(), []);
         }
         engine.assert_well();
     }

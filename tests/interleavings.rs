@@ -1,8 +1,8 @@
 //! Threads that meet at every lock and counter, in orders that a checker chooses.
 //!
-//! `cargo test -p kvbm-tests --features shuttle --test interleavings`. The checker sees what goes through
-//! `kvbm`'s `sync` module; a failure prints the schedule that replays it. `KVBM_SCHEDULES` says how many schedules of
-//! each scenario are tried (800).
+//! `cargo test -p kvbm-tests --features shuttle --test interleavings`. The checker sees what goes
+//! through `kvbm`'s `sync` module; a failure prints the schedule that replays it. `KVBM_SCHEDULES`
+//! says how many schedules of each scenario are tried (800).
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,7 +10,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use kvbm::scheduler::{Core, LoadInto, SaveFrom};
-use kvbm::{BlockHash, Chain, Class, ErrorKind, Fence, Hints, HostFence, RequestInfo, SlotId, Tier};
+use kvbm::{
+    BlockHash, Chain, Class, ErrorKind, Fence, Hints, HostFence, RequestInfo, SlotId, Tier,
+};
 use kvbm_tests::follower::Follower;
 use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, hash, seed, seed_for};
 use kvbm_tiers::testing::ParkedBackend;
@@ -25,13 +27,15 @@ const SIZES: Sizes = Sizes { tiers: [6, 6, 12, 12], staging: 2 };
 /// The device is an engine's own.
 const ENGINE: Sizes = Sizes { tiers: [0, 6, 12, 12], staging: 2 };
 
-/// The checker gives 32 KiB, which a reset amid loads outgrows by now; a thread of the system has 2 MiB at least.
+/// The checker gives 32 KiB, which a reset amid loads outgrows by now; a thread of the system has 2
+/// MiB at least.
 const STACK_BYTES: usize = 256 << 10;
 
-/// Under random schedules, and under those of a scheduler that is good at rare orders (Burckhardt et al.,
-/// "A randomized scheduler with probabilistic guarantees of finding bugs", 2010).
+/// Under random schedules, and under those of a scheduler that is good at rare orders (Burckhardt
+/// et al., "A randomized scheduler with probabilistic guarantees of finding bugs", 2010).
 fn check(scenario: fn()) {
-    let schedules = std::env::var("KVBM_SCHEDULES").ok().and_then(|n| n.parse().ok()).unwrap_or(800);
+    let schedules =
+        std::env::var("KVBM_SCHEDULES").ok().and_then(|n| n.parse().ok()).unwrap_or(800);
     let config = || {
         let mut config = Config::default();
         config.stack_size = STACK_BYTES;
@@ -82,14 +86,17 @@ impl Machine {
     /// One copy in `fails_one_in` fails.
     fn start(sizes: Sizes, fails_one_in: Option<u32>) -> Self {
         let routes = [MEMORY, DISK, OBJECT].concat();
-        let parked = Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
+        let parked =
+            Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
         let core = bare_core(sizes, TIGHT, &(Arc::clone(&parked) as Arc<dyn Backend>));
         let (off, ended) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
         let (hands_off, contents) = (Arc::new(AtomicBool::new(false)), Contents::default());
         let hardware = {
             let (parked, off, ended) = (Arc::clone(&parked), Arc::clone(&off), Arc::clone(&ended));
             let (hands_off, contents) = (Arc::clone(&hands_off), contents.clone());
-            thread::spawn(move || work(&parked, (&off, &hands_off), (&ended, &contents), fails_one_in))
+            thread::spawn(move || {
+                work(&parked, (&off, &hands_off), (&ended, &contents), fails_one_in)
+            })
         };
         Self { core, parked, off, ended, hands_off, contents, hardware }
     }
@@ -160,8 +167,9 @@ fn work(
 ) {
     loop {
         let pending = parked.pending();
-        let touches_device =
-            pending.iter().any(|copy| [copy.op.from, copy.op.to].map(|end| end.tier).contains(&Tier::Device));
+        let touches_device = pending
+            .iter()
+            .any(|copy| [copy.op.from, copy.op.to].map(|end| end.tier).contains(&Tier::Device));
         assert!(
             !(touches_device && hands_off.load(Ordering::Acquire)),
             "the engine has not let go: {pending:?}"
@@ -176,7 +184,8 @@ fn work(
         let mut random = shuttle::rand::thread_rng();
         let which = random.gen_range(0..pending.len());
         let fails = fails_one_in.is_some_and(|n| random.gen_range(0..n) == 0);
-        let result = if fails { Err(CopyError::new(CopyErrorKind::Io, "by chance")) } else { Ok(()) };
+        let result =
+            if fails { Err(CopyError::new(CopyErrorKind::Io, "by chance")) } else { Ok(()) };
         if result.is_ok() {
             contents.copy(&pending[which].op);
         }
@@ -297,7 +306,7 @@ fn saves_flushes_and_evictions_get_along() {
 }
 
 #[test]
-fn a_core_dropped_amid_transfers_goes_with_the_last_of_them() {
+fn a_core_dropped_amid_transfers_goes_with_the_last() {
     check(|| {
         let machine = Machine::start(SIZES, None);
         seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
@@ -314,7 +323,7 @@ fn a_core_dropped_amid_transfers_goes_with_the_last_of_them() {
 }
 
 #[test]
-fn a_transfer_that_is_cancelled_amid_others_is_answered_and_leaves_nothing_behind() {
+fn a_transfer_cancelled_amid_others_is_answered_and_leaves_nothing() {
     check(|| {
         let machine = Machine::start(SIZES, Some(6));
         seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
@@ -365,7 +374,11 @@ fn whoever_asks_while_it_closes_gets_an_answer() {
         closer.join().unwrap();
         let (core, _) = machine.stop();
         let staging = core.staging();
-        assert_eq!((staging.idle, staging.lost), (staging.total, 0), "every copy ended, and slots are out");
+        assert_eq!(
+            (staging.idle, staging.lost),
+            (staging.total, 0),
+            "every copy ended, and slots are out"
+        );
     });
 }
 
@@ -374,7 +387,8 @@ fn whoever_asks_while_it_closes_gets_an_answer() {
 fn closing_answers_whoever_waits_for_a_medium_that_hangs() {
     check(|| {
         let routes = [MEMORY, DISK, OBJECT].concat();
-        let parked = Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
+        let parked =
+            Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
         let core = bare_core(SIZES, TIGHT, &(Arc::clone(&parked) as Arc<dyn Backend>));
         seed(&core, Tier::Disk, Chain::from(&chain(1)));
         let asker = {
@@ -443,7 +457,14 @@ fn nothing_touches_an_engines_memory_before_its_fence() {
             };
             let mut load = core.load_into(load);
             let (info, chain) = (RequestInfo::default(), Chain::from(&computed));
-            let save = SaveFrom { info, chain, first: 0, slots: &slots[3..], ready: order(), part_of: None };
+            let save = SaveFrom {
+                info,
+                chain,
+                first: 0,
+                slots: &slots[3..],
+                ready: order(),
+                part_of: None,
+            };
             let mut save = core.save_from(Tier::Host, save);
             let raiser = thread::spawn(move || end_fence(fence, &hands_off));
             if shuttle::rand::thread_rng().gen_range(0..3) == 0 {
@@ -473,8 +494,8 @@ fn nothing_touches_an_engines_memory_before_its_fence() {
     });
 }
 
-/// A load, a prefetch, a save, a flush and an engine that fills its slots, all begun before or after a reset: what was
-/// there or under way is not found after it, and every slot comes back.
+/// A load, a prefetch, a save, a flush and an engine that fills its slots, all begun before or
+/// after a reset: what was there or under way is not found after it, and every slot comes back.
 #[test]
 fn nothing_from_before_a_reset_is_found_after_it() {
     check(|| {
@@ -489,7 +510,8 @@ fn nothing_from_before_a_reset_is_found_after_it() {
                 answered(block_on(core.transfer(class, to, lease)));
             })
         };
-        let reserved = machine.core.reserve(Tier::Device, Chain::from(&chain(3)), RequestInfo::default());
+        let reserved =
+            machine.core.reserve(Tier::Device, Chain::from(&chain(3)), RequestInfo::default());
         let core = Arc::clone(&machine.core);
         let engine = thread::spawn(move || {
             let lease = core.lease(Chain::from(&chain(3)), RequestInfo::default());
@@ -529,7 +551,10 @@ fn nothing_from_before_a_reset_is_found_after_it() {
 const TENANT: u32 = 7;
 
 fn of_tenant() -> RequestInfo {
-    RequestInfo { hints: Hints { tenant: Some(TENANT), ..Hints::default() }, ..RequestInfo::default() }
+    RequestInfo {
+        hints: Hints { tenant: Some(TENANT), ..Hints::default() },
+        ..RequestInfo::default()
+    }
 }
 
 /// Of more blocks than a step of a plan takes.
@@ -537,8 +562,8 @@ fn long_chain() -> Vec<BlockHash> {
     (0..5).map(|i| hash(100 + i)).collect()
 }
 
-/// Has a block of the chain found wrong, its tenant forgotten or everything reset; returns how many blocks may be left, and
-/// finds no more from here on.
+/// Has a block of the chain found wrong, its tenant forgotten or everything reset; returns how many
+/// blocks may be left, and finds no more from here on.
 fn drop_some(core: &Arc<Core>) -> usize {
     let at = shuttle::rand::thread_rng().gen_range(0..5);
     let left = match shuttle::rand::thread_rng().gen_range(0..4) {
@@ -555,7 +580,10 @@ fn drop_some(core: &Arc<Core>) -> usize {
             at
         }
     };
-    assert!(core.matches(Chain::from(&long_chain())).longest() <= left, "it was dropped, and is found");
+    assert!(
+        core.matches(Chain::from(&long_chain())).longest() <= left,
+        "it was dropped, and is found"
+    );
     left
 }
 
@@ -564,7 +592,10 @@ fn assert_stays_dropped(machine: Machine, left: usize) {
     machine.check_bytes(&long_chain());
     let (core, _) = machine.stop();
     core.tick();
-    assert!(core.matches(Chain::from(&long_chain())).longest() <= left, "what was dropped came back");
+    assert!(
+        core.matches(Chain::from(&long_chain())).longest() <= left,
+        "what was dropped came back"
+    );
     let staging = core.staging();
     assert_eq!((staging.idle, staging.lost), (staging.total, 0));
 }
@@ -613,7 +644,8 @@ fn an_engine_is_given_each_positions_own_bytes_or_none() {
                 let slots = &slots[first..];
                 let after = Fence::Done;
                 let with_media = Arc::default();
-                let load = LoadInto { lease, blocks, slots, after, layers, with_media, part_of: None };
+                let load =
+                    LoadInto { lease, blocks, slots, after, layers, with_media, part_of: None };
                 let Ok(loaded) = block_on(core.load_into(load)) else { return };
                 for (slot, hash) in slots.iter().zip(&long_chain()[first..]).take(loaded.arrived) {
                     assert_eq!(contents.of(Tier::Device, *slot), Some(*hash), "given for {hash:?}");
@@ -629,10 +661,20 @@ fn an_engine_is_given_each_positions_own_bytes_or_none() {
         // Another prompt wants the room.
         let saver = thread::spawn(move || {
             let slots: Vec<_> = (40..43).map(SlotId).collect();
-            slots.iter().zip(chain(2)).for_each(|(&slot, hash)| contents.set(Tier::Device, slot, hash));
+            slots
+                .iter()
+                .zip(chain(2))
+                .for_each(|(&slot, hash)| contents.set(Tier::Device, slot, hash));
             let (info, computed) = (of_tenant(), chain(2));
             let chain = Chain::from(&computed);
-            let save = SaveFrom { info, chain, first: 0, slots: &slots, ready: Fence::Done, part_of: None };
+            let save = SaveFrom {
+                info,
+                chain,
+                first: 0,
+                slots: &slots,
+                ready: Fence::Done,
+                part_of: None,
+            };
             drop(block_on(core.save_from(Tier::Host, save)));
         });
         let core = Arc::clone(&machine.core);
@@ -645,8 +687,9 @@ fn an_engine_is_given_each_positions_own_bytes_or_none() {
     });
 }
 
-/// Loads from the host tier and past it, what comes to it and what goes down from it, begun before or after it is
-/// withdrawn: from then on nothing of it arrives anywhere, and what lies below it does.
+/// Loads from the host tier and past it, what comes to it and what goes down from it, begun before
+/// or after it is withdrawn: from then on nothing of it arrives anywhere, and what lies below it
+/// does.
 #[test]
 fn nothing_of_a_withdrawn_tier_lands_once_it_is() {
     check(|| {
@@ -658,7 +701,10 @@ fn nothing_of_a_withdrawn_tier_lands_once_it_is() {
         let core = Arc::clone(&machine.core);
         let withdrawal = thread::spawn(move || {
             core.withdraw(Tier::Host);
-            assert_eq!([1, 2, 3].map(|n| core.matches(Chain::from(&chain(n))).blocks(Tier::Host)), [0; 3]);
+            assert_eq!(
+                [1, 2, 3].map(|n| core.matches(Chain::from(&chain(n))).blocks(Tier::Host)),
+                [0; 3]
+            );
             [Tier::Device, Tier::Disk].map(|tier| there(&core, tier))
         });
         let core = Arc::clone(&machine.core);

@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use kvbm::{Fingerprint, Manager, Options};
-use kvbm_settings::{Capacity, Settings};
+use kvbm::{Manager, Options};
+use kvbm_settings::Settings;
 use kvbm_tiers::Mount;
 use kvbm_tiers::testing::skip;
 use prometheus::Registry;
@@ -22,15 +22,15 @@ pub fn shm() -> Option<TempDir> {
     found.map(|_| tempfile::Builder::new().prefix("kvbm-test-").tempdir_in(shm).unwrap())
 }
 
-/// Of a manager in `dir`. Where that has a link to a directory for a disk tier there is one, of so many blocks.
+/// Of a manager in `dir`. Where that has a link to a directory for a disk tier there is one, of so
+/// many blocks.
 pub fn settings(dir: &Path, block_bytes: u64, disk_blocks: u64) -> Settings {
     let mut settings = engine::settings(block_bytes, 16, HOST);
     settings.host.persist = Some(dir.join("memory"));
     settings.host.staging_blocks = 4;
     settings.flush.interval_ms = 1;
     if let Ok(disk) = fs::read_link(dir.join("disk")) {
-        settings.disk.capacity = Some(Capacity::Blocks(disk_blocks));
-        settings.disk.dirs = vec![disk];
+        engine::add_disk(&mut settings, disk_blocks, disk);
         settings.disk.keep = true;
     }
     settings
@@ -38,14 +38,12 @@ pub fn settings(dir: &Path, block_bytes: u64, disk_blocks: u64) -> Settings {
 
 /// The same model each time, counted in `registry`.
 pub fn options(registry: &Registry) -> Options {
-    let fingerprint =
-        Fingerprint { model: "m".into(), weights: "w".into(), block_tokens: 16, ..Fingerprint::default() };
+    let fingerprint = engine::fingerprint("w");
     Options { fingerprint: Some(fingerprint), registry: registry.clone(), ..Options::default() }
 }
 
 /// Opens it, with a registry of its own.
 pub fn open(settings: Settings) -> kvbm::Result<(Manager, Registry)> {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let registry = Registry::new();
-    Ok((runtime.block_on(Manager::open(settings, options(&registry)))?, registry))
+    Ok((engine::block_on(Manager::open(settings, options(&registry)))?, registry))
 }

@@ -1,5 +1,5 @@
-//! Tests of behaviour across crates: each file beside this one is a test target, but for [`rig`], [`parked`],
-//! [`engine`], [`fleet`], [`follower`], [`kept`] and [`process`], which the targets share, and `fragments.rs`, a part of `docs.rs`.
+//! What the tests of behaviour share. They are the modules of `all.rs`, and `spans.rs`, `otel.rs` and
+//! `interleavings.rs`.
 
 pub mod engine;
 pub mod fleet;
@@ -8,3 +8,4 @@ pub mod kept;
 pub mod parked;
 pub mod process;
 pub mod rig;
+pub mod slots;

@@ -1,5 +1,5 @@
-//! The real table and scheduler against a simple model, over random histories in which backends finish
-//! their copies in any order, with any outcome, late or never.
+//! The real table and scheduler against a simple model, over random histories in which backends
+//! finish their copies in any order, with any outcome, late or never.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::future::Future;
@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use kvbm::scheduler::Tuning;
 use kvbm::table::{Budget, Match};
-use kvbm::{BlockHash, Chain, Class, Clock, ErrorKind, Lease, RequestInfo, Tier, Transfer, Transferred};
+use kvbm::{
+    BlockHash, Chain, Class, Clock, ErrorKind, Lease, RequestInfo, Tier, Transfer, Transferred,
+};
 use kvbm_policies::AdmissionKind;
 use kvbm_tests::follower::Follower;
 use kvbm_tests::rig::{DISK, Filled, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, hash};
@@ -23,8 +25,12 @@ const SIZES: Sizes = Sizes { tiers: [8, 12, 16, 24], staging: 4 };
 const CHAINS: usize = 7;
 /// A medium may complete nothing for so long.
 const LIMIT: Duration = Duration::from_millis(100);
-const TUNING: Tuning =
-    Tuning { timeout: LIMIT, object_timeout: LIMIT, breaker_pause: Duration::from_millis(10), ..TIGHT };
+const TUNING: Tuning = Tuning {
+    timeout: LIMIT,
+    object_timeout: LIMIT,
+    breaker_pause: Duration::from_millis(10),
+    ..TIGHT
+};
 
 /// Three families of chains; members of a family share their first blocks.
 fn chain(n: usize) -> Vec<BlockHash> {
@@ -229,8 +235,10 @@ impl System {
     fn new(rule: Option<AdmissionKind>) -> Self {
         let mut backends = None;
         let rig = Rig::with(TestClock::simulated(), rule, SIZES, TUNING, |places| {
-            let parked = |routes: [_; 2]| ParkedBackend::new(places.all(), routes.to_vec()).map(Arc::new);
-            let parked = [MEMORY, DISK, OBJECT].map(|routes| parked(routes).expect("tiers of one geometry"));
+            let parked =
+                |routes: [_; 2]| ParkedBackend::new(places.all(), routes.to_vec()).map(Arc::new);
+            let parked =
+                [MEMORY, DISK, OBJECT].map(|routes| parked(routes).expect("tiers of one geometry"));
             let [memory, disk, object] = backends.insert(parked).clone();
             vec![memory as Arc<dyn Backend>, places.verified(disk), places.verified(object)]
         });
@@ -273,7 +281,8 @@ impl System {
             Transition::Rot { tier, chain, depth } => self.rot(tier, chain, depth),
             Transition::Misuse { class, to, chain: n } => {
                 let hashes = chain(n);
-                let foreign = self.stranger.core.lease(Chain::from(&hashes), RequestInfo::default());
+                let foreign =
+                    self.stranger.core.lease(Chain::from(&hashes), RequestInfo::default());
                 let refused = self.rig.core.transfer(class, to, foreign).wait().unwrap_err();
                 assert_eq!(refused.kind(), ErrorKind::Invalid);
             }
@@ -296,7 +305,9 @@ impl System {
     fn withdraw(&self, tier: Tier) {
         self.rig.core.withdraw(tier);
         let (chains, table) = ((0..CHAINS).map(chain), self.rig.core.table());
-        assert!(chains.into_iter().all(|hashes| table.matches(Chain::from(&hashes)).blocks(tier) == 0));
+        assert!(
+            chains.into_iter().all(|hashes| table.matches(Chain::from(&hashes)).blocks(tier) == 0)
+        );
     }
 
     fn publish(&mut self, which: usize) {
@@ -306,7 +317,13 @@ impl System {
         self.tickets.push(Waiting { ticket, chain, to: Tier::Device, epoch, quarantined });
     }
 
-    fn hold(&mut self, lease: Lease, chain: Vec<BlockHash>, epoch: u64, quarantined: [u64; Tier::COUNT]) {
+    fn hold(
+        &mut self,
+        lease: Lease,
+        chain: Vec<BlockHash>,
+        epoch: u64,
+        quarantined: [u64; Tier::COUNT],
+    ) {
         let promised = lease.held();
         self.leases.push(Held { lease, chain, promised, epoch, quarantined });
     }
@@ -335,7 +352,8 @@ impl System {
 
     fn parked(&self) -> Vec<(usize, Pending)> {
         let all = self.backends.iter().enumerate();
-        all.flat_map(|(index, backend)| backend.pending().into_iter().map(move |p| (index, p))).collect()
+        all.flat_map(|(index, backend)| backend.pending().into_iter().map(move |p| (index, p)))
+            .collect()
     }
 
     fn finish(&self, which: usize, outcome: Outcome) {
@@ -372,7 +390,8 @@ impl System {
         let key = self.key(&hashes, depth.min(hashes.len() - 1));
         let reads = self.parked().iter().any(|(_, pending)| pending.op.block == key);
         if let Some(slot) = self.slot(tier, key).filter(|_| !reads) {
-            let store = if tier == Tier::Disk { &self.rig.places.disk } else { &self.rig.places.object };
+            let store =
+                if tier == Tier::Disk { &self.rig.places.disk } else { &self.rig.places.object };
             store.flip_bit(slot, depth);
             self.rotten.insert((tier, key));
         }
@@ -417,7 +436,10 @@ impl System {
             let chain = self.rig.core.table().enter(Chain::from(&hashes));
             let held = self.rig.core.table().matches(chain);
             for tier in Tier::ALL {
-                assert!(held.blocks(tier) <= model.leading_written(&hashes), "{tier} has what nobody wrote");
+                assert!(
+                    held.blocks(tier) <= model.leading_written(&hashes),
+                    "{tier} has what nobody wrote"
+                );
                 for key in (0..held.blocks(tier)).map(|i| chain.key(i)) {
                     let is_intact = self.rig.is_intact(tier, key).expect("a block of the match");
                     let is_rotten = self.rotten.contains(&(tier, key));
@@ -438,7 +460,11 @@ impl System {
             assert!(written.insert((op.to.tier, op.to.slot)), "two copies write {}", op.to);
         }
         for (_, Pending { op, .. }) in &parked {
-            assert!(!written.contains(&(op.from.tier, op.from.slot)), "{} is read and written", op.from);
+            assert!(
+                !written.contains(&(op.from.tier, op.from.slot)),
+                "{} is read and written",
+                op.from
+            );
         }
         let mut occupied = HashMap::new();
         let chains = (0..CHAINS).map(chain);
@@ -484,7 +510,10 @@ impl System {
             let there = self.rig.core.table().matches(Chain::from(&chain));
             assert!(transferred.blocks.max(transferred.copied) <= chain.len(), "{transferred:?}");
             if self.quarantined()[to.index()] == quarantined_before[to.index()] {
-                assert!(transferred.blocks <= there.blocks(to), "{to} has {there:?}, not {transferred:?}");
+                assert!(
+                    transferred.blocks <= there.blocks(to),
+                    "{to} has {there:?}, not {transferred:?}"
+                );
             }
             if chain.len() % 2 == 0 {
                 self.hold(transferred.lease, chain, epoch, quarantined);
@@ -524,7 +553,11 @@ impl System {
         assert!(table.is_empty());
         drop(table);
         let staging = self.rig.core.staging();
-        assert_eq!((staging.idle, staging.lost), (SIZES.staging as usize, 0), "staging slots leaked");
+        assert_eq!(
+            (staging.idle, staging.lost),
+            (SIZES.staging as usize, 0),
+            "staging slots leaked"
+        );
     }
 }
 

@@ -1,4 +1,5 @@
-//! Resets: from one moment on nothing is found that was there before, and what is under way lands nowhere.
+//! Resets: from one moment on nothing is found that was there before, and what is under way lands
+//! nowhere.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -9,20 +10,16 @@ use std::time::{Duration, Instant};
 use kvbm::scheduler::Core;
 use kvbm::table::Table;
 use kvbm::{
-    BlockHash, CacheEvent, Chain, Class, ErrorKind, Fingerprint, Manager, Options, RequestInfo, Tier,
-    Transfer, Transferred,
+    BlockHash, CacheEvent, Chain, Class, ErrorKind, Fingerprint, Manager, Options, RequestInfo,
+    Tier, Transfer, Transferred,
 };
-use kvbm_settings::{Capacity, Settings};
+use kvbm_settings::Settings;
 use kvbm_tests::engine;
-use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, bare_core, hash, seed};
+use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, bare_core, chain, hash, seed};
 use kvbm_tiers::Backend;
 use kvbm_tiers::testing::ParkedBackend;
 
 const SIZES: Sizes = Sizes { tiers: [8, 12, 16, 24], staging: 4 };
-
-fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
-    (1..=blocks).map(|block| hash(100 * n + block)).collect()
-}
 
 fn blocks(core: &Arc<Core>, tier: Tier, chain: &[BlockHash]) -> usize {
     core.matches(Chain::from(chain)).blocks(tier)
@@ -41,7 +38,12 @@ fn finish_all(parked: &ParkedBackend) {
     }
 }
 
-fn transfer(core: &Arc<Core>, class: Class, to: Tier, chain: &[BlockHash]) -> Transfer<Transferred> {
+fn transfer(
+    core: &Arc<Core>,
+    class: Class,
+    to: Tier,
+    chain: &[BlockHash],
+) -> Transfer<Transferred> {
     core.transfer(class, to, core.lease(Chain::from(chain), RequestInfo::default()))
 }
 
@@ -69,7 +71,7 @@ fn assert_healed(core: &Arc<Core>, parked: &ParkedBackend) {
 }
 
 #[test]
-fn what_was_there_before_a_reset_is_not_found_and_its_slots_come_back() {
+fn blocks_from_before_a_reset_vanish_and_free_their_slots() {
     let (core, parked) = parked(SIZES);
     for tier in Tier::ALL {
         seed(&core, tier, Chain::from(&chain(1, 8)));
@@ -93,7 +95,11 @@ fn an_epoch_comes_once_and_in_order() {
     for epoch in [0, 6, 7] {
         assert_eq!(core.reset(epoch).unwrap_err().kind(), ErrorKind::Invalid);
     }
-    assert_eq!(blocks(&core, Tier::Host, &chain(1, 3)), 3, "a reset that is refused changes nothing");
+    assert_eq!(
+        blocks(&core, Tier::Host, &chain(1, 3)),
+        3,
+        "a reset that is refused changes nothing"
+    );
     assert_eq!(core.table().epoch(), 7);
     core.forget_all();
     assert_eq!(core.table().epoch(), 7);
@@ -142,7 +148,7 @@ fn room_is_found_however_a_forgotten_chain_lies() {
 }
 
 #[test]
-fn a_lease_from_before_keeps_its_blocks_and_is_good_for_nothing_else() {
+fn an_old_lease_keeps_its_blocks_and_does_nothing_else() {
     let (core, parked) = parked(SIZES);
     for tier in [Tier::Device, Tier::Disk] {
         seed(&core, tier, Chain::from(&chain(1, 5)));
@@ -154,9 +160,15 @@ fn a_lease_from_before_keeps_its_blocks_and_is_good_for_nothing_else() {
     core.tick();
     for tier in [Tier::Device, Tier::Disk] {
         let counts = core.table().counts(tier);
-        assert_eq!((counts.resident, counts.forgotten), (0, 4), "{tier}: what nobody reads has left");
+        assert_eq!(
+            (counts.resident, counts.forgotten),
+            (0, 4),
+            "{tier}: what nobody reads has left"
+        );
     }
-    for (class, to, lease) in [(Class::Load, Tier::Device, loader), (Class::Save, Tier::Host, saver)] {
+    for (class, to, lease) in
+        [(Class::Load, Tier::Device, loader), (Class::Save, Tier::Host, saver)]
+    {
         assert_eq!(core.transfer(class, to, lease).wait().unwrap_err().kind(), ErrorKind::Stale);
     }
     // What is asked for in between does not wait for it.
@@ -183,7 +195,11 @@ fn what_is_under_way_lands_nowhere() {
     let _ = core.drain(Duration::ZERO);
     // Part of it has landed.
     for _ in 0..4 {
-        parked.pending().first().into_iter().for_each(|first| assert!(parked.finish(first.id, Ok(()))));
+        parked
+            .pending()
+            .first()
+            .into_iter()
+            .for_each(|first| assert!(parked.finish(first.id, Ok(()))));
     }
     core.reset(1).unwrap();
     let answers = underway.map(|transfer| transfer.wait().expect("the core is there"));
@@ -193,12 +209,15 @@ fn what_is_under_way_lands_nowhere() {
     }
     assert_eq!(answers[0].failed, 5);
     let [lease, ..] = answers.map(|answer| answer.lease);
-    assert_eq!(core.transfer(Class::Load, Tier::Device, lease).wait().unwrap_err().kind(), ErrorKind::Stale);
+    assert_eq!(
+        core.transfer(Class::Load, Tier::Device, lease).wait().unwrap_err().kind(),
+        ErrorKind::Stale
+    );
     assert_healed(&core, &parked);
 }
 
 #[test]
-fn slots_that_an_engine_fills_are_not_published_after_a_reset() {
+fn slots_being_filled_are_not_published_after_a_reset() {
     let rig = Rig::new(SIZES, TIGHT, |_| Vec::new());
     let before = chain(1, 4);
     let lease = rig.core.lease(Chain::from(&before), RequestInfo::default());
@@ -229,7 +248,7 @@ fn nothing_of_a_past_epoch_is_flushed_any_more() {
 }
 
 #[test]
-fn a_flush_that_fails_after_a_reset_is_not_tried_again() {
+fn a_flush_failed_after_a_reset_is_not_retried() {
     let (core, parked) = parked(SIZES);
     seed(&core, Tier::Host, Chain::from(&chain(1, 6)));
     let reader = core.lease(Chain::from(&chain(1, 6)), RequestInfo::default());
@@ -243,16 +262,15 @@ fn a_flush_that_fails_after_a_reset_is_not_tried_again() {
 }
 
 fn fingerprint(weights: &str) -> Fingerprint {
-    Fingerprint { model: "m".into(), weights: weights.into(), block_tokens: 16, ..Fingerprint::default() }
+    engine::fingerprint(weights)
 }
 
 fn open(settings: Settings, fingerprint: Option<Fingerprint>) -> kvbm::Result<Manager> {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-    runtime.block_on(Manager::open(settings, Options { fingerprint, ..Options::default() }))
+    engine::block_on(Manager::open(settings, Options { fingerprint, ..Options::default() }))
 }
 
 #[test]
-fn a_manager_says_what_a_lease_from_before_is_good_for() {
+fn a_manager_says_what_an_old_lease_does() {
     let manager = open(engine::settings(4096, 16, 32), Some(fingerprint("one"))).unwrap();
     let mut events = manager.events();
     let hashes = chain(1, 6);
@@ -279,36 +297,47 @@ fn a_manager_says_what_a_lease_from_before_is_good_for() {
 
     // The pin has ended, and with the last lease all of it is gone.
     let start = Instant::now();
-    while manager.counts(Tier::Host).forgotten + manager.counts(Tier::Device).forgotten > 0 {
-        assert!(start.elapsed() < Duration::from_secs(30), "{:?}", manager.counts(Tier::Host));
+    while manager.admin().counts(Tier::Host).forgotten
+        + manager.admin().counts(Tier::Device).forgotten
+        > 0
+    {
+        assert!(
+            start.elapsed() < Duration::from_secs(30),
+            "{:?}",
+            manager.admin().counts(Tier::Host)
+        );
         thread::sleep(Duration::from_millis(1));
     }
     let again = engine::serve(&manager, &hashes);
     assert_eq!((again.hit, again.wrong, again.computed), (0, 0, 6));
     assert_eq!(engine::serve(&manager, &hashes).hit, 6);
-    let cleared =
-        std::iter::from_fn(|| events.try_next()).filter(|event| *event == CacheEvent::Cleared { epoch: 1 });
+    let cleared = std::iter::from_fn(|| events.try_next())
+        .filter(|event| *event == CacheEvent::Cleared { epoch: 1 });
     assert_eq!(cleared.count(), 1);
-    assert_eq!(manager.audit(), []);
+    assert_eq!(manager.admin().audit(), []);
 }
 
 /// Names of what lies in a folder, at any depth.
 fn names(dir: &Path) -> Vec<String> {
-    let entries = std::fs::read_dir(dir).expect("a folder").map(|entry| entry.expect("an entry").path());
+    let entries =
+        std::fs::read_dir(dir).expect("a folder").map(|entry| entry.expect("an entry").path());
     entries
         .flat_map(|path| {
             let below = if path.is_dir() { names(&path) } else { Vec::new() };
-            below.into_iter().chain([path.file_name().expect("a name").to_string_lossy().into_owned()])
+            below.into_iter().chain([path
+                .file_name()
+                .expect("a name")
+                .to_string_lossy()
+                .into_owned()])
         })
         .collect()
 }
 
 #[test]
-fn files_and_objects_of_another_fingerprint_are_other_files_and_objects() {
+fn another_fingerprint_has_other_files_and_objects() {
     let home = tempfile::tempdir().unwrap();
     let mut settings = engine::settings(4096, 16, 16);
-    settings.disk.capacity = Some(Capacity::Blocks(16));
-    settings.disk.dirs = vec![home.path().join("slots")];
+    engine::add_disk(&mut settings, 16, home.path().join("slots"));
     settings.disk.keep = true;
     settings.object.url = Some(format!("file://{}", home.path().join("objects").display()));
     settings.object.keep = true;
@@ -321,10 +350,14 @@ fn files_and_objects_of_another_fingerprint_are_other_files_and_objects() {
     }
     let (files, objects) = (names(&home.path().join("slots")), names(&home.path().join("objects")));
     for fingerprint in &given {
-        let suffix = fingerprint.as_ref().map_or_else(String::new, |fingerprint| format!("-{fingerprint}"));
+        let suffix =
+            fingerprint.as_ref().map_or_else(String::new, |fingerprint| format!("-{fingerprint}"));
         let namespace = format!("v1-block4096{suffix}");
         let file = format!("kvbm-{namespace}.blocks");
-        assert!(files.contains(&file) && objects.contains(&namespace), "{namespace}: {files:?} {objects:?}");
+        assert!(
+            files.contains(&file) && objects.contains(&namespace),
+            "{namespace}: {files:?} {objects:?}"
+        );
     }
     assert_eq!(files.iter().filter(|name| name.ends_with(".blocks")).count(), 3, "{files:?}");
 }

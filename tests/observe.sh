@@ -34,6 +34,7 @@ export KVBM_PROFILE=$profile
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
+source tests/build.sh
 source tests/expect.sh
 source tests/trace.sh
 
@@ -76,7 +77,7 @@ say 'an environment for the tests'
     skip 'the schemas of Grafana, Kubernetes and CycloneDX cannot be installed here'
 
 say 'the command'
-cargo build --quiet --profile "$profile" --package kvbm-cli
+build_kvbm "$profile"
 
 chromium=true
 need chromium chromium chromedriver || chromium=false

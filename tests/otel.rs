@@ -1,5 +1,5 @@
-//! What an OpenTelemetry collector is told of requests, and that one that fails disturbs nobody. A test of its own, since
-//! who listens listens in the whole process.
+//! What an OpenTelemetry collector is told of requests, and that one that fails disturbs nobody. A
+//! test of its own, since who listens listens in the whole process.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,7 +11,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::routing::post;
 use kvbm::{BlockHash, Manager, RequestId, RequestInfo, SpanExport, Tier};
-use kvbm_settings::{Capacity, TraceSettings};
+use kvbm_settings::TraceSettings;
 use kvbm_tests::engine;
 use kvbm_tests::rig::hash;
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
@@ -54,11 +54,18 @@ struct Receiving {
 
 async fn receive(State(mut receiving): State<Receiving>, body: Bytes) -> StatusCode {
     receiving.asked.fetch_add(1, Ordering::SeqCst);
-    let mood = *receiving.mood.wait_for(|&mood| mood != Mood::Hanging).await.expect("the collector is there");
+    let mood = *receiving
+        .mood
+        .wait_for(|&mood| mood != Mood::Hanging)
+        .await
+        .expect("the collector is there");
     if mood == Mood::Failing {
         return StatusCode::BAD_REQUEST;
     }
-    receiving.received.send(ExportTraceServiceRequest::decode(body).expect("OTLP")).expect("somebody looks");
+    receiving
+        .received
+        .send(ExportTraceServiceRequest::decode(body).expect("OTLP"))
+        .expect("somebody looks");
     StatusCode::OK
 }
 
@@ -86,17 +93,21 @@ impl Collector {
             for of_resource in request.resource_spans {
                 let resource = of_resource.resource.expect("it says of what");
                 self.service = text(&resource.attributes, "service.name").expect("a name");
-                self.spans.extend(of_resource.scope_spans.into_iter().flat_map(|scope| scope.spans));
+                self.spans
+                    .extend(of_resource.scope_spans.into_iter().flat_map(|scope| scope.spans));
             }
         }
     }
 
     fn find(&mut self, name: &str, key: &str, value: &str) -> Span {
         self.look();
-        let is = |span: &&Span| span.name == name && text(&span.attributes, key).as_deref() == Some(value);
+        let is = |span: &&Span| {
+            span.name == name && text(&span.attributes, key).as_deref() == Some(value)
+        };
         let mut found = self.spans.iter().filter(is);
-        let span =
-            found.next().unwrap_or_else(|| panic!("no {name} with {key} = {value}: {:#?}", self.spans));
+        let span = found
+            .next()
+            .unwrap_or_else(|| panic!("no {name} with {key} = {value}: {:#?}", self.spans));
         assert!(found.next().is_none(), "two spans {name} with {key} = {value}");
         span.clone()
     }
@@ -131,12 +142,12 @@ fn a_collector_is_told_of_requests_and_disturbs_nobody() {
     tracing::subscriber::set_global_default(subscriber).expect("nobody else listens");
     let dir = tempfile::tempdir().unwrap();
     let mut settings = engine::settings(4096, 8, 8);
-    settings.disk.capacity = Some(Capacity::Blocks(16));
-    settings.disk.dirs = vec![dir.path().to_owned()];
+    engine::add_disk(&mut settings, 16, dir.path());
     let manager = engine::open(settings, &Registry::new()).unwrap();
     let chain: Vec<BlockHash> = (0..3).map(hash).collect();
 
-    // Well: what a request did is found under its span, by its number; what nobody asked for stands alone.
+    // Well: what a request did is found under its span, by its number; what nobody asked for stands
+    // alone.
     serve_traced(&manager, 5, &chain);
     assert!(manager.drain(Duration::from_secs(10)).is_complete());
     manager.evict(Tier::Device, 8);
@@ -149,13 +160,18 @@ fn a_collector_is_told_of_requests_and_disturbs_nobody() {
         assert_eq!(text(&matched.attributes, "held").as_deref(), Some(held));
         for name in ["match", "load", "save"] {
             let span = collector.find(name, "request", request);
-            assert_eq!((&span.trace_id, &span.parent_span_id), (&root.trace_id, &root.span_id), "{name}");
+            assert_eq!(
+                (&span.trace_id, &span.parent_span_id),
+                (&root.trace_id, &root.span_id),
+                "{name}"
+            );
             assert!(span.start_time_unix_nano >= root.start_time_unix_nano, "{name}");
             assert!(span.end_time_unix_nano >= span.start_time_unix_nano, "{name}");
         }
     }
     let loaded = collector.find("load", "request", "6");
-    let of_load = ["from", "to", "blocks", "copied"].map(|key| text(&loaded.attributes, key).unwrap());
+    let of_load =
+        ["from", "to", "blocks", "copied"].map(|key| text(&loaded.attributes, key).unwrap());
     assert_eq!(of_load, ["host", "device", "3", "3"]);
     let flushed = collector.find("flush", "to", "disk");
     assert!(flushed.parent_span_id.is_empty() && text(&flushed.attributes, "request").is_none());
@@ -198,7 +214,7 @@ fn a_collector_is_told_of_requests_and_disturbs_nobody() {
 
 /// Nothing is opened, and no thread started, unless it is asked for.
 #[test]
-fn nothing_is_sent_unless_asked_for_and_a_wrong_endpoint_is_named() {
+fn nothing_is_sent_unasked_and_a_wrong_endpoint_is_named() {
     assert!(SpanExport::open(&TraceSettings::default()).unwrap().is_none());
     let endpoint = Some("not a URL".to_owned());
     let settings = TraceSettings { enabled: true, endpoint, ..TraceSettings::default() };

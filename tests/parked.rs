@@ -9,16 +9,15 @@ use kvbm::{BlockHash, Chain, Class, Defect, RequestInfo, Tier, Transfer, Transfe
 use kvbm_tiers::testing::ParkedBackend;
 use kvbm_tiers::{Backend, CopyError, CopyErrorKind, Route};
 
-use crate::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, TestClock, bare_core_by, hash, seed};
+use crate::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, TestClock, bare_core_by, seed};
 
 /// No copy is overdue while a test thinks.
-pub const PATIENT: Tuning =
-    Tuning { timeout: Duration::from_mins(1), object_timeout: Duration::from_mins(1), max_batch: 8, ..TIGHT };
-
-/// The `n`-th chain of a test, of so many blocks (at most 999).
-pub fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
-    (0..blocks).map(|i| hash(1_000 * n + i + 1)).collect()
-}
+pub const PATIENT: Tuning = Tuning {
+    timeout: Duration::from_mins(1),
+    object_timeout: Duration::from_mins(1),
+    max_batch: 8,
+    ..TIGHT
+};
 
 /// A core, and the backend of all its routes.
 #[derive(Debug)]
@@ -35,10 +34,15 @@ impl Parked {
     /// Tiers of these sizes, empty.
     pub fn new(sizes: Sizes, tuning: Tuning) -> Self {
         let routes = [MEMORY, DISK, OBJECT].concat();
-        let parked = Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
+        let parked =
+            Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
         let clock = Arc::new(TestClock::simulated());
-        let core =
-            bare_core_by(Arc::clone(&clock), sizes, tuning, &(Arc::clone(&parked) as Arc<dyn Backend>));
+        let core = bare_core_by(
+            Arc::clone(&clock),
+            sizes,
+            tuning,
+            &(Arc::clone(&parked) as Arc<dyn Backend>),
+        );
         Self { core, parked, clock }
     }
 
@@ -53,8 +57,15 @@ impl Parked {
         self.core.transfer(class, to, lease)
     }
 
-    /// The plan of the same, traced. From the tiers of `through` nothing leads there but through the host.
-    pub fn plan(&self, class: Class, to: Tier, chain: &[BlockHash], through: TierSet) -> TransferPlan {
+    /// The plan of the same, traced. From the tiers of `through` nothing leads there but through
+    /// the host.
+    pub fn plan(
+        &self,
+        class: Class,
+        to: Tier,
+        chain: &[BlockHash],
+        through: TierSet,
+    ) -> TransferPlan {
         let mut table = self.core.table();
         let pins = table.lease(Chain::from(chain), RequestInfo::default());
         let mut plan = TransferPlan::copying(class, to, pins);
@@ -78,7 +89,9 @@ impl Parked {
     /// # Panics
     /// If it is not parked.
     pub fn finish(&self, id: u64, result: Result<(), CopyErrorKind>) {
-        assert!(self.parked.finish(id, result.map_err(|kind| CopyError::new(kind, "as the test says"))));
+        assert!(
+            self.parked.finish(id, result.map_err(|kind| CopyError::new(kind, "as the test says")))
+        );
     }
 
     /// Ends all, and those that follow from them, well.

@@ -1,4 +1,5 @@
-//! A host tier that survives its process: killed where it is, found again and served from memory, every byte checked.
+//! A host tier that survives its process: killed where it is, found again and served from memory,
+//! every byte checked.
 
 use std::fs::{self, OpenOptions};
 use std::io::stdin;
@@ -14,9 +15,11 @@ use kvbm_settings::Settings;
 use kvbm_tests::engine;
 use kvbm_tests::kept::{self, HOST, options, shm};
 use kvbm_tests::process::{Process, role, say};
-use kvbm_tests::rig::{hash, metric, number};
+use kvbm_tests::rig::{hash, metric, number, wait_until};
 use kvbm_tiers::testing::{fill_pattern, has_pattern, order, run};
-use kvbm_tiers::{DramOptions, DramRegion, Geometry, MemcpyBackend, Memory, PersistOptions, SlotId, SlotRef};
+use kvbm_tiers::{
+    DramOptions, DramRegion, Geometry, MemcpyBackend, Memory, PersistOptions, SlotId, SlotRef,
+};
 use prometheus::Registry;
 
 const BLOCK: u64 = 64 << 10;
@@ -80,7 +83,7 @@ fn be_busy(manager: &Manager) {
 
 /// Has an engine serve these requests, and kills it.
 fn leave(dir: &Path, requests: impl IntoIterator<Item = u32>) {
-    let mut process = Process::start("engine", dir);
+    let mut process = Process::start(module_path!(), "engine", dir);
     assert_eq!(process.hear(), "open");
     for n in requests {
         assert_eq!(process.ask(&n.to_string()), "8 0");
@@ -90,7 +93,10 @@ fn leave(dir: &Path, requests: impl IntoIterator<Item = u32>) {
 
 fn memory_file(dir: &Path) -> PathBuf {
     let files = fs::read_dir(dir.join("memory")).unwrap().map(|entry| entry.unwrap().path());
-    files.filter(|path| path.extension().is_some_and(|kind| kind == "memory")).last().expect("a region")
+    files
+        .filter(|path| path.extension().is_some_and(|kind| kind == "memory"))
+        .last()
+        .expect("a region")
 }
 
 /// Flips a bit of a block where it lies in memory, while nobody runs.
@@ -102,11 +108,12 @@ fn spoil(dir: &Path, chain: &[BlockHash], position: usize) {
         has_pattern(number_of(chain, position), &block)
     });
     let last = BLOCK - 1;
-    file.write_all_at(&[block[last as usize] ^ 0x80], offset.expect("it lies there") + last).unwrap();
+    file.write_all_at(&[block[last as usize] ^ 0x80], offset.expect("it lies there") + last)
+        .unwrap();
 }
 
 #[test]
-fn what_a_killed_process_had_in_memory_is_served_by_the_next() {
+fn a_killed_process_leaves_its_memory_to_the_next() {
     let Some(home) = shm() else { return };
     leave(home.path(), [1, 2]);
     let (manager, registry) = open(home.path()).unwrap();
@@ -116,7 +123,7 @@ fn what_a_killed_process_had_in_memory_is_served_by_the_next() {
         assert_eq!((served.hit, served.wrong, served.computed), (8, 0, 0));
     }
     assert_eq!(metric(&registry, "kvbm_checksum_failures_total", &[]), 0);
-    assert_eq!(manager.audit(), []);
+    assert_eq!(manager.admin().audit(), []);
     drop(manager);
     // And the next after that, which was closed in good order.
     leave(home.path(), [3]);
@@ -128,7 +135,7 @@ fn what_a_killed_process_had_in_memory_is_served_by_the_next() {
 fn an_epoch_is_in_memory_before_a_reset_returns() {
     let Some(home) = shm() else { return };
     for epoch in 1..4 {
-        let mut process = Process::start("engine", home.path());
+        let mut process = Process::start(module_path!(), "engine", home.path());
         assert_eq!(process.hear(), "open");
         assert_eq!(process.ask("1"), "8 0");
         assert_eq!(process.ask(&format!("reset {epoch}")), "reset");
@@ -137,7 +144,7 @@ fn an_epoch_is_in_memory_before_a_reset_returns() {
         assert_eq!((manager.epoch(), manager.matches(&chain(1)).longest()), (epoch, 0));
         let served = engine::serve(&manager, &chain(1));
         assert_eq!((served.hit, served.wrong, served.computed), (0, 0, 8));
-        assert_eq!(manager.audit(), []);
+        assert_eq!(manager.admin().audit(), []);
         // And what is of the new epoch is found.
         assert!(manager.close(LIMIT).is_complete());
         drop(manager);
@@ -147,7 +154,7 @@ fn an_epoch_is_in_memory_before_a_reset_returns() {
 }
 
 #[test]
-fn a_bit_that_flipped_while_nobody_ran_is_a_miss_and_then_it_heals() {
+fn a_bit_flipped_while_nobody_ran_is_only_a_miss() {
     let Some(home) = shm() else { return };
     leave(home.path(), [1, 2]);
     spoil(home.path(), &chain(1), 3);
@@ -156,35 +163,28 @@ fn a_bit_that_flipped_while_nobody_ran_is_a_miss_and_then_it_heals() {
     assert_eq!((served.hit, served.wrong, served.computed), (3, 0, 5));
     assert_eq!(engine::serve(&manager, &chain(2)).hit, 8);
     assert!(metric(&registry, "kvbm_checksum_failures_total", &[("tier", "host")]) >= 1);
-    manager.evict(Tier::Device, usize::MAX);
+    manager.admin().evict(Tier::Device, usize::MAX);
     let served = engine::serve(&manager, &chain(1));
     assert_eq!((served.hit, served.wrong), (8, 0), "it was saved anew");
-    assert_eq!(manager.audit(), []);
+    assert_eq!(manager.admin().audit(), []);
 }
 
 #[test]
-fn a_bit_that_flips_in_idle_memory_is_found_without_anybody_reading_it() {
+fn a_bit_flipped_in_idle_memory_is_found_without_reads() {
     let Some(home) = shm() else { return };
     let mut settings = settings(home.path());
     settings.transfer.scrub_mib_per_second = 1_000;
-    let (runtime, registry) =
-        (tokio::runtime::Builder::new_current_thread().build().unwrap(), Registry::new());
-    let manager = runtime.block_on(Manager::open(settings, options(&registry))).unwrap();
+    let registry = Registry::new();
+    let manager = engine::block_on(Manager::open(settings, options(&registry))).unwrap();
     assert_eq!(engine::serve(&manager, &chain(1)).saved, 8);
-    let scrubbed =
-        |outcome| metric(&registry, "kvbm_scrubbed_blocks_total", &[("tier", "host"), ("outcome", outcome)]);
-    let wait_until = |is_so: &dyn Fn() -> bool| {
-        let began = Instant::now();
-        while !is_so() {
-            assert!(began.elapsed() < LIMIT);
-            thread::sleep(Duration::from_millis(10));
-        }
+    let scrubbed = |outcome| {
+        metric(&registry, "kvbm_scrubbed_blocks_total", &[("tier", "host"), ("outcome", outcome)])
     };
-    wait_until(&|| scrubbed("sound") > 30);
+    wait_until(LIMIT, "blocks are looked at", || scrubbed("sound") > 30);
     assert_eq!(scrubbed("bad"), 0);
     spoil(home.path(), &chain(1), 3);
-    wait_until(&|| scrubbed("bad") == 1);
-    assert_eq!((held(&manager, 1, Tier::Host), manager.audit()), (3, vec![]));
+    wait_until(LIMIT, "the bad one is found", || scrubbed("bad") == 1);
+    assert_eq!((held(&manager, 1, Tier::Host), manager.admin().audit()), (3, vec![]));
     // And then it heals.
     assert!(manager.close(LIMIT).is_complete());
     drop(manager);
@@ -196,14 +196,17 @@ fn a_bit_that_flips_in_idle_memory_is_found_without_anybody_reading_it() {
 }
 
 #[test]
-fn a_bit_that_flipped_is_found_when_its_block_goes_to_disk_and_then_it_heals() {
+fn a_flipped_bit_is_found_on_the_way_to_disk() {
     let Some(dir) = shm() else { return };
     leave(dir.path(), [1]);
     spoil(dir.path(), &chain(1), 3);
     let disk = tempfile::tempdir().unwrap();
     symlink(disk.path(), dir.path().join("disk")).unwrap();
     let (manager, _) = open(dir.path()).unwrap();
-    assert!(manager.drain(LIMIT).is_complete(), "what is bad does not go down, and is not tried for ever");
+    assert!(
+        manager.drain(LIMIT).is_complete(),
+        "what is bad does not go down, and is not tried for ever"
+    );
     assert_eq!((held(&manager, 1, Tier::Host), held(&manager, 1, Tier::Disk)), (3, 3));
     assert_eq!(engine::serve(&manager, &chain(1)).wrong, 0);
     assert!(manager.drain(LIMIT).is_complete());
@@ -211,7 +214,7 @@ fn a_bit_that_flipped_is_found_when_its_block_goes_to_disk_and_then_it_heals() {
 }
 
 #[test]
-fn engines_that_copy_for_themselves_get_no_block_that_has_changed() {
+fn engines_that_copy_themselves_get_no_changed_block() {
     let Some(home) = shm() else { return };
     leave(home.path(), [1]);
     spoil(home.path(), &chain(1), 5);
@@ -259,7 +262,7 @@ fn whatever_a_kill_interrupts_no_wrong_byte_is_served() {
     let Some(home) = shm() else { return };
     let mut hits = 0;
     for round in 0..8 {
-        let mut process = Process::start("busy", home.path());
+        let mut process = Process::start(module_path!(), "busy", home.path());
         assert_eq!(process.hear(), "open");
         thread::sleep(Duration::from_millis(20 + 37 * round));
         process.kill();
@@ -270,7 +273,7 @@ fn whatever_a_kill_interrupts_no_wrong_byte_is_served() {
         let served: Vec<_> = all.map(|n| engine::serve(&manager, &chain(n))).collect();
         assert!(served.iter().all(|served| served.wrong == 0), "{served:?}");
         hits += served.iter().map(|served| served.hit).sum::<usize>();
-        assert_eq!(manager.audit(), []);
+        assert_eq!(manager.admin().audit(), []);
     }
     assert!(hits > 8 * CHAIN as usize, "next to nothing was left: {hits} blocks");
 }
@@ -281,14 +284,17 @@ fn one_process_is_attached_at_a_time() {
     let (manager, _) = open(home.path()).unwrap();
     engine::serve(&manager, &chain(1));
     // It waits for as long as a killed one may take to go.
-    let mut second = Process::start("engine", home.path());
+    let mut second = Process::start(module_path!(), "engine", home.path());
     let refused = second.hear();
-    assert!(refused.contains("still in use") && refused.contains("DYN_KVBM_CPU_CACHE_PERSIST"), "{refused}");
+    assert!(
+        refused.contains("still in use") && refused.contains("DYN_KVBM_CPU_CACHE_PERSIST"),
+        "{refused}"
+    );
     assert_eq!(engine::serve(&manager, &chain(1)).hit, 8);
 }
 
 #[test]
-fn a_file_that_others_could_have_written_is_refused_by_name() {
+fn a_file_others_could_have_written_is_refused_by_name() {
     let Some(home) = shm() else { return };
     leave(home.path(), [1]);
     let path = memory_file(home.path());
@@ -325,11 +331,13 @@ fn memory_that_was_removed_is_made_anew_and_is_cold() {
     assert_eq!(metric(&registry, "kvbm_checksum_failures_total", &[]), 0);
 }
 
-/// By hand: how long an attach takes, and how fast memory in a file is. `KVBM_ATTACH_DIR` names a directory in memory.
+/// By hand: how long an attach takes, and how fast memory in a file is. `KVBM_ATTACH_DIR` names a
+/// directory in memory.
 #[test]
 #[ignore = "it measures"]
 fn attach_times_and_copy_rates() {
-    let dir = env::var_os("KVBM_ATTACH_DIR").map_or_else(|| PathBuf::from("/dev/shm"), PathBuf::from);
+    let dir =
+        env::var_os("KVBM_ATTACH_DIR").map_or_else(|| PathBuf::from("/dev/shm"), PathBuf::from);
     let home = tempfile::Builder::new().prefix("kvbm-attach-").tempdir_in(dir).unwrap();
     let geometry = Geometry::new(1024, 1 << 20).unwrap();
     for huge_pages in [false, true] {
@@ -339,7 +347,11 @@ fn attach_times_and_copy_rates() {
         let timed = |what, open: &dyn Fn() -> DramRegion| {
             let started = Instant::now();
             let region = open();
-            eprintln!("{what}: {:?}, {} MiB in huge pages", started.elapsed(), region.huge_bytes() >> 20);
+            eprintln!(
+                "{what}: {:?}, {} MiB in huge pages",
+                started.elapsed(),
+                region.huge_bytes() >> 20
+            );
             region
         };
         let attach = || DramRegion::persistent(options, &place).unwrap();
@@ -348,12 +360,15 @@ fn attach_times_and_copy_rates() {
         let kept = timed("attached", &attach);
         let own = timed("private", &|| DramRegion::host(options).unwrap());
         let rates = copy_rates([own, kept]);
-        eprintln!("huge pages asked for: {huge_pages}; save and load, MiB/s, private and kept: {rates:?}");
+        eprintln!(
+            "huge pages asked for: {huge_pages}; save and load, MiB/s, private and kept: {rates:?}"
+        );
         fs::remove_file(home.path().join(format!("kvbm-huge-{huge_pages}.memory"))).unwrap();
     }
 }
 
-/// The medians of 33 rounds, in turns that change: to the region from a device of 256 blocks, and back.
+/// The medians of 33 rounds, in turns that change: to the region from a device of 256 blocks, and
+/// back.
 fn copy_rates(regions: [DramRegion; 2]) -> Vec<[f64; 2]> {
     let geometry = Geometry::new(256, 1 << 20).unwrap();
     let device = DramOptions { geometry, huge_pages: true, fault_threads: 2 };
@@ -371,7 +386,8 @@ fn copy_rates(regions: [DramRegion; 2]) -> Vec<[f64; 2]> {
             let (backend, rates) = (&backends[region], &mut rates[region]);
             for (way, rates) in rates.iter_mut().enumerate() {
                 let ends = |n| {
-                    let (device, host) = (slot(Tier::Device, n), slot(Tier::Host, (n + 256 * round) % 1024));
+                    let (device, host) =
+                        (slot(Tier::Device, n), slot(Tier::Host, (n + 256 * round) % 1024));
                     if way == 0 { (device, host) } else { (host, device) }
                 };
                 let ops = (0..256).map(|n| order(n as usize, ends(n).0, ends(n).1)).collect();
@@ -389,7 +405,7 @@ fn median(mut rates: Vec<f64>) -> f64 {
     rates[rates.len() / 2]
 }
 
-/// `cargo nextest run -p kvbm-tests --test persistent_dram --run-ignored only --no-capture`
+/// `cargo nextest run -p kvbm-tests --run-ignored only --no-capture persistent_dram::`
 #[test]
 #[ignore = "a measurement"]
 fn recovery_of_100_000_blocks() {
@@ -414,7 +430,11 @@ fn recovery_of_100_000_blocks() {
         for _ in 0..3 {
             let started = Instant::now();
             let blocks = open();
-            println!("{block_bytes}: {:?} in all, {:?}", started.elapsed(), blocks.manager().recovered());
+            println!(
+                "{block_bytes}: {:?} in all, {:?}",
+                started.elapsed(),
+                blocks.manager().admin().recovered()
+            );
             let got = blocks.get(&prompt(7), |_, slot| {
                 assert_eq!(slot[0], 7);
                 Ok::<_, Error>(())

@@ -1,4 +1,5 @@
-//! Processes of a test's own executable: a rank, or an engine's worker, that a test tells what to do line by line.
+//! Processes of a test's own executable: a rank, or an engine's worker, that a test tells what to
+//! do line by line.
 
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::path::{Path, PathBuf};
@@ -18,8 +19,8 @@ pub struct Process {
     answers: Lines<BufReader<ChildStdout>>,
 }
 
-/// What this process is to be, and where, if a test started it. The target must have a test called `process`, which asks
-/// for this first thing.
+/// What this process is to be, and where, if a test started it. A module that starts processes has a
+/// test called `process`, which asks for this first thing.
 pub fn role() -> Option<(String, PathBuf)> {
     Some((env::var(ROLE).ok()?, PathBuf::from(env::var(PLACE).ok()?)))
 }
@@ -30,14 +31,18 @@ pub fn say(answer: &str) {
 }
 
 impl Process {
-    /// Starts the test `process` of this executable.
+    /// Starts the test `process` of a module of this executable (`module_path!()`).
     ///
     /// # Panics
     /// If the system starts no processes.
-    pub fn start(role: &str, place: &Path) -> Self {
+    pub fn start(module: &str, role: &str, place: &Path) -> Self {
+        // The name of a test leaves out that of the executable.
+        let (_, module) = module.split_once("::").expect("a module of the executable");
         let mut command = Command::new(env::current_exe().expect("this executable"));
-        command.args(["--exact", "process", "--nocapture"]).env(ROLE, role).env(PLACE, place);
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it starts");
+        command.args(["--exact", &format!("{module}::process"), "--nocapture"]);
+        command.env(ROLE, role).env(PLACE, place);
+        let mut child =
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it starts");
         let commands = child.stdin.take().expect("it was asked for");
         let answers = BufReader::new(child.stdout.take().expect("it was asked for")).lines();
         Self { child, commands, answers }
@@ -79,11 +84,13 @@ impl Process {
     /// # Panics
     /// If it is gone.
     pub fn signal(&self, signal: &str) {
-        let status = Command::new("kill").args([format!("-{signal}"), self.id().to_string()]).status();
+        let status =
+            Command::new("kill").args([format!("-{signal}"), self.id().to_string()]).status();
         assert!(status.expect("there is kill").success(), "it is gone");
     }
 
-    /// Stops it, and waits until every thread of it has stopped: on a busy machine some go on for a while.
+    /// Stops it, and waits until every thread of it has stopped: on a busy machine some go on for a
+    /// while.
     ///
     /// # Panics
     /// If it is gone.

@@ -1,8 +1,8 @@
-//! A leader with ranks in processes of their own: bytes right in each, and what becomes of them when one is killed,
-//! hangs, is another's, or has no leader any more.
+//! A leader with ranks in processes of their own: bytes right in each, and what becomes of them
+//! when one is killed, hangs, is another's, or has no leader any more.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use std::{fs, thread};
 
 use kvbm::{ErrorKind, Manager, Rank, RankGroup, RankOptions, Tier};
@@ -11,6 +11,7 @@ use kvbm_tests::fleet::{
     Fleet, LIMIT, LINGERS, Served, WORLD, answer, be_a_rank, chain, group, lead, settings,
 };
 use kvbm_tests::process::{Process, role};
+use kvbm_tests::rig::wait_until;
 use prometheus::Registry;
 use tempfile::TempDir;
 
@@ -20,17 +21,19 @@ fn open(dir: &Path, group: RankGroup, registry: &Registry) -> kvbm::Result<Manag
 
 fn fleet() -> (TempDir, Fleet) {
     let home = tempfile::tempdir().unwrap();
-    let fleet = Fleet::open(home.path(), settings(home.path()), group(home.path()), None);
+    let fleet =
+        Fleet::open(module_path!(), home.path(), settings(home.path()), group(home.path()), None);
     (home, fleet)
 }
 
-/// Not a test: the process of a rank, or of a leader that is to be killed, when another test starts it.
+/// Not a test: the process of a rank, or of a leader that is to be killed, when another test starts
+/// it.
 #[test]
 fn process() {
     let Some((role, place)) = role() else { return };
     match role.parse() {
         Ok(rank) => {
-            let options = RankOptions { group: group(&place), rank, fingerprint: None, chaos: None };
+            let options = RankOptions::new(group(&place), rank);
             be_a_rank(&settings(&place), options);
         }
         Err(_) => be_a_leader(&place),
@@ -47,13 +50,14 @@ fn be_a_leader(place: &Path) {
 #[test]
 fn each_rank_has_its_own_bytes_in_every_tier() {
     let (home, mut fleet) = fleet();
-    assert_eq!(fleet.manager.device(), Some("ranks"));
+    assert_eq!(fleet.manager.admin().device(), Some("ranks"));
     for n in 1..4 {
         assert_eq!(fleet.serve(&chain(n)), Served { computed: 6, saved: 6, ..Served::default() });
     }
     (1..4).for_each(|n| fleet.assert_heals(&chain(n)));
     let files = fs::read_dir(home.path().join("slots")).unwrap();
-    let names: Vec<_> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
+    let names: Vec<_> =
+        files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
     for rank in 0..WORLD {
         let own = format!("-rank{rank}of{WORLD}.blocks");
         assert_eq!(names.iter().filter(|name| name.contains(&own)).count(), 1, "{names:?}");
@@ -62,7 +66,7 @@ fn each_rank_has_its_own_bytes_in_every_tier() {
 }
 
 #[test]
-fn a_rank_killed_while_it_copies_costs_what_it_held_and_comes_back() {
+fn a_rank_killed_amid_copies_costs_its_blocks_and_returns() {
     let (_home, mut fleet) = fleet();
     for n in 1..4 {
         assert_eq!(fleet.serve(&chain(n)).saved, 6);
@@ -74,21 +78,29 @@ fn a_rank_killed_while_it_copies_costs_what_it_held_and_comes_back() {
             // The other ranks end their copies, and this one never does.
             fleet.ranks[2].as_ref().unwrap().stop();
         }
-        let loads = (1..4).map(|n| fleet.manager.load(fleet.manager.lease(&chain(n)))).collect::<Vec<_>>();
+        let loads =
+            (1..4).map(|n| fleet.manager.load(fleet.manager.lease(&chain(n)))).collect::<Vec<_>>();
         fleet.kill(2);
         for loaded in loads.into_iter().map(answer) {
-            assert!(!is_in_flight || loaded.blocks == 0, "round {round}: what a dead rank never had");
+            assert!(
+                !is_in_flight || loaded.blocks == 0,
+                "round {round}: what a dead rank never had"
+            );
         }
         (1..4).for_each(|n| fleet.assert_forgets(&chain(n), LIMIT));
         let served = fleet.serve(&chain(1));
-        assert_eq!((served.hit, served.computed, served.saved), (0, 6, 0), "the engine goes on alone");
+        assert_eq!(
+            (served.hit, served.computed, served.saved),
+            (0, 6, 0),
+            "the engine goes on alone"
+        );
         fleet.restart(2);
         (1..4).for_each(|n| fleet.assert_heals(&chain(n)));
     }
 }
 
 #[test]
-fn a_child_that_outlives_its_rank_does_not_keep_its_place() {
+fn a_child_that_outlives_its_rank_frees_its_place() {
     let (_home, mut fleet) = fleet();
     assert_eq!(fleet.serve(&chain(1)).saved, 6);
     assert_eq!(fleet.ranks[0].as_mut().unwrap().ask("fork"), "true");
@@ -103,7 +115,7 @@ fn a_child_that_outlives_its_rank_does_not_keep_its_place() {
 }
 
 #[test]
-fn a_rank_that_hangs_makes_misses_and_works_again_when_it_goes_on() {
+fn a_hanging_rank_makes_misses_and_then_works_again() {
     let (_home, mut fleet) = fleet();
     assert_eq!(fleet.serve(&chain(1)).saved, 6);
     fleet.assert_heals(&chain(1));
@@ -112,17 +124,17 @@ fn a_rank_that_hangs_makes_misses_and_works_again_when_it_goes_on() {
     let loaded = answer(fleet.manager.load(fleet.manager.lease(&chain(1))));
     assert_eq!(loaded.blocks, 0);
     drop(loaded);
-    assert_eq!(fleet.manager.audit(), []);
+    assert_eq!(fleet.manager.admin().audit(), []);
     // Asked again, the medium is left alone, but for one block that tries it.
-    let overdue = fleet.manager.overdue();
+    let overdue = fleet.manager.admin().overdue();
     drop(answer(fleet.manager.load(fleet.manager.lease(&chain(1)))));
-    assert!(fleet.manager.overdue() <= overdue + 1, "{} after {overdue}", fleet.manager.overdue());
+    assert!(
+        fleet.manager.admin().overdue() <= overdue + 1,
+        "{} after {overdue}",
+        fleet.manager.admin().overdue()
+    );
     fleet.ranks[1].as_ref().unwrap().signal("CONT");
-    let deadline = Instant::now() + LIMIT;
-    while fleet.manager.overdue() > 0 {
-        assert!(Instant::now() < deadline, "{} copies are still overdue", fleet.manager.overdue());
-        thread::sleep(Duration::from_millis(1));
-    }
+    wait_until(LIMIT, "copies are still overdue", || fleet.manager.admin().overdue() == 0);
     fleet.assert_heals(&chain(1));
     fleet.assert_heals(&chain(2));
 }
@@ -134,7 +146,7 @@ fn a_rank_killed_while_it_hangs_gives_its_slots_back() {
     fleet.empty(Tier::Device);
     fleet.ranks[3].as_ref().unwrap().stop();
     assert_eq!(answer(fleet.manager.load(fleet.manager.lease(&chain(1)))).blocks, 0);
-    assert!(fleet.manager.counts(Tier::Device).lost > 0);
+    assert!(fleet.manager.admin().counts(Tier::Device).lost > 0);
     fleet.kill(3);
     fleet.restart(3);
     fleet.assert_heals(&chain(1));
@@ -142,11 +154,13 @@ fn a_rank_killed_while_it_hangs_gives_its_slots_back() {
 }
 
 #[test]
-fn ranks_whose_leader_is_killed_say_so_and_join_the_next_one() {
+fn ranks_of_a_killed_leader_say_so_and_join_another() {
     let dir = tempfile::tempdir().unwrap();
     fs::create_dir(dir.path().join("slots")).unwrap();
-    let mut leader = Process::start("leader", dir.path());
-    let mut ranks: Vec<_> = (0..WORLD).map(|rank| Process::start(&rank.to_string(), dir.path())).collect();
+    let mut leader = Process::start(module_path!(), "leader", dir.path());
+    let mut ranks: Vec<_> = (0..WORLD)
+        .map(|rank| Process::start(module_path!(), &rank.to_string(), dir.path()))
+        .collect();
     assert_eq!(leader.hear(), "open");
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "joined"));
     leader.signal("KILL");
@@ -157,11 +171,13 @@ fn ranks_whose_leader_is_killed_say_so_and_join_the_next_one() {
         assert!(rank.ends_well());
     }
     // All of them start anew, in the same place.
-    let mut ranks: Vec<_> = (0..WORLD).map(|rank| Process::start(&rank.to_string(), dir.path())).collect();
+    let mut ranks: Vec<_> = (0..WORLD)
+        .map(|rank| Process::start(module_path!(), &rank.to_string(), dir.path()))
+        .collect();
     let registry = Registry::new();
     let manager = open(dir.path(), group(dir.path()), &registry).unwrap();
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "joined"));
-    let mut fleet = Fleet::over(manager, registry, ranks, dir.path());
+    let mut fleet = Fleet::over(module_path!(), manager, registry, ranks, dir.path());
     fleet.assert_heals(&chain(1));
 }
 
@@ -175,7 +191,7 @@ fn second_leaders_and_second_ranks_are_refused_and_named() {
     assert!(second.to_string().contains(&format!("process {own}")), "{second}");
     let mut impostor = settings(&dir);
     impostor.disk.keep = false;
-    let options = |rank| RankOptions { group: group(&dir), rank, fingerprint: None, chaos: None };
+    let options = |rank| RankOptions::new(group(&dir), rank);
     let taken = Rank::join(&impostor, options(2)).unwrap_err();
     assert_eq!(taken.kind(), ErrorKind::Unavailable);
     let holder = fleet.ranks[2].as_ref().unwrap().id();
@@ -192,13 +208,19 @@ fn a_leader_says_which_ranks_it_waits_for_in_vain() {
     let dir = tempfile::tempdir().unwrap();
     fs::create_dir(dir.path().join("slots")).unwrap();
     let group = RankGroup { limit: Duration::from_secs(3), ..group(dir.path()) };
-    let one = Process::start("1", dir.path());
+    let one = Process::start(module_path!(), "1", dir.path());
     let error = open(dir.path(), group, &Registry::new()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().ends_with("0, 2, 3"), "{error}");
     // And then all come: it too starts anew, as after any leader's end.
     drop(one);
-    let mut fleet = Fleet::open(dir.path(), settings(dir.path()), self::group(dir.path()), None);
+    let mut fleet = Fleet::open(
+        module_path!(),
+        dir.path(),
+        settings(dir.path()),
+        self::group(dir.path()),
+        None,
+    );
     fleet.assert_heals(&chain(1));
     fleet.end();
 }

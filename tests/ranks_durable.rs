@@ -1,4 +1,5 @@
-//! What a leader and its ranks find that are started after others: what all of them have, and nothing wrong.
+//! What a leader and its ranks find that are started after others: what all of them have, and
+//! nothing wrong.
 
 use std::fs::{self, OpenOptions};
 use std::io::stdin;
@@ -6,13 +7,13 @@ use std::os::unix::fs::{FileExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvbm::{Fingerprint, Manager, RankGroup, RankOptions, RecoveryReport, Tier};
 use kvbm_settings::{Capacity, Settings};
-use kvbm_tests::fleet::{self, BLOCK, Fleet, LIMIT, Served, WORLD, be_a_rank, chain};
+use kvbm_tests::fleet::{self, BLOCK, Fleet, LIMIT, Served, WORLD, be_a_rank, chain, drained};
 use kvbm_tests::process::{Process, role, say};
-use kvbm_tests::rig::metric;
+use kvbm_tests::rig::{metric, wait_until};
 use kvbm_tiers::Mount;
 use kvbm_tiers::testing::skip;
 use prometheus::Registry;
@@ -39,22 +40,26 @@ fn fingerprint(home: &Path) -> Option<Fingerprint> {
 }
 
 fn group(home: &Path) -> RankGroup {
-    let world = fs::read_to_string(home.join("world")).map_or(WORLD, |world| world.parse().unwrap());
+    let world =
+        fs::read_to_string(home.join("world")).map_or(WORLD, |world| world.parse().unwrap());
     RankGroup { world, ..fleet::group(home) }
 }
 
 fn open(home: &Path) -> Fleet {
-    Fleet::open(home, settings(home), group(home), fingerprint(home))
+    Fleet::open(module_path!(), home, settings(home), group(home), fingerprint(home))
 }
 
-/// Not a test: the process of a rank, or of a leader that starts its ranks, when another test starts it.
+/// Not a test: the process of a rank, or of a leader that starts its ranks, when another test
+/// starts it.
 #[test]
 fn process() {
     let Some((role, home)) = role() else { return };
     match role.parse() {
         Ok(rank) => {
-            let options =
-                RankOptions { group: group(&home), rank, fingerprint: fingerprint(&home), chaos: None };
+            let options = RankOptions {
+                fingerprint: fingerprint(&home),
+                ..RankOptions::new(group(&home), rank)
+            };
             be_a_rank(&settings(&home), options);
         }
         Err(_) => be_a_leader(&home),
@@ -75,21 +80,19 @@ fn be_a_leader(home: &Path) {
                 drained(&fleet.manager);
                 format!("{served:?}")
             }
-            Some(("reset", epoch)) => format!("{:?}", fleet.manager.reset(epoch.parse().unwrap()).is_ok()),
+            Some(("reset", epoch)) => {
+                format!("{:?}", fleet.manager.reset(epoch.parse().unwrap()).is_ok())
+            }
             _ => format!("{:?}", fleet.away()),
         };
         say(&answer);
     }
 }
 
-fn drained(manager: &Manager) {
-    assert!(manager.drain(LIMIT).is_complete());
-    // Ranks note by themselves what they have confirmed, every ten milliseconds.
-    thread::sleep(Duration::from_millis(100));
-}
-
 fn report(manager: &Manager) -> RecoveryReport {
-    let [report] = manager.recovered() else { panic!("one tier is kept: {:?}", manager.recovered()) };
+    let [report] = manager.admin().recovered() else {
+        panic!("one tier is kept: {:?}", manager.admin().recovered())
+    };
     *report
 }
 
@@ -118,7 +121,12 @@ fn assert_heals(mut fleet: Fleet, home: &Path, chains: &[u32]) {
     fleet.end();
     let mut fleet = open(home);
     for &n in chains {
-        assert_eq!(fleet.serve(&chain(n)), found(), "chain {n} after {:?}", fleet.manager.recovered());
+        assert_eq!(
+            fleet.serve(&chain(n)),
+            found(),
+            "chain {n} after {:?}",
+            fleet.manager.admin().recovered()
+        );
     }
     fleet.assert_sound();
 }
@@ -143,9 +151,10 @@ fn what_all_ranks_kept_is_served_after_a_restart() {
     let home = tempfile::tempdir().unwrap();
     leave(home.path(), &[1, 2, 3]);
     let mut fleet = open(home.path());
-    let RecoveryReport { tier, blocks, dropped, past, disagreed, damaged, .. } = report(&fleet.manager);
+    let RecoveryReport { tier, blocks, dropped, past, disagreed, damaged, .. } =
+        report(&fleet.manager);
     assert_eq!((tier, blocks, dropped, past, disagreed, damaged), (Tier::Disk, 18, 0, 0, 0, 0));
-    assert_eq!(fleet.manager.audit(), []);
+    assert_eq!(fleet.manager.admin().audit(), []);
     for n in [2, 1, 3] {
         assert_eq!(fleet.manager.matches(&chain(n)).blocks(Tier::Disk), 6);
         assert_eq!(fleet.serve(&chain(n)), found());
@@ -157,7 +166,7 @@ fn what_all_ranks_kept_is_served_after_a_restart() {
         drained(&fleet.manager);
     }
     fleet.assert_sound();
-    let resident = fleet.manager.counts(Tier::Disk).resident as usize;
+    let resident = fleet.manager.admin().counts(Tier::Disk).resident as usize;
     fleet.end();
     let mut fleet = open(home.path());
     assert_eq!((report(&fleet.manager).blocks, report(&fleet.manager).disagreed), (resident, 0));
@@ -168,9 +177,10 @@ fn what_all_ranks_kept_is_served_after_a_restart() {
     fleet.assert_sound();
 }
 
-/// A leader with ranks in a process of its own, which has served some chains; and who its ranks are.
+/// A leader with ranks in a process of its own, which has served some chains; and who its ranks
+/// are.
 fn leader(home: &Path, chains: &[u32]) -> (Process, Vec<String>) {
-    let mut leader = Process::start("leader", home);
+    let mut leader = Process::start(module_path!(), "leader", home);
     let ranks = leader.hear().split(' ').map(str::to_owned).collect();
     for n in chains {
         let served = leader.ask(&format!("serve {n}"));
@@ -198,18 +208,20 @@ fn what_killed_processes_kept_is_served_by_the_next() {
             // A rank, which the leader notices, and the rest as whoever supervises them would.
             _ => {
                 kill(&ranks[2..3]);
-                let deadline = Instant::now() + LIMIT;
-                while leader.ask("away") != "[2]" {
-                    assert!(Instant::now() < deadline, "a dead rank is missed");
-                }
+                wait_until(LIMIT, "a dead rank is missed", || leader.ask("away") == "[2]");
                 kill(&[&ranks[..2], &ranks[3..], &[leader.id().to_string()]].concat());
             }
         }
         drop(leader);
         let mut fleet = open(home.path());
-        assert_eq!(fleet.manager.audit(), []);
+        assert_eq!(fleet.manager.admin().audit(), []);
         for n in 1..=round + 1 {
-            assert_eq!(fleet.serve(&chain(n)), found(), "round {round}: {:?}", fleet.manager.recovered());
+            assert_eq!(
+                fleet.serve(&chain(n)),
+                found(),
+                "round {round}: {:?}",
+                fleet.manager.admin().recovered()
+            );
         }
         fleet.assert_sound();
         fleet.end();
@@ -221,7 +233,7 @@ fn processes_killed_while_they_work_leave_nothing_wrong() {
     let home = tempfile::tempdir().unwrap();
     let mut warm = 0;
     for round in 0..4 {
-        let mut leader = Process::start("leader", home.path());
+        let mut leader = Process::start(module_path!(), "leader", home.path());
         let ranks: Vec<_> = leader.hear().split(' ').map(str::to_owned).collect();
         // More than there is room for, so that slots change hands.
         for n in 0..8 {
@@ -242,7 +254,7 @@ fn processes_killed_while_they_work_leave_nothing_wrong() {
 }
 
 #[test]
-fn a_rank_whose_files_were_removed_costs_misses_and_then_it_heals() {
+fn a_rank_without_its_files_costs_misses_and_then_heals() {
     for kind in ["", ".blocks", ".index"] {
         let home = tempfile::tempdir().unwrap();
         leave(home.path(), &[1, 2]);
@@ -260,11 +272,14 @@ fn a_rank_whose_files_were_removed_costs_misses_and_then_it_heals() {
 }
 
 #[test]
-fn a_leader_whose_index_was_removed_starts_cold_and_then_it_heals() {
+fn a_leader_without_its_index_starts_cold_and_then_heals() {
     let home = tempfile::tempdir().unwrap();
     leave(home.path(), &[1, 2]);
     let files = fs::read_dir(slots(home.path())).unwrap().map(|file| file.unwrap().path());
-    let index = files.into_iter().find(|path| path.extension().is_some_and(|kind| kind == "leader")).unwrap();
+    let index = files
+        .into_iter()
+        .find(|path| path.extension().is_some_and(|kind| kind == "leader"))
+        .unwrap();
     fs::remove_file(index).unwrap();
     let mut fleet = open(home.path());
     assert_eq!(report(&fleet.manager).blocks, 0);
@@ -273,11 +288,12 @@ fn a_leader_whose_index_was_removed_starts_cold_and_then_it_heals() {
 }
 
 #[test]
-fn a_rank_that_hangs_or_dies_while_its_leader_asks_costs_a_cold_start_and_then_it_heals() {
+fn losing_a_rank_while_asked_costs_a_cold_start_only() {
     for dies in [true, false] {
         let home = tempfile::tempdir().unwrap();
         leave(home.path(), &[1, 2]);
-        // Long enough for all to come, and not too long for a test to wait for one that does not answer.
+        // Long enough for all to come, and not too long for a test to wait for one that does not
+        // answer.
         let asking = RankGroup { limit: Duration::from_secs(5), ..group(home.path()) };
         let place = home.path().to_owned();
         let leading = thread::spawn(move || {
@@ -285,7 +301,7 @@ fn a_rank_that_hangs_or_dies_while_its_leader_asks_costs_a_cold_start_and_then_i
             let manager = fleet::lead(settings(&place), asking, fingerprint(&place), &registry);
             (manager.expect("it starts without what was kept"), registry)
         });
-        let start = |rank: u16| Process::start(&rank.to_string(), home.path());
+        let start = |rank: u16| Process::start(module_path!(), &rank.to_string(), home.path());
         let joined = |mut rank: Process| {
             assert_eq!(rank.hear(), "joined");
             rank
@@ -304,7 +320,7 @@ fn a_rank_that_hangs_or_dies_while_its_leader_asks_costs_a_cold_start_and_then_i
         } else {
             ranks[1].signal("CONT");
         }
-        let mut fleet = Fleet::over(manager, registry, ranks, home.path());
+        let mut fleet = Fleet::over(module_path!(), manager, registry, ranks, home.path());
         assert_eq!(report(&fleet.manager).blocks, 0);
         assert_eq!(fleet.serve(&chain(1)).wrong, 0);
         assert_heals(fleet, home.path(), &[1, 2]);
@@ -319,7 +335,7 @@ fn copy_files(from: &Path, to: &Path, rank: u16) {
 }
 
 #[test]
-fn an_older_copy_of_a_ranks_files_gives_out_nothing_old() {
+fn an_older_copy_of_ranks_files_gives_nothing_old() {
     let home = tempfile::tempdir().unwrap();
     let old = tempfile::tempdir().unwrap();
     leave(home.path(), &[1, 2]);
@@ -338,7 +354,7 @@ fn an_older_copy_of_a_ranks_files_gives_out_nothing_old() {
 }
 
 #[test]
-fn slots_of_another_rank_or_with_other_bytes_are_misses_and_then_it_heals() {
+fn foreign_slots_and_changed_bytes_are_misses_and_then_heal() {
     let home = tempfile::tempdir().unwrap();
     leave(home.path(), &[1, 2]);
     // The bytes of two ranks, but not what they say of them.
@@ -382,7 +398,7 @@ fn nothing_from_before_a_reset_comes_back_whatever_ranks_have() {
 }
 
 #[test]
-fn another_fingerprint_or_number_of_ranks_starts_cold_and_leaves_the_others() {
+fn another_fingerprint_or_world_starts_cold_and_leaves_others() {
     let home = tempfile::tempdir().unwrap();
     leave(home.path(), &[1]);
     for (what, other) in [("weights", "two"), ("world", "3")] {
@@ -402,7 +418,7 @@ fn another_fingerprint_or_number_of_ranks_starts_cold_and_leaves_the_others() {
 }
 
 #[test]
-fn a_rank_that_came_back_has_what_came_later_after_the_next_restart() {
+fn a_rank_that_came_back_keeps_later_blocks_over_restarts() {
     let home = tempfile::tempdir().unwrap();
     leave(home.path(), &[1]);
     let mut fleet = open(home.path());
@@ -426,7 +442,7 @@ fn in_memory() -> Option<(TempDir, TempDir)> {
 }
 
 #[test]
-fn memory_of_killed_ranks_is_found_again_and_a_changed_bit_is_a_miss() {
+fn memory_of_killed_ranks_returns_and_changed_bits_are_misses() {
     let Some((home, memory)) = in_memory() else { return };
     let (leader, ranks) = leader(home.path(), &[1, 2]);
     kill(&[ranks.as_slice(), &[leader.id().to_string()]].concat());

@@ -1,14 +1,16 @@
-//! A tenant whom a leader forgets: every rank destroys his keys, one that was away when it joins again.
+//! A tenant whom a leader forgets: every rank destroys his keys, one that was away when it joins
+//! again.
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use kvbm::{ErrorKind, Fingerprint, Hints, Manager, RankOptions, RequestInfo, Tier};
+use kvbm::{ErrorKind, Fingerprint, Hints, RankOptions, RequestInfo, Tier};
 use kvbm_settings::{Capacity, Settings};
-use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, WORLD, be_a_rank, chain};
+use kvbm_tests::engine;
+use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, WORLD, be_a_rank, chain, drained};
 use kvbm_tests::process::role;
+use kvbm_tests::rig::wait_until;
 use kvbm_tiers::Mount;
 use kvbm_tiers::sealed::{RECORD_BYTES, WrappedKey};
 use kvbm_tiers::testing::skip;
@@ -33,7 +35,7 @@ fn settings(home: &Path) -> Settings {
 
 #[expect(clippy::unnecessary_wraps, reason = "as options have it")]
 fn fingerprint() -> Option<Fingerprint> {
-    Some(Fingerprint { model: "m".into(), weights: "w".into(), block_tokens: 16, ..Fingerprint::default() })
+    Some(engine::fingerprint("w"))
 }
 
 /// Not a test: the process of a rank, when another test starts it.
@@ -41,19 +43,21 @@ fn fingerprint() -> Option<Fingerprint> {
 fn process() {
     let Some((role, home)) = role() else { return };
     let rank = role.parse().unwrap();
-    let options = RankOptions { group: fleet::group(&home), rank, fingerprint: fingerprint(), chaos: None };
+    let options =
+        RankOptions { fingerprint: fingerprint(), ..RankOptions::new(fleet::group(&home), rank) };
     be_a_rank(&settings(&home), options);
 }
 
 fn open(home: &Path) -> Fleet {
-    Fleet::open(home, settings(home), fleet::group(home), fingerprint())
+    Fleet::open(module_path!(), home, settings(home), fleet::group(home), fingerprint())
 }
 
 /// Where what outlives the processes lies on disk, and where it does in memory.
 fn homes() -> Vec<TempDir> {
     let shm = Path::new("/dev/shm");
     let memory = Mount::of(shm).inspect_err(|error| skip("tmpfs", error)).ok();
-    let memory = memory.map(|_| tempfile::Builder::new().prefix("kvbm-test-").tempdir_in(shm).unwrap());
+    let memory =
+        memory.map(|_| tempfile::Builder::new().prefix("kvbm-test-").tempdir_in(shm).unwrap());
     [Some(tempfile::tempdir().unwrap()), memory].into_iter().flatten().collect()
 }
 
@@ -62,12 +66,6 @@ fn serve(fleet: &mut Fleet, tenant: u32) -> Served {
     let served = fleet.serve_for(RequestInfo { hints, ..RequestInfo::default() }, &chain(tenant));
     drained(&fleet.manager);
     served
-}
-
-fn drained(manager: &Manager) {
-    assert!(manager.drain(LIMIT).is_complete());
-    // Ranks note by themselves what they have confirmed, every ten milliseconds.
-    thread::sleep(Duration::from_millis(100));
 }
 
 #[track_caller]
@@ -89,20 +87,25 @@ fn keepers(home: &Path, tenant: u32) -> Vec<u16> {
     let has_key = |path: &PathBuf| {
         let bytes = fs::read(path).unwrap();
         let records = bytes.as_chunks::<RECORD_BYTES>().0.iter().skip(1);
-        records.filter_map(|record| WrappedKey::parse(*record)).any(|key| key.tenant() == Some(tenant))
+        records
+            .filter_map(|record| WrappedKey::parse(*record))
+            .any(|key| key.tenant() == Some(tenant))
     };
     let of_rank = |path: PathBuf| {
         let name = path.file_name().unwrap().to_str().unwrap().to_owned();
         (0..WORLD).find(|rank| name.contains(&format!("-rank{rank}of")))
     };
-    let mut ranks: Vec<_> =
-        files(home).into_iter().filter(|path| is_keys(path) && has_key(path)).filter_map(of_rank).collect();
+    let mut ranks: Vec<_> = files(home)
+        .into_iter()
+        .filter(|path| is_keys(path) && has_key(path))
+        .filter_map(of_rank)
+        .collect();
     ranks.sort_unstable();
     ranks
 }
 
 #[test]
-fn who_is_forgotten_has_no_key_in_any_rank_now_and_later() {
+fn the_forgotten_have_no_key_in_any_rank_ever_again() {
     for home in homes() {
         let home = home.path();
         let mut fleet = open(home);
@@ -133,7 +136,7 @@ fn who_is_forgotten_has_no_key_in_any_rank_now_and_later() {
 }
 
 #[test]
-fn a_rank_that_is_away_hears_of_it_when_it_joins_again() {
+fn an_absent_rank_hears_of_it_when_it_joins_again() {
     for home in homes() {
         let home = home.path();
         let mut fleet = open(home);
@@ -145,11 +148,7 @@ fn a_rank_that_is_away_hears_of_it_when_it_joins_again() {
         assert!(error.to_string().contains("rank 2 is away"), "{error}");
         assert_eq!(keepers(home, ONE), [2]);
         fleet.restart(2);
-        let deadline = Instant::now() + LIMIT;
-        while !keepers(home, ONE).is_empty() {
-            assert!(Instant::now() < deadline, "it is not told");
-            thread::sleep(Duration::from_millis(5));
-        }
+        wait_until(LIMIT, "it is not told", || keepers(home, ONE).is_empty());
         // And then all is well.
         fleet.manager.forget(ONE).unwrap();
         [ONE, OTHER].into_iter().for_each(|tenant| assert_heals(&mut fleet, tenant));
@@ -158,7 +157,7 @@ fn a_rank_that_is_away_hears_of_it_when_it_joins_again() {
 }
 
 #[test]
-fn a_rank_that_was_away_hears_of_it_from_the_next_leader_too() {
+fn an_absent_rank_hears_of_it_from_the_next_leader() {
     for home in homes() {
         let home = home.path();
         let mut fleet = open(home);
@@ -171,11 +170,9 @@ fn a_rank_that_was_away_hears_of_it_from_the_next_leader_too() {
         assert_eq!((keepers(home, ONE), debts(home).len()), (vec![2], 1));
         // All ranks are there, and the leader is another one.
         let mut fleet = open(home);
-        let deadline = Instant::now() + LIMIT;
-        while !(keepers(home, ONE).is_empty() && debts(home).is_empty()) {
-            assert!(Instant::now() < deadline, "it is not told: {:?} {:?}", keepers(home, ONE), debts(home));
-            thread::sleep(Duration::from_millis(5));
-        }
+        wait_until(LIMIT, "it is not told", || {
+            keepers(home, ONE).is_empty() && debts(home).is_empty()
+        });
         // And then all is well, also for him: he has other keys.
         assert_eq!(keepers(home, OTHER), [0, 1, 2, 3]);
         [ONE, OTHER].into_iter().for_each(|tenant| assert_heals(&mut fleet, tenant));

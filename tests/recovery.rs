@@ -1,8 +1,10 @@
-//! Whatever media do, once they are well again everything works: slots are free or resident, blocks can be saved,
-//! flushed and loaded, and what is lost are the copies that never completed and nothing else.
+//! Whatever media do, once they are well again everything works: slots are free or resident, blocks
+//! can be saved, flushed and loaded, and what is lost are the copies that never completed and
+//! nothing else.
 //!
-//! A schedule is drawn from a seed and played in simulated time, so that thousands take a minute and a failure can be
-//! repeated: `KVBM_SCHEDULES=10000` asks for more of them, `KVBM_SEED=17` for that one alone.
+//! A schedule is drawn from a seed and played in simulated time, so that thousands take a minute
+//! and a failure can be repeated: `KVBM_SCHEDULES=10000` asks for more of them, `KVBM_SEED=17` for
+//! that one alone.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -25,7 +27,8 @@ const LIMIT: Duration = Duration::from_millis(100);
 const PAUSE: Duration = Duration::from_millis(10);
 /// Pauses double up to so many.
 const MAX_PAUSES: u32 = 64;
-const TUNING: Tuning = Tuning { timeout: LIMIT, object_timeout: LIMIT, breaker_pause: PAUSE, ..TIGHT };
+const TUNING: Tuning =
+    Tuning { timeout: LIMIT, object_timeout: LIMIT, breaker_pause: PAUSE, ..TIGHT };
 const STEP: Duration = Duration::from_millis(5);
 /// Fewer than there are staging slots: blocks can still bounce.
 const MAX_NEVER: usize = 3;
@@ -85,13 +88,16 @@ impl World {
         let rule = if rng.bool() { None } else { rng.choice(rules).flatten() };
         let mut backends = None;
         let rig = Rig::with(TestClock::simulated(), rule, SIZES, TUNING, |places| {
-            let parked = |routes: [_; 2]| ParkedBackend::new(places.all(), routes.to_vec()).map(Arc::new);
-            let parked = [MEMORY, DISK, OBJECT].map(|routes| parked(routes).expect("tiers of one geometry"));
+            let parked =
+                |routes: [_; 2]| ParkedBackend::new(places.all(), routes.to_vec()).map(Arc::new);
+            let parked =
+                [MEMORY, DISK, OBJECT].map(|routes| parked(routes).expect("tiers of one geometry"));
             let [memory, disk, object] = backends.insert(parked).clone();
             vec![memory as Arc<dyn Backend>, places.verified(disk), places.verified(object)]
         });
         let backends = backends.expect("made with the rig");
-        let media = backends.map(|backend| Medium { backend, mood: Mood::Well, until: Duration::ZERO });
+        let media =
+            backends.map(|backend| Medium { backend, mood: Mood::Well, until: Duration::ZERO });
         Self { rig, media, plans: HashMap::new(), waiting: Vec::new(), rng }
     }
 
@@ -112,11 +118,15 @@ impl World {
         loop {
             self.plan_new();
             let now = self.now();
-            let due =
-                self.plans.iter().filter(|(_, plan)| plan.at <= now).min_by_key(|&(id, plan)| (plan.at, *id));
+            let due = self
+                .plans
+                .iter()
+                .filter(|(_, plan)| plan.at <= now)
+                .min_by_key(|&(id, plan)| (plan.at, *id));
             let Some((&(medium, id), &plan)) = due else { return };
             self.plans.remove(&(medium, id));
-            let result = plan.fails.map_or(Ok(()), |kind| Err(CopyError::new(kind, "the medium's mood")));
+            let result =
+                plan.fails.map_or(Ok(()), |kind| Err(CopyError::new(kind, "the medium's mood")));
             assert!(self.media[medium].backend.finish(id, result), "a copy that was planned");
         }
     }
@@ -160,8 +170,12 @@ impl World {
     }
 
     fn change_mood(&mut self) {
-        let kinds =
-            [CopyErrorKind::Io, CopyErrorKind::Corrupt, CopyErrorKind::NoSpace, CopyErrorKind::Unavailable];
+        let kinds = [
+            CopyErrorKind::Io,
+            CopyErrorKind::Corrupt,
+            CopyErrorKind::NoSpace,
+            CopyErrorKind::Unavailable,
+        ];
         let kind = self.rng.choice(kinds).expect("some");
         let until = self.now() + Duration::from_millis(self.rng.u64(10..500));
         let medium = self.rng.usize(0..self.media.len());
@@ -173,7 +187,8 @@ impl World {
         (self.media[medium].mood, self.media[medium].until) = (mood, until);
         if matches!(mood, Mood::Hangs) {
             // What it works on hangs as well.
-            let working = self.plans.iter_mut().filter(|((of, _), plan)| *of == medium && plan.at != NEVER);
+            let working =
+                self.plans.iter_mut().filter(|((of, _), plan)| *of == medium && plan.at != NEVER);
             working.for_each(|(_, plan)| plan.at = plan.at.max(until));
         }
     }
@@ -243,7 +258,8 @@ impl World {
 
     /// Media are well for one limit and the longest pause.
     fn heal(&mut self) {
-        let last = self.media.iter().map(|medium| medium.until).max().unwrap_or_default().max(self.now());
+        let last =
+            self.media.iter().map(|medium| medium.until).max().unwrap_or_default().max(self.now());
         self.recover_moods(NEVER);
         let end = last + LIMIT + PAUSE * MAX_PAUSES + LIMIT;
         while self.now() < end {
@@ -269,10 +285,16 @@ impl World {
         for tier in Tier::ALL {
             let counts = self.rig.core.table().counts(tier);
             assert_eq!(counts.filling, 0, "{tier}: {counts:?}");
-            assert!(counts.quarantined == 0 || never > 0, "nobody reads a dropped block: {tier}: {counts:?}");
+            assert!(
+                counts.quarantined == 0 || never > 0,
+                "nobody reads a dropped block: {tier}: {counts:?}"
+            );
             lost += counts.lost as usize;
         }
-        assert!((never..=2 * never).contains(&lost), "{never} copies never complete, {lost} slots are lost");
+        assert!(
+            (never..=2 * never).contains(&lost),
+            "{never} copies never complete, {lost} slots are lost"
+        );
         let staging = self.rig.core.staging();
         assert_eq!(staging.idle + staging.lost, staging.total, "{staging:?}");
     }
@@ -297,8 +319,8 @@ impl World {
         }
     }
 
-    /// As an engine does that has time: the first transfer may be the probe that closes a breaker, of one block, and
-    /// room may come only with a flush.
+    /// As an engine does that has time: the first transfer may be the probe that closes a breaker,
+    /// of one block, and room may come only with a flush.
     fn bring_all(&mut self, class: Class, to: Tier, chain: Chain<'_>) {
         for _ in 0..20 {
             self.transfer(class, to, chain);
@@ -313,7 +335,8 @@ impl World {
         panic!("{class:?} to {to} brings no more: {:?} in {counts:?}", table.matches(chain));
     }
 
-    /// Even what never completes may in the end: then nothing is lost any more, and nothing is kept alive.
+    /// Even what never completes may in the end: then nothing is lost any more, and nothing is kept
+    /// alive.
     fn end(mut self) -> usize {
         let never = self.never();
         let now = self.now();
@@ -369,7 +392,8 @@ fn play(seed: u64) -> usize {
 
 #[test]
 fn once_media_are_well_everything_works() {
-    let number = |name: &str| std::env::var(name).ok().map(|value| value.parse::<u64>().expect("a number"));
+    let number =
+        |name: &str| std::env::var(name).ok().map(|value| value.parse::<u64>().expect("a number"));
     if let Some(seed) = number("KVBM_SEED") {
         play(seed);
         return;
@@ -378,7 +402,8 @@ fn once_media_are_well_everything_works() {
     let mut never = 0;
     for seed in 0..schedules {
         let played = std::panic::catch_unwind(|| play(seed));
-        never += played.unwrap_or_else(|_| panic!("schedule {seed} fails: KVBM_SEED={seed} repeats it"));
+        never +=
+            played.unwrap_or_else(|_| panic!("schedule {seed} fails: KVBM_SEED={seed} repeats it"));
     }
     println!("{schedules} schedules, {never} copies never completed");
     assert!(never > 0, "no schedule had a copy that never completes");

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvbm::scheduler::{Core, Executor, Parts, ScrubOptions, Tuning};
 use kvbm::table::{Reserved, SlotLimits, Steps, Table, TierSpec};
@@ -12,7 +12,8 @@ use kvbm_policies::admission::{TierPair, TierShape};
 use kvbm_policies::eviction::EvictionKind;
 use kvbm_tiers::testing::{MemoryStore, fill_pattern, has_pattern, host};
 use kvbm_tiers::{
-    Backend, BlockKey, Checksums, DramOptions, DramRegion, FramePool, Geometry, Memory, Route, Tier, Verified,
+    Backend, BlockKey, Checksums, DramOptions, DramRegion, FramePool, Geometry, Memory, Route,
+    Tier, Verified,
 };
 use prometheus::Registry;
 use prometheus::proto::MetricFamily;
@@ -27,7 +28,8 @@ pub const DISK: [Route; 2] = [(Tier::Host, Tier::Disk), (Tier::Disk, Tier::Host)
 /// Routes between the host and the object store.
 pub const OBJECT: [Route; 2] = [(Tier::Host, Tier::Object), (Tier::Object, Tier::Host)];
 
-/// Time that a test moves: that of policies stands still otherwise, and that of hardware where the test plays the hardware.
+/// Time that a test moves: that of policies stands still otherwise, and that of hardware where the
+/// test plays the hardware.
 #[derive(Debug, Default)]
 pub struct TestClock {
     policies: ManualClock,
@@ -98,10 +100,12 @@ pub struct Places {
 impl Places {
     fn new(sizes: Sizes) -> Self {
         let slots = |tier: Tier| sizes.tiers[tier.index()];
-        let geometry = Geometry::new(slots(Tier::Device), BLOCK_BYTES).expect("a test's geometry is valid");
+        let geometry =
+            Geometry::new(slots(Tier::Device), BLOCK_BYTES).expect("a test's geometry is valid");
         let options = DramOptions { geometry, huge_pages: false, fault_threads: 1 };
         let host = Arc::new(host(slots(Tier::Host) + sizes.staging, BLOCK_BYTES));
-        let store = |tier| MemoryStore::new(Arc::clone(&host) as _, tier, slots(tier)).map(Arc::new);
+        let store =
+            |tier| MemoryStore::new(Arc::clone(&host) as _, tier, slots(tier)).map(Arc::new);
         Self {
             device: Arc::new(DramRegion::emulated_device(options).expect("memory for a test")),
             disk: store(Tier::Disk).expect("memory for a test"),
@@ -128,7 +132,10 @@ impl Places {
     /// `inner`, its blocks checksummed on their way out of the host and verified on their way back.
     pub fn verified(&self, inner: impl Backend + 'static) -> Arc<dyn Backend> {
         let checksums = Arc::new(Checksums::new());
-        Arc::new(Verified::new(inner, Arc::clone(&self.host) as _, checksums).expect("one store, one host"))
+        Arc::new(
+            Verified::new(inner, Arc::clone(&self.host) as _, checksums)
+                .expect("one store, one host"),
+        )
     }
 }
 
@@ -210,8 +217,8 @@ pub struct Rig {
     pub registry: Registry,
 }
 
-/// Few batches of few blocks, so that queues fill; copies that `tick` looks at are overdue at once, and breakers let a
-/// probe through at once.
+/// Few batches of few blocks, so that queues fill; copies that `tick` looks at are overdue at once,
+/// and breakers let a probe through at once.
 pub const TIGHT: Tuning = Tuning {
     max_concurrent: 2,
     max_batch: 3,
@@ -227,11 +234,16 @@ pub const TIGHT: Tuning = Tuning {
 
 impl Rig {
     /// Tiers of these sizes, joined by what `connect` makes.
-    pub fn new(sizes: Sizes, tuning: Tuning, connect: impl FnOnce(&Places) -> Vec<Arc<dyn Backend>>) -> Self {
+    pub fn new(
+        sizes: Sizes,
+        tuning: Tuning,
+        connect: impl FnOnce(&Places) -> Vec<Arc<dyn Backend>>,
+    ) -> Self {
         Self::with(TestClock::default(), None, sizes, tuning, connect)
     }
 
-    /// [`new`](Self::new), by another clock, and with a rule for what goes from the host tier to disk.
+    /// [`new`](Self::new), by another clock, and with a rule for what goes from the host tier to
+    /// disk.
     pub fn with(
         clock: TestClock,
         rule: Option<AdmissionKind>,
@@ -241,9 +253,17 @@ impl Rig {
     ) -> Self {
         let places = Places::new(sizes);
         let backends = connect(&places);
-        let pools = Tier::ALL.map(|tier| places.region(tier).frames().expect("a region of its own"));
+        let pools =
+            Tier::ALL.map(|tier| places.region(tier).frames().expect("a region of its own"));
         let (clock, registry) = (Arc::new(clock), Registry::new());
-        let core = make_core((pools, rule), sizes.staging, tuning, &backends, Arc::clone(&clock), &registry);
+        let core = make_core(
+            (pools, rule),
+            sizes.staging,
+            tuning,
+            &backends,
+            Arc::clone(&clock),
+            &registry,
+        );
         Self { core, places, clock, registry }
     }
 
@@ -279,7 +299,8 @@ impl Rig {
         Some(intact)
     }
 
-    /// The value of a counter or a gauge of whole numbers, summed over those of its labels that match all of `labels`.
+    /// The value of a counter or a gauge of whole numbers, summed over those of its labels that
+    /// match all of `labels`.
     pub fn metric(&self, name: &str, labels: &[(&str, &str)]) -> u64 {
         metric(&self.registry, name, labels)
     }
@@ -322,15 +343,35 @@ pub fn hash(number: u32) -> BlockHash {
     BlockHash::from_u128(u128::from(number) * 0x1_0000_0001_0000_0001)
 }
 
+/// Waits until something holds, and fails with `otherwise` where it takes longer than `limit`.
+///
+/// # Panics
+/// If it takes longer.
+#[track_caller]
+pub fn wait_until(limit: Duration, otherwise: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + limit;
+    while !holds() {
+        assert!(Instant::now() < deadline, "{otherwise}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The `n`-th chain of a test, of so many blocks (at most 999).
+pub fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
+    (1..=blocks).map(|block| hash(1_000 * n + block)).collect()
+}
+
 /// Which block of a test a key names.
 pub const fn number(key: BlockKey) -> usize {
     key.hash as u32 as usize
 }
 
-/// The value of a counter or a gauge of whole numbers, summed over those of its labels that match all of `labels`.
+/// The value of a counter or a gauge of whole numbers, summed over those of its labels that match
+/// all of `labels`.
 pub fn metric(registry: &Registry, name: &str, labels: &[(&str, &str)]) -> u64 {
     let families = registry.gather();
-    let rows = families.iter().filter(|family| family.name() == name).flat_map(MetricFamily::get_metric);
+    let rows =
+        families.iter().filter(|family| family.name() == name).flat_map(MetricFamily::get_metric);
     let matching = rows.filter(|row| {
         labels.iter().all(|&(name, value)| {
             row.get_label().iter().any(|label| (label.name(), label.value()) == (name, value))

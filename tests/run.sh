@@ -1,57 +1,53 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change is merged: formatting, lints, tests, interleavings, documentation,
-# dependencies, features, and a replay of a trace. What this machine cannot do is skipped aloud; KVBM_REQUIRE
-# (a list such as uring,cuda, or of the tools deny,mdbook) turns such skips into failures.
+# What must hold before a change is sent: formatting, lints, tests, documentation, dependencies, and a replay of a trace. What
+# this machine cannot do is skipped aloud; KVBM_REQUIRE (a list such as uring,cuda, or of the tools deny,mdbook) turns such
+# skips into failures.
 #
-#   tests/run.sh [--quick]
+#   tests/run.sh [--all]
 #
-# It begins by saying how long each part takes and what --quick leaves out, and ends by saying how long each took. --quick is for
-# while you work: at most five minutes where everything is built.
+# --all is what CI runs before a merge: also interleavings, builds with other features, a minute of chaos, and the engines that
+# use kvbm. It begins by saying how long each part takes, and ends by saying how long each took.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # In the order in which they run: the function; seconds where crates of others are built and ours are not (their first build adds
-# some eight minutes to the first two parts), and where everything is; what --quick does of it; what it is. Taken on two cores
-# with nothing else at work, but for the second figures of interleavings, dependencies, features and replay, and both of spans, vLLM and
-# operators, which are estimates.
+# up to eight minutes to the first two parts), and where everything is; whether it runs always or with --all; what it is. Taken on
+# two cores with nothing else at work, but for these, which are estimates: both figures of spans, vLLM and operators, the first of
+# tests, replay and backends, and the second of interleavings, dependencies and features.
 readonly PARTS='
-formatting    |   1 |   1 | all  | formatting
-lints         |  13 |  13 | all  | lints
-tests         | 330 | 180 | all  | tests
-interleavings | 108 |   5 | none | interleavings
-spans         | 250 |   8 | none | spans for a collector, ranges for a profiler
-documentation |  20 |  20 | none | documentation
-dependencies  |  10 |  10 | all  | dependencies
-features      | 151 |  20 | none | each feature alone
-replay        |  85 |  20 | all  | a replay, end to end
-chaos         |  64 |  64 | none | a minute of chaos
-durability    |  40 |  40 | none | what outlives a process
-embedding     | 464 | 172 | none | engines that embed kvbm
-backends      | 229 | 137 | none | transfer backends
-operators     | 165 |  85 | none | what operators look at
-vllm          | 600 | 540 | none | vLLM, the real engine
-sglang        | 300 | 150 | none | SGLang, and TensorRT-LLM by a stand-in
+formatting    |   1 |   1 | always | formatting
+lints         |  13 |  13 | always | lints
+tests         | 270 | 180 | always | tests
+interleavings | 108 |   5 | --all  | interleavings
+spans         | 150 |   8 | --all  | spans for a collector, ranges for a profiler
+documentation |  20 |  20 | always | documentation
+dependencies  |  10 |  10 | always | dependencies
+features      | 151 |  20 | --all  | each feature alone
+replay        |  20 |  20 | always | a replay, end to end
+chaos         |  64 |  64 | --all  | a minute of chaos
+durability    |  40 |  40 | --all  | what outlives a process
+embedding     | 464 | 172 | --all  | engines that embed kvbm
+backends      | 229 | 137 | --all  | transfer backends
+operators     | 165 |  85 | --all  | what operators look at
+vllm          | 600 | 540 | --all  | vLLM, the real engine
+sglang        | 300 | 150 | --all  | SGLang, and TensorRT-LLM by a stand-in
 '
 
-quick=false
+all=false
 while (($#)); do
     case $1 in
-        --quick) quick=true ;;
-        *) echo "run.sh: unknown argument $1; valid: --quick" >&2 && exit 2 ;;
+        --all) all=true ;;
+        *) echo "run.sh: unknown argument $1; valid: --all" >&2 && exit 2 ;;
     esac
     shift
 done
 
+source tests/build.sh
 target=${CARGO_TARGET_DIR:-target}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 log=$scratch/tests.log
 passed=0
-
-# What has tests. The benches have none (they are linted), and what they need turns on features of crates that others stand on:
-# with them reqwest and object_store would be built once more for the command. For the same reason interleavings and spans are
-# built as part of the whole. What is left to build behind the tests, for these three, is 78 crates and not 98.
-readonly TESTED=(--workspace --exclude kvbm-bench)
 
 skip() { printf 'SKIPPED: %s\n' "$1" | tee -a "$scratch/skipped"; }
 has() { cargo "$1" --version >/dev/null 2>&1; }
@@ -121,21 +117,21 @@ lints() {
 
 tests() {
     if has nextest; then
-        run_tests cargo nextest run --cargo-profile checked "${TESTED[@]}" --no-fail-fast --success-output final
+        run_tests cargo nextest run --cargo-profile checked "${WHOLE[@]}" --no-fail-fast --success-output final
     else
         run_tests cargo test --profile checked --workspace --no-fail-fast --all-targets -- --show-output
     fi
-    run_tests cargo test --profile checked "${TESTED[@]}" --doc --quiet
+    run_tests cargo test --profile checked "${WHOLE[@]}" --doc --quiet
 }
 
 interleavings() {
-    run_tests cargo test --profile checked "${TESTED[@]}" --features kvbm-tests/shuttle --test interleavings
+    run_tests cargo test --profile checked "${WHOLE[@]}" --features kvbm-tests/shuttle --test interleavings
 }
 
 spans() {
-    run_tests cargo test --profile checked "${TESTED[@]}" --features kvbm-tests/otel --test otel
-    # The command refuses ranges unless it is built with them.
-    run_tests cargo test --profile checked --package kvbm-cli --features nvtx --test cli nvtx::
+    # In one build. The command refuses ranges unless it is built with them.
+    run_tests cargo test --profile checked "${WHOLE[@]}" --features kvbm-tests/otel,kvbm-cli/nvtx --test otel --test cli -- \
+        collector nothing_is_sent nvtx::
 }
 
 documentation() {
@@ -176,7 +172,7 @@ replay() {
     local trace
     trace=$(a_trace "$scratch" 2>"$log")
     tee -a "$scratch/skipped" <"$log"
-    cargo build --profile checked --quiet
+    build_kvbm checked
     "$target/checked/kvbm" replay "$trace" --requests 300 --device-blocks 500 --host-blocks 1000 \
         --disk-blocks 10000 --disk-dir "$scratch/disk" --object "file://$scratch/objects" --json >"$scratch/replay.json"
     cat "$scratch/replay.json"
@@ -215,27 +211,23 @@ sglang() {
     run_script 'SGLang and TensorRT-LLM' tests/sglang.sh
 }
 
-# What a part takes, as --quick has it or not, and the sum over all of them.
+# What a part takes, and the sum over those that run.
 cold_sum=0
 warm_sum=0
 foretell() {
-    local name=$1 cold=$2 warm=$3 of_quick=$4 note=
-    if $quick && [[ $of_quick == none ]]; then
-        printf '%-14s %7s %7s\n' "$name" '-' '-'
+    local name=$1 cold=$2 warm=$3 runs=$4
+    if ! $all && [[ $runs == --all ]]; then
+        printf '%-14s %7s %7s   with --all\n' "$name" '-' '-'
         return
     fi
     cold_sum=$((cold_sum + cold))
     warm_sum=$((warm_sum + warm))
-    [[ $of_quick == none ]] && note='not with --quick'
-    printf '%-14s %7s %7s%s\n' "$name" "$(clock "$cold")" "$(clock "$warm")" "${note:+   $note}"
+    printf '%-14s %7s %7s\n' "$name" "$(clock "$cold")" "$(clock "$warm")"
 }
 
 run_part() {
-    local name=$1 of_quick=$4 title=$5 began=$SECONDS
-    if $quick && [[ $of_quick == none ]]; then
-        skip "$title, since this is the quick form"
-        return
-    fi
+    local name=$1 runs=$4 title=$5 began=$SECONDS
+    if ! $all && [[ $runs == --all ]]; then return; fi
     printf '\n== %s (after %d s)\n' "$title" "$SECONDS"
     "$name"
     printf '%-14s %7s\n' "$name" "$(clock $((SECONDS - began)))" >>"$scratch/took"

@@ -1,5 +1,6 @@
-//! The object tier against a server of the S3 protocol that others wrote: moto's, where it is installed
-//! (`pip install 'moto[server]'`). The double in `tiers/src/object/tests/server.rs` says what we think of the protocol.
+//! The object tier against a server of the S3 protocol that others wrote: moto's, where it is
+//! installed (`pip install 'moto[server]'`). The double in `tiers/src/object/tests/server.rs` says
+//! what we think of the protocol.
 
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
@@ -80,9 +81,10 @@ impl Moto {
         settings.object.segment_bytes = 64 << 10;
         settings.flush.interval_ms = 1;
         let (model, weights) = ("one".to_owned(), "1".to_owned());
-        let fingerprint = Some(Fingerprint { model, weights, block_tokens: 16, ..Fingerprint::default() });
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        runtime.block_on(Manager::open(settings, Options { fingerprint, ..Options::default() })).unwrap()
+        let fingerprint =
+            Some(Fingerprint { model, weights, block_tokens: 16, ..Fingerprint::default() });
+        engine::block_on(Manager::open(settings, Options { fingerprint, ..Options::default() }))
+            .unwrap()
     }
 }
 
@@ -92,7 +94,10 @@ fn chain(number: u32) -> Vec<BlockHash> {
 
 fn serve(manager: &Manager) -> usize {
     let served = (0..CHAINS).map(|number| engine::serve(manager, &chain(number)));
-    served.inspect(|served| assert_eq!(served.wrong, 0, "{served:?}")).map(|served| served.hit).sum()
+    served
+        .inspect(|served| assert_eq!(served.wrong, 0, "{served:?}"))
+        .map(|served| served.hit)
+        .sum()
 }
 
 fn known(manager: &Manager) -> usize {
@@ -122,10 +127,11 @@ fn workers_share_a_bucket_of_a_real_server() {
     };
     let (renewal, collect_after) = (Duration::from_millis(500), Duration::from_hours(1));
     let options = FsckOptions { concurrency: 4, repair: true, renewal, collect_after, keys: None };
-    let report = fsck("s3://kvbm-test/prefix", &store, &options, std::sync::Arc::new(|_, _| {})).unwrap();
+    let report =
+        fsck("s3://kvbm-test/prefix", &store, &options, std::sync::Arc::new(|_, _| {})).unwrap();
     assert!(report.is_sound() && report.is_complete() && report.removed() == 0, "{report:?}");
     assert_eq!(report.namespaces[0].blocks as usize, ALL);
-    assert_eq!((first.audit(), second.audit()), (vec![], vec![]));
+    assert_eq!((first.admin().audit(), second.admin().audit()), (vec![], vec![]));
     // Epochs are conditional puts: the second announcement finds the first.
     first.reset(5).unwrap();
     second.reset(5).unwrap();

@@ -1,11 +1,14 @@
-//! Workers that share a bucket: each starts warm from what others stored, and none takes away what another reads.
+//! Workers that share a bucket: each starts warm from what others stored, and none takes away what
+//! another reads.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use kvbm::{BlockHash, CacheEvent, CachedBlock, ErrorKind, Fingerprint, Manager, Options, StoreReason, Tier};
+use kvbm::{
+    BlockHash, CacheEvent, CachedBlock, ErrorKind, Fingerprint, Manager, Options, StoreReason, Tier,
+};
 use kvbm_settings::{OlderEpoch, Settings};
-use kvbm_tests::rig::hash;
+use kvbm_tests::rig::{hash, wait_until};
 use kvbm_tests::{engine, process};
 use kvbm_tiers::chaos::{Chaos, Schedule};
 use prometheus::Registry;
@@ -36,8 +39,8 @@ fn fingerprint(model: &str, epoch: u64) -> Fingerprint {
 }
 
 fn open(settings: Settings, fingerprint: Option<Fingerprint>) -> Manager {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    runtime.block_on(Manager::open(settings, Options { fingerprint, ..Options::default() })).unwrap()
+    engine::block_on(Manager::open(settings, Options { fingerprint, ..Options::default() }))
+        .unwrap()
 }
 
 fn worker(bucket: &Path) -> Manager {
@@ -71,7 +74,10 @@ fn known(manager: &Manager) -> usize {
 /// Serves all chains. Returns how many blocks came from somewhere; none may be wrong.
 fn serve(manager: &Manager) -> usize {
     let served = (0..CHAINS).map(|number| engine::serve(manager, &chain(number)));
-    served.inspect(|served| assert_eq!(served.wrong, 0, "{served:?}")).map(|served| served.hit).sum()
+    served
+        .inspect(|served| assert_eq!(served.wrong, 0, "{served:?}"))
+        .map(|served| served.hit)
+        .sum()
 }
 
 fn files(bucket: &Path, suffix: &str) -> Vec<PathBuf> {
@@ -85,19 +91,17 @@ fn files(bucket: &Path, suffix: &str) -> Vec<PathBuf> {
 }
 
 fn eventually(otherwise: &str, reached: impl Fn() -> bool) {
-    let deadline = Instant::now() + LIMIT;
-    while !reached() {
-        assert!(Instant::now() < deadline, "{otherwise}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_until(LIMIT, otherwise, reached);
 }
 
-/// What a process that a test started is: a worker that fills the bucket, until it is told or killed.
+/// What a process that a test started is: a worker that fills the bucket, until it is told or
+/// killed.
 #[test]
 fn process() {
     let Some((_, bucket)) = process::role() else { return };
     let mut settings = settings(&bucket);
-    // It looks for nothing: what it found of another's it would rely on, and that would stay when the other goes.
+    // It looks for nothing: what it found of another's it would rely on, and that would stay when
+    // the other goes.
     settings.object.discover_ms = 3_600_000;
     let manager = open(settings, Some(fingerprint("one", 0)));
     fill(&manager, 0..CHAINS);
@@ -112,7 +116,7 @@ fn process() {
 
 /// A process that has filled the bucket.
 fn start(bucket: &Path) -> Process {
-    let mut process = Process::start("worker", bucket);
+    let mut process = Process::start(module_path!(), "worker", bucket);
     assert_eq!(process.hear(), "filled");
     process
 }
@@ -130,11 +134,11 @@ fn a_worker_starts_warm_from_what_a_killed_one_stored() {
     assert_eq!((known(&other), known(&none)), (0, 0));
     assert!(serve(&same) * 100 >= ALL * 95);
     assert_eq!((serve(&other), serve(&none)), (0, 0), "another model's blocks are no use to it");
-    assert_eq!(same.audit(), []);
+    assert_eq!(same.admin().audit(), []);
 }
 
 #[test]
-fn a_worker_starts_warm_from_one_that_runs_and_neither_takes_from_the_other() {
+fn a_worker_starts_warm_beside_one_and_takes_nothing_away() {
     let home = tempfile::tempdir().unwrap();
     let mut first = start(home.path());
     let mut dropping = settings(home.path());
@@ -152,14 +156,15 @@ fn a_worker_starts_warm_from_one_that_runs_and_neither_takes_from_the_other() {
     let third = worker(home.path());
     first.kill();
     assert!(serve(&third) * 100 >= ALL * 95);
-    assert_eq!(third.audit(), []);
+    assert_eq!(third.admin().audit(), []);
 }
 
 #[test]
-fn a_segment_that_changed_is_a_miss_and_is_stored_anew() {
+fn a_changed_segment_is_a_miss_and_is_stored_anew() {
     let home = tempfile::tempdir().unwrap();
     fill(&worker(home.path()), 0..CHAINS);
-    for (at, file) in files(home.path(), ".kvseg").iter().enumerate().filter(|(at, _)| at % 2 == 0) {
+    for (at, file) in files(home.path(), ".kvseg").iter().enumerate().filter(|(at, _)| at % 2 == 0)
+    {
         let mut bytes = std::fs::read(file).unwrap();
         // The block, or what is said of it.
         let place = if at % 4 == 0 { 1_000 } else { bytes.len() - 20 };
@@ -174,7 +179,7 @@ fn a_segment_that_changed_is_a_miss_and_is_stored_anew() {
         assert!(second.drain(LIMIT).is_complete());
         serve(&second) == ALL
     });
-    assert_eq!(second.audit(), []);
+    assert_eq!(second.admin().audit(), []);
 }
 
 #[test]
@@ -217,14 +222,17 @@ fn a_start_in_an_older_epoch_fails_and_names_both() {
     let start = |older_epoch, epoch| {
         let mut settings = settings(home.path());
         settings.object.older_epoch = older_epoch;
-        let options = Options { fingerprint: Some(fingerprint("one", epoch)), ..Options::default() };
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        runtime.block_on(Manager::open(settings, options)).map(|manager| manager.epoch())
+        let options =
+            Options { fingerprint: Some(fingerprint("one", epoch)), ..Options::default() };
+        engine::block_on(Manager::open(settings, options)).map(|manager| manager.epoch())
     };
     let error = start(OlderEpoch::Refuse, 3).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
     let text = error.to_string();
-    assert!(["epoch 7", "epoch 3", "object.older_epoch"].iter().all(|part| text.contains(part)), "{text}");
+    assert!(
+        ["epoch 7", "epoch 3", "object.older_epoch"].iter().all(|part| text.contains(part)),
+        "{text}"
+    );
     assert_eq!(start(OlderEpoch::Keep, 3).unwrap(), 3);
     assert_eq!(start(OlderEpoch::Follow, 3).unwrap(), 7);
     assert_eq!(start(OlderEpoch::Refuse, 7).unwrap(), 7);
@@ -232,7 +240,7 @@ fn a_start_in_an_older_epoch_fails_and_names_both() {
 }
 
 #[test]
-fn a_start_that_cannot_read_the_epochs_says_so_and_follows_when_it_can() {
+fn a_start_without_readable_epochs_says_so_and_follows_later() {
     let home = tempfile::tempdir().unwrap();
     let first = worker(home.path());
     first.reset(7).unwrap();
@@ -247,12 +255,13 @@ fn a_start_that_cannot_read_the_epochs_says_so_and_follows_when_it_can() {
         chaos: Some(chaos.clone()),
         ..Options::default()
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    let second = runtime.block_on(Manager::open(settings, options)).unwrap();
+    let second = engine::block_on(Manager::open(settings, options)).unwrap();
     assert_eq!((second.epoch(), known(&second)), (0, 0));
-    let degraded = second.readiness().degraded;
+    let degraded = second.admin().readiness().degraded;
     assert!(
-        degraded.iter().any(|degraded| degraded.what == "object" && degraded.why.contains("epochs")),
+        degraded
+            .iter()
+            .any(|degraded| degraded.what == "object" && degraded.why.contains("epochs")),
         "{degraded:?}"
     );
     engine::serve(&second, &chain(500));
@@ -260,11 +269,11 @@ fn a_start_that_cannot_read_the_epochs_says_so_and_follows_when_it_can() {
     hears(&second, ALL);
     // A tier that refused what was to be flushed there is left alone for a moment.
     eventually("what is there is not served", || serve(&second) == ALL);
-    assert_eq!((second.epoch(), second.audit()), (7, vec![]));
+    assert_eq!((second.epoch(), second.admin().audit()), (7, vec![]));
     engine::serve(&second, &chain(600));
     let stored = || second.matches(&chain(600)).blocks(Tier::Object) == BLOCKS as usize;
     eventually("what it brings now is not stored", stored);
-    eventually("it is still degraded", || second.readiness().degraded.is_empty());
+    eventually("it is still degraded", || second.admin().readiness().degraded.is_empty());
 }
 
 /// The goal: at most a fiftieth of the requests of one object for each block.
@@ -292,8 +301,7 @@ fn blocks_of_64_kib_take_few_requests() {
             registry: registry.clone(),
             ..Options::default()
         };
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        let manager = runtime.block_on(Manager::open(settings.clone(), options)).unwrap();
+        let manager = engine::block_on(Manager::open(settings.clone(), options)).unwrap();
         let served: usize = chains.iter().map(|chain| engine::serve(&manager, chain).hit).sum();
         assert!(manager.drain(LIMIT).is_complete());
         assert_eq!(served, hits);
@@ -301,9 +309,12 @@ fn blocks_of_64_kib_take_few_requests() {
         requests(&registry)
     };
     let (written, read) = (run(0), run(blocks));
-    println!("{blocks} blocks of 64 KiB: {written} requests to store them, {read} to find and read them");
-    // One object for each block is a request to store it, and one to read it.
-    // One in 66 on a quiet machine (the goal is 50); how blocks come together in batches depends on who gets a processor.
+    println!(
+        "{blocks} blocks of 64 KiB: {written} requests to store them, {read} to find and read them"
+    );
+    // One object for each block is a request to store it, and one to read it. One in 66 on a quiet
+    // machine (the goal is 50); how blocks come together in batches depends on who gets a
+    // processor.
     assert!((written + read) * 40 <= 2 * blocks as u64, "{written} {read}");
 }
 
@@ -338,7 +349,7 @@ fn what_another_stores_is_found_while_both_live() {
     hears(&first, ALL);
     assert_eq!((serve(&first), serve(&second)), (ALL, ALL));
     assert_eq!(known(&other), 0, "another model's blocks are no use to it");
-    assert_eq!((first.audit(), second.audit()), (vec![], vec![]));
+    assert_eq!((first.admin().audit(), second.admin().audit()), (vec![], vec![]));
 }
 
 #[test]
@@ -373,11 +384,11 @@ fn a_chain_that_another_continues_is_found_to_its_end() {
     eventually("the rest is not found", || first.matches(most).blocks(Tier::Object) == 9);
     let served = engine::serve(&first, &whole);
     assert_eq!((served.hit, served.wrong), (9, 0));
-    assert_eq!((first.audit(), second.audit()), (vec![], vec![]));
+    assert_eq!((first.admin().audit(), second.admin().audit()), (vec![], vec![]));
 }
 
 #[test]
-fn what_is_found_is_of_the_present_epoch_and_there_is_room_for() {
+fn only_what_fits_in_the_present_epoch_is_found() {
     let home = tempfile::tempdir().unwrap();
     let first = worker(home.path());
     let mut small = settings(home.path());
@@ -390,14 +401,17 @@ fn what_is_found_is_of_the_present_epoch_and_there_is_room_for() {
     std::thread::sleep(Duration::from_millis(RENEWAL_MS * 4));
     assert_eq!((known(&small), known(&past)), ((BLOCKS * 3) as usize, 0));
     assert!(serve(&small) >= (BLOCKS * 3) as usize);
-    assert_eq!((small.audit(), past.audit()), (vec![], vec![]));
+    assert_eq!((small.admin().audit(), past.admin().audit()), (vec![], vec![]));
     // What goes makes room, and everything works.
     fill(&small, 0..CHAINS);
-    assert_eq!(small.audit(), []);
+    assert_eq!(small.admin().audit(), []);
 }
 
 /// A worker with budgets whose own upkeep asks for next to nothing, and its metrics.
-fn thrifty(bucket: &Path, change: impl FnOnce(&mut kvbm_settings::ObjectSettings)) -> (Manager, Registry) {
+fn thrifty(
+    bucket: &Path,
+    change: impl FnOnce(&mut kvbm_settings::ObjectSettings),
+) -> (Manager, Registry) {
     let mut settings = settings(bucket);
     (settings.object.renewal_ms, settings.object.discover_ms) = (60_000, 60_000);
     settings.object.budget_period_ms = 4_000;
@@ -408,8 +422,7 @@ fn thrifty(bucket: &Path, change: impl FnOnce(&mut kvbm_settings::ObjectSettings
         registry: registry.clone(),
         ..Options::default()
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    (runtime.block_on(Manager::open(settings, options)).unwrap(), registry)
+    (engine::block_on(Manager::open(settings, options)).unwrap(), registry)
 }
 
 /// How often a budget refused something, and what is left of it.
@@ -419,14 +432,14 @@ fn budget(registry: &Registry, name: &str) -> (u64, Option<f64>) {
         let family = families.iter().find(|found| found.name() == family)?;
         family.get_metric().iter().find(|metric| metric.get_label()[0].value() == name).cloned()
     };
-    let refused =
-        metric("kvbm_object_budget_refusals_total").map_or(0.0, |found| found.get_counter().get_value());
+    let refused = metric("kvbm_object_budget_refusals_total")
+        .map_or(0.0, |found| found.get_counter().get_value());
     let left = metric("kvbm_object_budget_left").map(|found| found.get_gauge().get_value());
     (refused as u64, left)
 }
 
 #[test]
-fn what_there_is_no_budget_for_is_stored_when_there_is() {
+fn writes_beyond_the_budget_wait_until_there_is_some() {
     let home = tempfile::tempdir().unwrap();
     let (manager, registry) = thrifty(home.path(), |object| object.put_budget = 12);
     assert!(budget(&registry, "puts").1.is_some_and(|left| left > 0.0));
@@ -440,12 +453,12 @@ fn what_there_is_no_budget_for_is_stored_when_there_is() {
     assert!(refused > 0 && left.is_some(), "{refused} {left:?}");
     assert_eq!(budget(&registry, "gets"), (0, None), "there is no limit");
     assert!(files(home.path(), ".kvseg").len() >= CHAINS as usize / 2);
-    assert_eq!((known(&manager), manager.audit()), (ALL, vec![]));
+    assert_eq!((known(&manager), manager.admin().audit()), (ALL, vec![]));
     assert_eq!(serve(&manager), ALL, "what is read has another budget");
 }
 
 #[test]
-fn what_there_is_no_budget_for_is_a_miss_and_is_served_when_there_is() {
+fn reads_beyond_the_budget_are_misses_until_there_is_some() {
     let home = tempfile::tempdir().unwrap();
     fill(&worker(home.path()), 0..CHAINS);
     let gets: fn(&mut kvbm_settings::ObjectSettings) = |object| object.get_budget = 3 * CHAINS;
@@ -466,13 +479,15 @@ fn what_there_is_no_budget_for_is_a_miss_and_is_served_when_there_is() {
             std::thread::sleep(Duration::from_secs(5));
             serve(&manager) == ALL
         });
-        assert_eq!((known(&manager), manager.audit()), (ALL, vec![]));
+        assert_eq!((known(&manager), manager.admin().audit()), (ALL, vec![]));
     }
 }
 
 /// A worker whose blocks are encrypted with these keys: `A` and `B` stand for two.
 fn sealed_worker(bucket: &Path, keys: &str) -> Manager {
-    let keys = keys.replace('A', &"0123456789abcdef".repeat(4)).replace('B', &"fedcba9876543210".repeat(4));
+    let keys = keys
+        .replace('A', &"0123456789abcdef".repeat(4))
+        .replace('B', &"fedcba9876543210".repeat(4));
     let mut settings = settings(bucket);
     settings.encryption.key = Some(keys);
     open(settings, Some(fingerprint("one", 0)))
@@ -480,7 +495,8 @@ fn sealed_worker(bucket: &Path, keys: &str) -> Manager {
 
 /// What was found at the start: blocks, and segments that were not used.
 fn found(manager: &Manager) -> (usize, u64) {
-    let report = manager.recovered().iter().find(|report| report.tier == Tier::Object).unwrap();
+    let report =
+        manager.admin().recovered().iter().find(|report| report.tier == Tier::Object).unwrap();
     (report.blocks, report.damaged)
 }
 
@@ -500,7 +516,8 @@ fn workers_with_one_key_share_an_encrypted_bucket() {
     let second = sealed_worker(bucket.path(), "1:A");
     assert_eq!((known(&second), found(&second)), (ALL, (ALL, 0)));
     assert!(serves_all(&second));
-    // One that joins while the main key is being exchanged reads all, and what it stores the others of both keys do.
+    // One that joins while the main key is being exchanged reads all, and what it stores the others
+    // of both keys do.
     let third = sealed_worker(bucket.path(), "2:B,1:A");
     assert_eq!(known(&third), ALL);
     assert!(serves_all(&third));

@@ -1,4 +1,5 @@
-//! What a manager's spans tell a tracer. A test of its own, since who listens listens in the whole process.
+//! What a manager's spans tell a tracer. A test of its own, since who listens listens in the whole
+//! process.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvbm::{BlockHash, RequestId, RequestInfo, Tier};
-use kvbm_settings::{Capacity, DiskBackend};
+use kvbm_settings::DiskBackend;
 use kvbm_tests::engine;
 use kvbm_tests::rig::hash;
 use kvbm_tiers::testing::skip;
@@ -42,7 +43,8 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Closed {
 
     fn on_record(&self, id: &Id, record: &Record<'_>, context: Context<'_, S>) {
         let span = context.span(id).expect("it is open");
-        record.record(&mut Reader(span.extensions_mut().get_mut::<Fields>().expect("made with it")));
+        record
+            .record(&mut Reader(span.extensions_mut().get_mut::<Fields>().expect("made with it")));
     }
 
     fn on_close(&self, id: Id, context: Context<'_, S>) {
@@ -53,14 +55,17 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Closed {
 }
 
 impl Closed {
-    /// The last one of this name that says `field` is `value`, among those of the crate. It is waited for: a batch's closes
-    /// when its backend lets go of it, and that may be after who waits for the copies was told.
+    /// The last one of this name that says `field` is `value`, among those of the crate. It is
+    /// waited for: a batch's closes when its backend lets go of it, and that may be after who waits
+    /// for the copies was told.
     fn find(&self, name: &str, (field, value): (&str, &str)) -> Fields {
         let says = |fields: &Fields| fields.get(field).is_some_and(|said| said == value);
         let until = Instant::now() + Duration::from_secs(10);
         loop {
             let closed = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some((_, fields)) = closed.iter().rev().find(|(of, fields)| *of == name && says(fields)) {
+            if let Some((_, fields)) =
+                closed.iter().rev().find(|(of, fields)| *of == name && says(fields))
+            {
                 return fields.clone();
             }
             assert!(Instant::now() < until, "no {name} with {field} = {value} among {closed:#?}");
@@ -71,15 +76,14 @@ impl Closed {
 }
 
 #[test]
-fn matches_and_transfers_are_spans_with_the_request_they_are_of() {
+fn matches_and_transfers_are_spans_that_name_their_request() {
     let closed = Closed::default();
     let listening = tracing_subscriber::registry()
         .with(closed.clone().with_filter(LevelFilter::from_level(Level::TRACE)));
     tracing::subscriber::set_global_default(listening).expect("nobody else listens");
     let dir = tempfile::tempdir().unwrap();
     let mut settings = engine::settings(4096, 8, 8);
-    settings.disk.capacity = Some(Capacity::Blocks(16));
-    settings.disk.dirs = vec![dir.path().to_owned()];
+    engine::add_disk(&mut settings, 16, dir.path());
     let manager = engine::open(settings, &Registry::new()).unwrap();
     let chain: Vec<BlockHash> = (0..3).map(hash).collect();
     let of = |request| RequestInfo { request: Some(RequestId(request)), ..RequestInfo::default() };
@@ -90,7 +94,7 @@ fn matches_and_transfers_are_spans_with_the_request_they_are_of() {
     assert_eq!((saved["from"].as_str(), saved["copied"].as_str()), ("device", "3"));
     assert!(manager.drain(Duration::from_secs(10)).is_complete());
     assert_eq!(closed.find("flush", ("to", "disk"))["copied"], "3");
-    manager.evict(Tier::Device, 8);
+    manager.admin().evict(Tier::Device, 8);
     drop(manager.load(manager.lease_for(of(6), &chain)).wait().unwrap());
     let loaded = closed.find("load", ("request", "6"));
     assert_eq!(
@@ -128,8 +132,7 @@ fn nixl_that_measures() {
     tracing::subscriber::set_global_default(listening).expect("nobody else listens");
     let dir = tempfile::tempdir().unwrap();
     let mut settings = engine::settings(4096, 8, 8);
-    settings.disk.capacity = Some(Capacity::Blocks(16));
-    settings.disk.dirs = vec![dir.path().to_owned()];
+    engine::add_disk(&mut settings, 16, dir.path());
     settings.disk.backend = DiskBackend::Nixl;
     settings.nixl.backends = [("POSIX".to_owned(), true)].into();
     let manager = match engine::open(settings, &Registry::new()) {

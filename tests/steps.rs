@@ -1,4 +1,5 @@
-//! Plans go in steps, between which others use the table: what may come in between, and what a caller has at the end.
+//! Plans go in steps, between which others use the table: what may come in between, and what a
+//! caller has at the end.
 
 use std::time::Duration;
 
@@ -6,8 +7,9 @@ use kvbm::Defect;
 use kvbm::scheduler::Tuning;
 use kvbm::table::TierSet;
 use kvbm::{BlockHash, Chain, Class, Outcome, RequestInfo, Tier};
-use kvbm_tests::parked::{self, Parked, chain};
-use kvbm_tests::rig::Sizes;
+use kvbm_tests::engine;
+use kvbm_tests::parked::{self, Parked};
+use kvbm_tests::rig::{Sizes, chain};
 use kvbm_tiers::CopyErrorKind;
 
 const PATIENT: Tuning = Tuning { queue_blocks: 100_000, ..parked::PATIENT };
@@ -18,7 +20,7 @@ fn tiers(list: &[Tier]) -> TierSet {
 }
 
 #[test]
-fn a_load_of_what_is_there_keeps_all_of_its_lease() {
+fn a_load_of_present_blocks_keeps_all_its_lease() {
     let system = Parked::new(BIG, PATIENT);
     let all = chain(1, 10);
     system.seed(Tier::Device, &all);
@@ -30,7 +32,8 @@ fn a_load_of_what_is_there_keeps_all_of_its_lease() {
     assert_eq!((got.blocks, evicted), (10, 0));
 }
 
-/// A load passes the host, to which another transfer brings the first `brought` of the same blocks, and these fail.
+/// A load passes the host, to which another transfer brings the first `brought` of the same blocks,
+/// and these fail.
 fn others_fail_between_two_steps(brought: usize) {
     let system = Parked::new(BIG, PATIENT);
     let all = chain(1, 60);
@@ -56,7 +59,7 @@ fn what_blocks_would_stay_behind_may_fail_between_two_steps() {
 }
 
 #[test]
-fn what_others_bring_to_the_host_may_fail_between_two_steps() {
+fn what_others_bring_may_fail_between_two_steps() {
     others_fail_between_two_steps(60);
 }
 
@@ -74,7 +77,8 @@ fn what_was_published_may_be_dropped_between_two_steps() {
     assert_eq!(effects.tasks.len(), 7);
     let later = {
         let mut table = system.core.table();
-        let _ = table.land(effects.tasks.into_iter().map(|t| t.ended(Outcome::Arrived)), Duration::ZERO);
+        let _ = table
+            .land(effects.tasks.into_iter().map(|t| t.ended(Outcome::Arrived)), Duration::ZERO);
         let key = Chain::from(&all).key(0);
         let (found, pins) = table.pin_resident(Tier::Disk, key).unwrap();
         table.release(pins);
@@ -88,7 +92,7 @@ fn what_was_published_may_be_dropped_between_two_steps() {
 }
 
 #[test]
-fn what_was_on_its_way_at_one_step_may_be_there_at_the_next() {
+fn what_one_step_saw_coming_the_next_may_find_there() {
     let system = Parked::new(BIG, PATIENT);
     let all = chain(1, 60);
     system.seed(Tier::Host, &all);
@@ -104,6 +108,30 @@ fn what_was_on_its_way_at_one_step_may_be_there_at_the_next() {
     let mut table = system.core.table();
     while !table.extend(&mut plan) {}
     assert_eq!(plan.refused(), 0);
+}
+
+/// The disk has lost a chain: what comes before its last block is found in several holds.
+#[test]
+fn a_spent_hold_does_not_put_off_a_flush() {
+    const LONG: u32 = 6_000;
+    let sizes = Sizes { tiers: [16, LONG + 16, LONG + 16, 16], staging: 4 };
+    let system = Parked::new(sizes, Tuning { dirty_watermark: 0.1, ..PATIENT });
+    let all = chain(1, LONG);
+    system.seed(Tier::Disk, &all);
+    system.seed(Tier::Host, &all);
+    {
+        let mut table = system.core.table();
+        table.quarantine_resident(Tier::Disk, Chain::from(&all).key(0), Defect::Corrupt);
+        assert!(table.is_dropping(), "it is too long for one step");
+    }
+    system.core.tick();
+    assert_eq!(system.held(Tier::Disk, &all), 0);
+    assert!(system.pending_on((Tier::Host, Tier::Disk)) > 0, "all of it is due");
+    while system.held(Tier::Disk, &all) < LONG as usize {
+        system.finish_all();
+        system.core.tick();
+    }
+    assert_eq!(system.core.table().audit(), []);
 }
 
 #[test]
@@ -129,7 +157,7 @@ fn a_transfer_that_a_quarantine_ends_counts_what_is_left() {
 }
 
 #[test]
-fn a_probe_that_need_not_touch_its_medium_lets_the_next_one_try() {
+fn a_probe_without_use_of_its_medium_passes_the_turn() {
     let system = Parked::new(BIG, Tuning { breaker_pause: Duration::from_millis(50), ..PATIENT });
     let (all, other) = (chain(1, 1), chain(2, 2));
     system.seed(Tier::Disk, &all);
@@ -156,8 +184,7 @@ fn a_probe_that_need_not_touch_its_medium_lets_the_next_one_try() {
 fn a_full_tier_below_is_not_tried_all_the_time() {
     let dir = tempfile::tempdir().unwrap();
     let mut settings = kvbm_tests::engine::settings(4096, 32, 32);
-    settings.disk.capacity = Some(kvbm_settings::Capacity::Blocks(8));
-    settings.disk.dirs = vec![dir.path().to_owned()];
+    engine::add_disk(&mut settings, 8, dir.path());
     settings.flush.interval_ms = 10;
     let manager = kvbm_tests::engine::open(settings, &prometheus::Registry::new()).unwrap();
     let (one, two) = (chain(1, 8), chain(2, 4));
@@ -175,17 +202,19 @@ fn a_full_tier_below_is_not_tried_all_the_time() {
     assert_eq!(held.blocks(Tier::Disk), 8);
     drop(fill(&two));
     std::thread::sleep(Duration::from_millis(200));
-    let before = manager.stats(Tier::Disk).full;
+    let before = manager.admin().stats(Tier::Disk).full;
     std::thread::sleep(Duration::from_secs(1));
-    let tries = manager.stats(Tier::Disk).full - before;
+    let tries = manager.admin().stats(Tier::Disk).full - before;
     assert!(tries <= 100, "{tries}");
 }
 
 #[test]
 fn a_closed_manager_allocates_nothing() {
-    let manager =
-        kvbm_tests::engine::open(kvbm_tests::engine::settings(4096, 32, 32), &prometheus::Registry::new())
-            .unwrap();
+    let manager = kvbm_tests::engine::open(
+        kvbm_tests::engine::settings(4096, 32, 32),
+        &prometheus::Registry::new(),
+    )
+    .unwrap();
     let all = chain(1, 4);
     assert!(manager.close(Duration::ZERO).is_complete());
     let error = manager.allocate(&all, manager.lease(&all)).unwrap_err();
@@ -194,9 +223,11 @@ fn a_closed_manager_allocates_nothing() {
 
 #[test]
 fn an_allocation_keeps_all_of_its_lease() {
-    let manager =
-        kvbm_tests::engine::open(kvbm_tests::engine::settings(4096, 32, 32), &prometheus::Registry::new())
-            .unwrap();
+    let manager = kvbm_tests::engine::open(
+        kvbm_tests::engine::settings(4096, 32, 32),
+        &prometheus::Registry::new(),
+    )
+    .unwrap();
     let all = chain(1, 10);
     let mut allocation = manager.allocate(&all, manager.lease(&all)).unwrap();
     allocation.blocks().for_each(|at| assert!(allocation.mark_filled(at)));
@@ -208,9 +239,11 @@ fn an_allocation_keeps_all_of_its_lease() {
 
 #[test]
 fn a_load_of_what_the_device_has_keeps_it_there() {
-    let manager =
-        kvbm_tests::engine::open(kvbm_tests::engine::settings(4096, 32, 32), &prometheus::Registry::new())
-            .unwrap();
+    let manager = kvbm_tests::engine::open(
+        kvbm_tests::engine::settings(4096, 32, 32),
+        &prometheus::Registry::new(),
+    )
+    .unwrap();
     let all = chain(1, 10);
     for n in [5, 10] {
         let mut allocation = manager.allocate(&all[..n], manager.lease(&all[..n])).unwrap();

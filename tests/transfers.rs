@@ -1,4 +1,5 @@
-//! How transfers share copies, bound their queues and refuse nonsense: with backends that end copies when told to.
+//! How transfers share copies, bound their queues and refuse nonsense: with backends that end
+//! copies when told to.
 
 use std::time::Duration;
 
@@ -7,8 +8,8 @@ use kvbm::table::locks_taken;
 use kvbm::{BlockHash, Chain, Class, ErrorKind, RequestInfo, Tier};
 use kvbm_settings::Capacity;
 use kvbm_tests::engine;
-use kvbm_tests::parked::{PATIENT, Parked, chain};
-use kvbm_tests::rig::{Sizes, TIGHT};
+use kvbm_tests::parked::{PATIENT, Parked};
+use kvbm_tests::rig::{Sizes, TIGHT, chain};
 use kvbm_tiers::CopyErrorKind;
 use prometheus::Registry;
 
@@ -23,7 +24,8 @@ fn a_load_that_joins_another_gets_what_arrives() {
         let tickets = [(); 2].map(|()| system.transfer(Class::Load, Tier::Device, &chain));
         assert_eq!(system.pending().len(), 6, "the blocks are copied once");
         for (place, (id, _)) in system.pending().into_iter().enumerate() {
-            system.finish(id, if place == fails { Err(CopyErrorKind::Unavailable) } else { Ok(()) });
+            system
+                .finish(id, if place == fails { Err(CopyErrorKind::Unavailable) } else { Ok(()) });
         }
         for transferred in tickets.map(|ticket| ticket.wait().unwrap()) {
             assert_eq!(transferred.blocks, fails, "{transferred:?}");
@@ -42,7 +44,11 @@ fn a_lease_keeps_what_lies_before_a_quarantined_block() {
     let ticket = system.core.transfer(Class::Load, Tier::Device, lease);
     system.finish_all();
     let transferred = ticket.wait().unwrap();
-    assert_eq!((transferred.blocks, transferred.lease.blocks(Tier::Disk)), (3, 3), "{transferred:?}");
+    assert_eq!(
+        (transferred.blocks, transferred.lease.blocks(Tier::Disk)),
+        (3, 3),
+        "{transferred:?}"
+    );
     assert_eq!(system.core.table().audit(), []);
     drop(transferred);
     system.core.table().block_flushes(Tier::Disk, true);
@@ -51,7 +57,7 @@ fn a_lease_keeps_what_lies_before_a_quarantined_block() {
 }
 
 #[test]
-fn a_bad_read_of_an_old_slot_spares_the_block_that_was_written_anew() {
+fn a_bad_read_of_an_old_slot_spares_its_successor() {
     let system = Parked::new(SIZES, PATIENT);
     let chain = chain(1, 1);
     system.seed(Tier::Disk, &chain);
@@ -68,7 +74,7 @@ fn a_bad_read_of_an_old_slot_spares_the_block_that_was_written_anew() {
 }
 
 #[test]
-fn a_chain_may_begin_in_the_middle_of_a_longer_one() {
+fn a_chain_may_begin_amid_a_longer_one() {
     let system = Parked::new(SIZES, Tuning { prefill_block_s: Some(1.0), ..PATIENT });
     let all = chain(1, 6);
     system.seed(Tier::Disk, &all);
@@ -92,22 +98,22 @@ fn a_chain_may_begin_in_the_middle_of_a_longer_one() {
 
 /// Each half was stored by somebody who did not know of the other: together they are no chain.
 #[test]
-fn two_halves_that_do_not_hang_together_are_served_as_far_as_the_first_goes() {
+fn two_unlinked_halves_are_served_up_to_the_first() {
     let manager = manager();
     let all = chain(1, 6);
     engine::serve(&manager, &all[..2]);
     engine::serve(&manager, &all[2..]);
     for _ in 0..2 {
-        while manager.evict(Tier::Device, 16) > 0 {}
+        while manager.admin().evict(Tier::Device, 16) > 0 {}
         let served = engine::serve(&manager, &all);
         assert_eq!((served.wrong, served.failed), (0, 0), "{served:?}");
         assert_eq!(engine::serve(&manager, &all[2..]).wrong, 0);
     }
-    assert_eq!(manager.audit(), []);
+    assert_eq!(manager.admin().audit(), []);
 }
 
 #[test]
-fn the_queue_of_a_route_that_bounces_is_bounded_like_any_other() {
+fn the_queue_of_a_bouncing_route_is_bounded_too() {
     let sizes = Sizes { tiers: [128, 128, 128, 64], staging: 4 };
     let queue_blocks = TIGHT.queue_blocks;
     for to in [Tier::Host, Tier::Disk] {
@@ -119,19 +125,25 @@ fn the_queue_of_a_route_that_bounces_is_bounded_like_any_other() {
             })
             .collect();
         system.finish_all();
-        let transferred: Vec<_> = tickets.into_iter().map(|ticket| ticket.wait().unwrap()).collect();
+        let transferred: Vec<_> =
+            tickets.into_iter().map(|ticket| ticket.wait().unwrap()).collect();
         let copied: usize = transferred.iter().map(|transferred| transferred.copied).sum();
         let in_flight = TIGHT.max_concurrent * 3;
         assert!(copied <= queue_blocks + in_flight, "{copied} blocks were taken on to {to}");
-        assert_eq!(transferred.iter().map(|transferred| transferred.refused).sum::<usize>(), 96 - copied);
+        assert_eq!(
+            transferred.iter().map(|transferred| transferred.refused).sum::<usize>(),
+            96 - copied
+        );
     }
 }
 
 /// The first block comes from the host, the others from a disk whose queue is full.
 #[test]
 fn the_queue_is_bounded_whatever_comes_first() {
-    let system =
-        Parked::new(Sizes { tiers: [128, 128, 128, 64], staging: 4 }, Tuning { max_batch: 3, ..PATIENT });
+    let system = Parked::new(
+        Sizes { tiers: [128, 128, 128, 64], staging: 4 },
+        Tuning { max_batch: 3, ..PATIENT },
+    );
     let busy: Vec<_> = (1..6)
         .map(|n| {
             system.seed(Tier::Disk, &chain(n, 16));
@@ -149,7 +161,7 @@ fn the_queue_is_bounded_whatever_comes_first() {
 }
 
 #[test]
-fn second_legs_do_not_wait_for_the_first_legs_of_others() {
+fn second_legs_do_not_wait_for_other_first_legs() {
     let system = Parked::new(SIZES, PATIENT);
     let chain = chain(1, 3);
     system.seed(Tier::Disk, &chain);
@@ -174,7 +186,11 @@ fn a_load_during_a_prefetch_reads_no_block_twice() {
         assert_eq!(reads.len(), 3, "{reads:?}");
         if prefetch_fails {
             reads.iter().for_each(|&(id, _)| system.finish(id, Err(CopyErrorKind::Refused)));
-            assert_eq!(system.pending_on((Tier::Disk, Tier::Host)), 3, "the load reads for itself then");
+            assert_eq!(
+                system.pending_on((Tier::Disk, Tier::Host)),
+                3,
+                "the load reads for itself then"
+            );
         }
         system.finish_all();
         assert_eq!(load.wait().unwrap().blocks, 3);
@@ -195,18 +211,23 @@ fn a_load_raises_the_prefetch_that_it_waits_for() {
     let load = system.transfer(Class::Load, Tier::Device, &second);
     system.finish(system.pending()[0].0, Ok(()));
     let next = system.parked.pending()[0].op.block;
-    assert_eq!(next, Chain::from(&second).key(0), "it overtakes the prefetches that nobody waits for");
+    assert_eq!(
+        next,
+        Chain::from(&second).key(0),
+        "it overtakes the prefetches that nobody waits for"
+    );
     system.finish_all();
     assert_eq!(load.wait().unwrap().blocks, 1);
     early.into_iter().for_each(|ticket| drop(ticket.wait()));
 }
 
 #[test]
-fn waiting_for_an_engine_does_not_count_as_the_pace_of_a_tier() {
+fn waits_for_an_engine_do_not_slow_a_tiers_pace() {
     let system = Parked::new(SIZES, Tuning { prefill_block_s: Some(0.05), ..PATIENT });
     let one = chain(1, 6);
     system.seed(Tier::Host, &one);
-    let reserved = system.core.reserve(Tier::Device, Chain::from(&one[..3]), RequestInfo::default());
+    let reserved =
+        system.core.reserve(Tier::Device, Chain::from(&one[..3]), RequestInfo::default());
     let load = system.transfer(Class::Load, Tier::Device, &one);
     system.finish_all();
     system.clock.pass(Duration::from_millis(200));
@@ -220,7 +241,7 @@ fn waiting_for_an_engine_does_not_count_as_the_pace_of_a_tier() {
 }
 
 #[test]
-fn an_overdue_copy_is_counted_with_the_source_that_it_pins() {
+fn an_overdue_copy_counts_with_the_source_it_pins() {
     let system = Parked::new(SIZES, TIGHT);
     let chain = chain(1, 3);
     system.seed(Tier::Host, &chain);
@@ -239,7 +260,8 @@ fn an_overdue_copy_is_counted_with_the_source_that_it_pins() {
     assert_eq!(system.core.table().evict(Tier::Host, 16), 3);
 }
 
-/// All blocks are on their way in other hands: publishing nothing of one's own still holds them when they arrive.
+/// All blocks are on their way in other hands: publishing nothing of one's own still holds them
+/// when they arrive.
 #[test]
 fn an_engine_that_fills_nothing_holds_what_others_bring() {
     let manager = manager();
@@ -252,7 +274,7 @@ fn an_engine_that_fills_nothing_holds_what_others_bring() {
     drop(other.publish().unwrap().wait().unwrap());
     let held = ticket.wait().unwrap();
     assert_eq!((held.blocks, held.lease.blocks(Tier::Device)), (4, 4));
-    assert_eq!(manager.evict(Tier::Device, 16), 0, "they are held");
+    assert_eq!(manager.admin().evict(Tier::Device, 16), 0, "they are held");
     assert_eq!(manager.save(held.lease).wait().unwrap().blocks, 4);
 }
 
@@ -267,7 +289,7 @@ fn what_nobody_filled_is_not_published() {
     let published = allocation.publish().unwrap().wait().unwrap();
     assert_eq!((published.blocks, manager.matches(&chain).blocks(Tier::Device)), (2, 2));
     drop(published);
-    assert_eq!(manager.counts(Tier::Device).free, 14);
+    assert_eq!(manager.admin().counts(Tier::Device).free, 14);
     let allocation = manager.allocate(&chain, manager.lease(&chain)).unwrap();
     assert_eq!(allocation.blocks(), 2..4, "the others can be computed again");
 }
@@ -276,8 +298,7 @@ fn what_nobody_filled_is_not_published() {
 fn above_a_disk(dir: &tempfile::TempDir, chain: &[BlockHash]) -> kvbm::Manager {
     let mut settings = settings();
     settings.host.staging_blocks = 4;
-    settings.disk.capacity = Some(Capacity::Blocks(16));
-    settings.disk.dirs = vec![dir.path().to_owned()];
+    engine::add_disk(&mut settings, 16, dir.path());
     settings.flush.interval_ms = 3_600_000;
     settings.flush.dirty_watermark = 1.0;
     let manager = engine::open(settings, &Registry::new()).unwrap();
@@ -286,14 +307,14 @@ fn above_a_disk(dir: &tempfile::TempDir, chain: &[BlockHash]) -> kvbm::Manager {
 }
 
 #[test]
-fn a_drain_after_a_close_says_at_once_what_is_left() {
+fn a_drain_after_a_close_says_what_is_left() {
     let (dir, chain) = (tempfile::tempdir().unwrap(), chain(1, 4));
     let manager = above_a_disk(&dir, &chain);
     assert!(manager.close(Duration::from_secs(20)).is_complete());
     // It would be waited for.
     let drained = manager.drain(Duration::MAX);
     assert_eq!((drained.unflushed[Tier::Host.index()], drained.in_flight), (4, false));
-    assert_eq!(manager.stats(Tier::Host).flush_failures, 0, "nothing was tried");
+    assert_eq!(manager.admin().stats(Tier::Host).flush_failures, 0, "nothing was tried");
 }
 
 #[test]
@@ -301,11 +322,11 @@ fn a_prefetch_brings_blocks_up_and_never_down() {
     let (dir, chain) = (tempfile::tempdir().unwrap(), chain(1, 4));
     let manager = above_a_disk(&dir, &chain);
     let prefetched = manager.prefetch(manager.lease(&chain), Tier::Disk).wait().unwrap();
-    assert_eq!((prefetched.copied, manager.counts(Tier::Disk).resident), (0, 0));
+    assert_eq!((prefetched.copied, manager.admin().counts(Tier::Disk).resident), (0, 0));
     drop(prefetched);
     assert!(manager.drain(Duration::from_secs(20)).is_complete());
-    manager.evict(Tier::Device, 16);
-    manager.evict(Tier::Host, 16);
+    manager.admin().evict(Tier::Device, 16);
+    manager.admin().evict(Tier::Host, 16);
     let prefetched = manager.prefetch(manager.lease(&chain), Tier::Host).wait().unwrap();
     assert_eq!((prefetched.copied, prefetched.blocks), (4, 4));
 }
@@ -323,15 +344,18 @@ fn misuse_is_an_error_that_says_what_is_wrong() {
     assert_eq!(two.allocate(&chain, foreign()).unwrap_err().kind(), ErrorKind::Invalid);
     assert!(two.read_device(&kept, &chain, 0, |_| ()).is_none());
     let error = one.allocate(&other, one.lease(&chain)).unwrap_err();
-    assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains("another chain"), "{error}");
+    assert!(
+        error.kind() == ErrorKind::Invalid && error.to_string().contains("another chain"),
+        "{error}"
+    );
     let longer = [&chain[..], &other[2..]].concat();
     assert!(one.allocate(&longer, one.lease(&chain)).is_ok(), "a beginning of the chain will do");
     assert!(one.allocate(&chain[..2], one.lease(&chain)).is_ok(), "so will a longer one");
-    assert_eq!((one.audit(), two.audit()), (Vec::new(), Vec::new()));
+    assert_eq!((one.admin().audit(), two.admin().audit()), (Vec::new(), Vec::new()));
 }
 
 #[test]
-fn blocks_that_a_rule_refuses_wait_once_however_often_they_are_used() {
+fn blocks_refused_by_a_rule_wait_once_whatever_their_use() {
     let mut settings = settings();
     settings.disk.capacity = Some(Capacity::Blocks(16));
     settings.disk.admission = kvbm_settings::AdmissionMode::WriteBack;
@@ -363,8 +387,8 @@ fn fill(manager: &kvbm::Manager, chain: &[BlockHash]) -> kvbm::Lease {
     allocation.publish().unwrap().wait().unwrap().lease
 }
 
-/// A backend that ends all blocks of a batch at one wake-up: a save into the host tier, a read from disk by way of DRAM, and a
-/// load.
+/// A backend that ends all blocks of a batch at one wake-up: a save into the host tier, a read from
+/// disk by way of DRAM, and a load.
 #[test]
 fn what_ends_together_takes_the_table_once_and_few_locks() {
     let tuning = Tuning { max_batch: 17, ..PATIENT };
@@ -388,7 +412,11 @@ fn what_ends_together_takes_the_table_once_and_few_locks() {
     system.core.table().block_flushes(Tier::Host, true);
     system.core.table().evict(Tier::Host, 16);
     let read = ends(Class::Load, Tier::Device);
-    assert_eq!((save.len(), load.len(), read.len()), (1, 1, 2), "a read takes a second leg to the device");
+    assert_eq!(
+        (save.len(), load.len(), read.len()),
+        (1, 1, 2),
+        "a read takes a second leg to the device"
+    );
     for taken in [save, load, read].concat() {
         assert!(taken.table <= 1 && taken.all <= 12, "{taken:?}");
     }

@@ -20,14 +20,20 @@ pub(crate) struct AskedProcess {
     token_file: Option<PathBuf>,
 }
 
-/// Nobody needs longer to answer.
+/// No process needs longer to answer.
 const LIMIT: Duration = Duration::from_secs(10);
 
 impl AskedProcess {
     /// What it answers at `path`.
-    pub(crate) async fn get(&self, path: &str, query: &[(&str, &str)]) -> Result<Value, CommandFailure> {
-        let mut url =
-            self.url.join(path).map_err(|error| CommandFailure::unusable(format!("--url: {error}")))?;
+    pub(crate) async fn get(
+        &self,
+        path: &str,
+        query: &[(&str, &str)],
+    ) -> Result<Value, CommandFailure> {
+        let mut url = self
+            .url
+            .join(path)
+            .map_err(|error| CommandFailure::unusable(format!("--url: {error}")))?;
         if !query.is_empty() {
             url.query_pairs_mut().extend_pairs(query);
         }
@@ -40,11 +46,15 @@ impl AskedProcess {
                 self.url
             ))
         };
-        let client = reqwest::Client::builder().timeout(LIMIT).no_proxy().build().map_err(unusable)?;
+        let client =
+            reqwest::Client::builder().timeout(LIMIT).no_proxy().build().map_err(unusable)?;
         let mut request = client.get(url);
         if let Some(path) = &self.token_file {
             let token = std::fs::read_to_string(path).map_err(|error| {
-                CommandFailure::unusable(format!("cannot read the token in {}: {error}", path.display()))
+                CommandFailure::unusable(format!(
+                    "cannot read the token in {}: {error}",
+                    path.display()
+                ))
             })?;
             request = request.bearer_auth(token.trim());
         }

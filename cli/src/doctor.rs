@@ -96,8 +96,12 @@ pub(crate) fn run(args: &DoctorArgs, global: &GlobalOptions) -> Result<(), Comma
     let nixl = nixl(&loaded);
     let settings = loaded.settings;
     let runtime = stop::runtime()?;
-    let tiers: Vec<_> = configured(&settings).map(|tier| try_tier(&runtime, &settings, tier)).collect();
-    let ready = tiers.iter().filter(|(_, check)| matches!(check.state, Ready { .. })).map(|(tier, _)| *tier);
+    let tiers: Vec<_> =
+        configured(&settings).map(|tier| try_tier(&runtime, &settings, tier)).collect();
+    let ready = tiers
+        .iter()
+        .filter(|(_, check)| matches!(check.state, Ready { .. }))
+        .map(|(tier, _)| *tier);
     let ready: Vec<_> = ready.collect();
     let mut routes = try_routes(&runtime, &settings, &ready);
     if args.measure {
@@ -105,12 +109,17 @@ pub(crate) fn run(args: &DoctorArgs, global: &GlobalOptions) -> Result<(), Comma
     }
     let tiers = tiers.into_iter().map(|(_, check)| check).collect();
     let examination = DoctorExamination { machine: machine(&settings), nixl, tiers, routes };
-    if global.json { output::print_json(&examination) } else { output::print(&examination.to_text()) }
+    if global.json {
+        output::print_json(&examination)
+    } else {
+        output::print(&examination.to_text())
+    }
 }
 
 impl DoctorExamination {
     fn to_text(&self) -> String {
-        let none = "no tier is set up; give sizes such as DYN_KVBM_CPU_CACHE_GB and DYN_KVBM_BLOCK_BYTES";
+        let none =
+            "no tier is set up; give sizes such as DYN_KVBM_CPU_CACHE_GB and DYN_KVBM_BLOCK_BYTES";
         let sections = [
             ("Machine", &self.machine, ""),
             ("NIXL", &self.nixl, ""),
@@ -141,8 +150,10 @@ fn section(title: &str, checks: &[DoctorCheck], otherwise: &str) -> String {
 
 fn machine(settings: &Settings) -> Vec<DoctorCheck> {
     let uname = rustix::system::uname();
-    let kernel = format!("{} {}", uname.sysname().to_string_lossy(), uname.release().to_string_lossy());
-    let cpus = available_parallelism().map_or_else(|error| error.to_string(), |cpus| cpus.to_string());
+    let kernel =
+        format!("{} {}", uname.sysname().to_string_lossy(), uname.release().to_string_lossy());
+    let cpus =
+        available_parallelism().map_or_else(|error| error.to_string(), |cpus| cpus.to_string());
     let mut checks = vec![
         DoctorCheck::ready("kernel", kernel),
         DoctorCheck::ready("CPUs", cpus),
@@ -173,12 +184,16 @@ fn memory(settings: &Settings) -> DoctorCheck {
     let Some(available) = available_memory() else {
         return DoctorCheck::unavailable("memory", "/proc/meminfo does not tell how much there is");
     };
-    let detail =
-        format!("{} available, {} wanted by the settings", output::bytes(available), output::bytes(wanted));
+    let detail = format!(
+        "{} available, {} wanted by the settings",
+        output::bytes(available),
+        output::bytes(wanted)
+    );
     if wanted <= available {
         return DoctorCheck::ready("memory", detail);
     }
-    let remedy = "lower host.capacity (DYN_KVBM_CPU_CACHE_GB) or device.capacity (DYN_KVBM_DEVICE_CACHE_GB)";
+    let remedy =
+        "lower host.capacity (DYN_KVBM_CPU_CACHE_GB) or device.capacity (DYN_KVBM_DEVICE_CACHE_GB)";
     DoctorCheck::unavailable("memory", format!("{detail}; {remedy}"))
 }
 
@@ -197,9 +212,10 @@ fn huge_pages() -> DoctorCheck {
             DoctorCheck::unavailable("huge pages", format!("switched off; {remedy}"))
         }
         Ok(modes) => DoctorCheck::ready("huge pages", modes.trim()),
-        Err(error) => {
-            DoctorCheck::unavailable("huge pages", format!("{SWITCH}: {error}; the kernel lacks them"))
-        }
+        Err(error) => DoctorCheck::unavailable(
+            "huge pages",
+            format!("{SWITCH}: {error}; the kernel lacks them"),
+        ),
     }
 }
 
@@ -232,7 +248,8 @@ fn io_uring() -> DoctorCheck {
 
 /// `gpu`: the node of the GPU, near which host memory is taken where there is a choice.
 fn numa(gpu: Option<u32>) -> DoctorCheck {
-    match fs::read_to_string("/sys/devices/system/node/online").map(|nodes| nodes.trim().to_owned()) {
+    match fs::read_to_string("/sys/devices/system/node/online").map(|nodes| nodes.trim().to_owned())
+    {
         Ok(nodes) if nodes == "0" => DoctorCheck::ready("NUMA", "one node"),
         Ok(nodes) => {
             let near = gpu.map_or_else(
@@ -251,7 +268,9 @@ fn direct_io(dir: &Path) -> DoctorCheck {
     let name = format!("O_DIRECT in {}", dir.display());
     let file = match tempfile::Builder::new().prefix("kvbm-doctor-").tempfile_in(dir) {
         Ok(file) => file,
-        Err(error) => return DoctorCheck::unavailable(name, format!("{error}; choose another disk.dirs")),
+        Err(error) => {
+            return DoctorCheck::unavailable(name, format!("{error}; choose another disk.dirs"));
+        }
     };
     let direct = OFlags::DIRECT.bits().cast_signed();
     // Only opening tells: file systems without it refuse the flag there, and not before.
@@ -269,17 +288,22 @@ fn nixl(loaded: &Loaded) -> Vec<DoctorCheck> {
     let settings = &loaded.settings.nixl;
     let report = kvbm::probe_nixl(&loaded.settings);
     let nobody_asked = settings.is_default() && settings.library.is_none();
-    let native = |why: String| if nobody_asked { format!("{why}. Blocks move natively") } else { why };
+    let native =
+        |why: String| if nobody_asked { format!("{why}. Blocks move natively") } else { why };
     let mut checks = vec![DoctorCheck::of("library", report.library.map_err(native))];
-    checks.extend(report.plugins.into_iter().map(|plugin| DoctorCheck::of(plugin.name, plugin.state)));
+    checks.extend(
+        report.plugins.into_iter().map(|plugin| DoctorCheck::of(plugin.name, plugin.state)),
+    );
     let is_off = |name: &&String| !settings.is_enabled(name);
     for name in settings.backends.keys().filter(is_off) {
-        let origin = loaded.origins.get(&format!("nixl.backends.{name}")).cloned().unwrap_or_default();
+        let origin =
+            loaded.origins.get(&format!("nixl.backends.{name}")).cloned().unwrap_or_default();
         checks.push(DoctorCheck::disabled(name, format!("by {origin}")));
     }
     let is_unnamed = |name: &&String| is_off(name) && !settings.backends.contains_key(*name);
     for name in report.installed.iter().filter(is_unnamed) {
-        checks.push(DoctorCheck::disabled(name, format!("unless DYN_KVBM_NIXL_BACKEND_{name}=true")));
+        checks
+            .push(DoctorCheck::disabled(name, format!("unless DYN_KVBM_NIXL_BACKEND_{name}=true")));
     }
     checks
 }
@@ -291,7 +315,10 @@ fn configured(settings: &Settings) -> impl Iterator<Item = Tier> + use<> {
         settings.disk.capacity.is_some(),
         settings.object.place().is_some(),
     ];
-    Tier::ALL.into_iter().zip(is_present).filter_map(|(tier, is_present)| is_present.then_some(tier))
+    Tier::ALL
+        .into_iter()
+        .zip(is_present)
+        .filter_map(|(tier, is_present)| is_present.then_some(tier))
 }
 
 fn try_tier(runtime: &Runtime, settings: &Settings, tier: Tier) -> (Tier, DoctorCheck) {
@@ -311,7 +338,7 @@ fn try_routes(runtime: &Runtime, settings: &Settings, tiers: &[Tier]) -> Vec<Doc
     }
 }
 
-/// What became of some tiers.
+/// What was found of some tiers.
 struct OpenedTiers {
     routes: Vec<DoctorCheck>,
     /// Whose memory the device tier is.
@@ -324,9 +351,10 @@ fn open(runtime: &Runtime, mut settings: Settings) -> Result<OpenedTiers, Comman
     // The address may be an engine's, which runs.
     settings.metrics.enabled = false;
     let manager = runtime.block_on(Manager::open(settings, Options::default()))?;
-    let routes = manager.routes().iter();
-    let routes = routes.map(|route| DoctorCheck::ready(route_name(route.from, route.to), &route.backend));
-    Ok(OpenedTiers { routes: routes.collect(), device: manager.device() })
+    let routes = manager.admin().routes().iter();
+    let routes =
+        routes.map(|route| DoctorCheck::ready(route_name(route.from, route.to), &route.backend));
+    Ok(OpenedTiers { routes: routes.collect(), device: manager.admin().device() })
 }
 
 fn route_name(from: Tier, to: Tier) -> String {
@@ -334,11 +362,18 @@ fn route_name(from: Tier, to: Tier) -> String {
 }
 
 /// Adds to the routes how fast they are; those through a tier that is not set up stay without.
-fn measure_routes(runtime: &Runtime, settings: &Settings, tiers: &[Tier], routes: &mut Vec<DoctorCheck>) {
+fn measure_routes(
+    runtime: &Runtime,
+    settings: &Settings,
+    tiers: &[Tier],
+    routes: &mut Vec<DoctorCheck>,
+) {
     let mut rates = HashMap::new();
     for &bottom in tiers.iter().filter(|&&tier| tier > Tier::Device) {
         match measure::routes(runtime, settings, bottom) {
-            Ok(measured) => rates.extend(measured.map(|((from, to), rate)| (route_name(from, to), rate))),
+            Ok(measured) => {
+                rates.extend(measured.map(|((from, to), rate)| (route_name(from, to), rate)));
+            }
             Err(failure) => {
                 let name = format!("{bottom}, measured");
                 routes.push(DoctorCheck::unavailable(name, failure.to_string()));
@@ -361,12 +396,13 @@ fn miniature(settings: &Settings, tiers: &[Tier]) -> Settings {
         (small.host.persist, small.host.persist_index) = (None, None);
     }
     // One block for each directory: a directory without a slot would not be tried.
-    small.disk.capacity = one(Tier::Disk).map(|_| Capacity::Blocks(settings.disk.dirs.len() as u64));
+    small.disk.capacity =
+        one(Tier::Disk).map(|_| Capacity::Blocks(settings.disk.dirs.len() as u64));
     small.object.url = settings.object.url.clone().filter(|_| tiers.contains(&Tier::Object));
     // A store is not asked for its size: one probe object is written, whatever the capacity.
     small.object.capacity = None;
     if small.host.capacity.is_none() {
-        // Such rules choose among the blocks of the host tier, which is tried by itself.
+        // Such rules choose among the blocks of the host tier, which is tried on its own.
         small.disk.admission = AdmissionMode::WriteThrough;
         small.disk.write_budget = None;
     }
@@ -393,11 +429,14 @@ fn only_needed_plugins(settings: &mut Settings) {
 }
 
 fn place(settings: &Settings, tier: Tier, device: Option<&str>) -> String {
-    let size =
-        |capacity: Option<Capacity>| capacity.map_or_else(|| "unlimited".to_owned(), |size| size.to_string());
+    let size = |capacity: Option<Capacity>| {
+        capacity.map_or_else(|| "unlimited".to_owned(), |size| size.to_string())
+    };
     match tier {
         Tier::Device => match device {
-            Some("emulated") => format!("{}, emulated in host memory", size(settings.device.capacity)),
+            Some("emulated") => {
+                format!("{}, emulated in host memory", size(settings.device.capacity))
+            }
             _ => format!("{}, on GPU {}", size(settings.device.capacity), settings.device.ordinal),
         },
         Tier::Host => match &settings.host.persist {
@@ -405,7 +444,8 @@ fn place(settings: &Settings, tier: Tier, device: Option<&str>) -> String {
             None => size(settings.host.capacity),
         },
         Tier::Disk => {
-            let dirs: Vec<_> = settings.disk.dirs.iter().map(|dir| dir.display().to_string()).collect();
+            let dirs: Vec<_> =
+                settings.disk.dirs.iter().map(|dir| dir.display().to_string()).collect();
             format!("{} in {}", size(settings.disk.capacity), dirs.join(", "))
         }
         Tier::Object => format!("{}, the store answers", size(settings.object.capacity)),

@@ -1,7 +1,7 @@
 //! An engine in miniature: serves requests through a manager, with patterns in place of KV.
 //!
-//! Per request: lease the chain, load what is held, check every byte of it, fill the rest, save. It is what
-//! `replay` does with a trace and `demo` with a generated chat.
+//! Per request: lease the chain, load what is held, check every byte of it, fill the rest, save. It
+//! is what `replay` does with a trace and `demo` with a generated chat.
 
 use std::ops::{AddAssign, Range};
 use std::sync::Arc;
@@ -9,10 +9,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use kvbm::table::SlotCounts;
+use kvbm::SlotCounts;
 use kvbm::{
-    Allocation, BlockHash, Chain, ChainHasher, ErrorKind, Fingerprint, Hashing, Hints, JumpingClock,
-    KvLayout, Lease, Manager, ManualClock, Options, RequestId, RequestInfo, Tier, Transfer, Transferred,
+    Allocation, BlockHash, Chain, ChainHasher, ErrorKind, Fingerprint, Hashing, Hints,
+    JumpingClock, KvLayout, Lease, Manager, ManualClock, Options, RequestId, RequestInfo, Tier,
+    Transfer, Transferred,
 };
 use kvbm_policies::{BLOCK_TOKENS, Request, Running};
 use kvbm_settings::Settings;
@@ -155,10 +156,12 @@ impl SimulatedEngine {
         let manager = runtime.block_on(stop.or(Manager::open(settings, options)))??;
         stop.check()?;
         let below = tiers.iter().copied().find(|&tier| tier > Tier::Device);
-        let blocks = |tier| manager.counts(tier).total as usize;
+        let blocks = |tier| manager.admin().counts(tier).total as usize;
         let device_blocks = blocks(Tier::Device);
-        let room = DeviceRoom::new(below.map_or(device_blocks, |below| blocks(below).min(device_blocks)));
-        // The ids of a trace are chained already; chaining them again makes that sure, whatever the trace says.
+        let room =
+            DeviceRoom::new(below.map_or(device_blocks, |below| blocks(below).min(device_blocks)));
+        // The ids of a trace are chained already; chaining them again makes that sure, whatever the
+        // trace says.
         let hasher = ChainHasher::new(TOKENS_PER_ID, SEED)?;
         Ok(Self {
             manager,
@@ -183,8 +186,8 @@ impl SimulatedEngine {
         self
     }
 
-    /// Serves all `requests`, up to `concurrency` at a time and begun in their order. `observe` sees the tally
-    /// after each.
+    /// Serves all `requests`, up to `concurrency` at a time and begun in their order. `observe`
+    /// sees the tally after each.
     pub(crate) fn run(
         &self,
         requests: impl Iterator<Item = Result<Request, TraceError>> + Send,
@@ -197,7 +200,8 @@ impl SimulatedEngine {
         let requests = Mutex::new(RequestArrivals::new(requests));
         let work = || -> Result<(), CommandFailure> {
             while !failed.load(Ordering::Relaxed)
-                && let Some(RequestArrival { request, info, hashes, room }) = self.next(&requests)?
+                && let Some(RequestArrival { request, info, hashes, room }) =
+                    self.next(&requests)?
             {
                 let tally = self.serve(&request, info, Chain::from(&hashes))?;
                 drop(room);
@@ -219,7 +223,8 @@ impl SimulatedEngine {
         Ok(total.into_inner().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The next request. Time moves to its timestamp, and requests that have ended by then are reported.
+    /// The next request. Time moves to its timestamp, and requests that have ended by then are
+    /// reported.
     fn next<'e>(
         &'e self,
         arrivals: &Mutex<RequestArrivals<impl Iterator<Item = Result<Request, TraceError>>>>,
@@ -231,12 +236,17 @@ impl SimulatedEngine {
         let room = self.room.admit(hashes.len());
         self.let_the_clock_jump();
         self.clock.advance_to(request.timestamp_ms);
-        // After the clock has moved and before the request is leased: policies learn in the order of a real engine.
+        // After the clock has moved and before the request is leased: policies learn in the order
+        // of a real engine.
         while let Some(ended) = arrivals.running.next_ended(request.timestamp_ms) {
             self.manager.finished(ended.request, ended.output_tokens);
         }
         let (begun, tenant) = (arrivals.begin(&request), (self.tenant)(&request));
-        let info = RequestInfo { request: Some(begun), hints: Hints { tenant, ..Hints::default() } };
+        let info = RequestInfo {
+            request: Some(begun),
+            hints: Hints { tenant, ..Hints::default() },
+            ..RequestInfo::default()
+        };
         self.manager.tick();
         Ok(Some(RequestArrival { request, info, hashes, room }))
     }
@@ -299,11 +309,13 @@ impl SimulatedEngine {
         let started = clock::now();
         let mut lease = lease;
         loop {
-            // The count of refusals tells: by the time that the load has ended the tier may have room again.
-            let full_before = self.manager.stats(Tier::Device).full;
+            // The count of refusals tells: by the time that the load has ended the tier may have
+            // room again.
+            let full_before = self.manager.admin().stats(Tier::Device).full;
             let transferred = self.wait(self.manager.load(lease))?;
             tally.load_time = started.elapsed();
-            let is_full = transferred.refused > 0 && self.manager.stats(Tier::Device).full > full_before;
+            let is_full = transferred.refused > 0
+                && self.manager.admin().stats(Tier::Device).full > full_before;
             if !is_full || started.elapsed() > PATIENCE {
                 return Ok(transferred.lease);
             }
@@ -317,7 +329,13 @@ impl SimulatedEngine {
         self.verify_leading(chain, lease, hits, tally);
     }
 
-    fn verify_leading(&self, chain: Chain<'_>, lease: &Lease, blocks: usize, tally: &mut ServedTally) {
+    fn verify_leading(
+        &self,
+        chain: Chain<'_>,
+        lease: &Lease,
+        blocks: usize,
+        tally: &mut ServedTally,
+    ) {
         for (position, &hash) in chain.hashes.iter().enumerate().take(blocks) {
             let matches = self
                 .manager
@@ -335,7 +353,9 @@ impl SimulatedEngine {
         let lease = match self.load(lease, &mut ServedTally::default()) {
             Ok(lease) => lease,
             Err(UnservedBlock::Hung) => {
-                return Err(CommandFailure::unexpected("a load did not end in any reasonable time"));
+                return Err(CommandFailure::unexpected(
+                    "a load did not end in any reasonable time",
+                ));
             }
             Err(UnservedBlock::Failed(failure)) => return Err(failure),
         };
@@ -391,7 +411,7 @@ impl SimulatedEngine {
     /// Saves what the device holds, as far as the tier below can take it.
     fn save(&self, lease: Lease, tally: &mut ServedTally) -> Result<(), UnservedBlock> {
         let Some(below) = self.below else { return Ok(()) };
-        let SlotCounts { total, lost, .. } = self.manager.counts(below);
+        let SlotCounts { total, lost, .. } = self.manager.admin().counts(below);
         let goal = lease.blocks(Tier::Device).min((total - lost) as usize);
         let started = clock::now();
         let mut lease = lease;
@@ -426,12 +446,14 @@ impl SimulatedEngine {
 
     /// Saves, flushes and loads fresh blocks until that works in every tier.
     pub(crate) fn recover(&self) -> Result<RecoveryTally, CommandFailure> {
-        /// The longest pause of a store that was down, and time to flush what has gathered meanwhile.
+        /// The longest pause of a store that was down, and time to flush what has gathered
+        /// meanwhile.
         const LIMIT: Duration = Duration::from_mins(2);
         const BETWEEN_ROUNDS: Duration = Duration::from_millis(20);
         let started = clock::now();
         let mut tally = ServedTally::default();
-        let mut broken: Vec<_> = self.tiers.iter().copied().filter(|&tier| tier > Tier::Device).collect();
+        let mut broken: Vec<_> =
+            self.tiers.iter().copied().filter(|&tier| tier > Tier::Device).collect();
         for round in 0.. {
             let mut still_broken = Vec::new();
             for tier in broken {
@@ -449,7 +471,12 @@ impl SimulatedEngine {
         Ok(RecoveryTally { after, mismatches: tally.mismatches, hangs: tally.hangs })
     }
 
-    fn works(&self, tier: Tier, round: u32, tally: &mut ServedTally) -> Result<bool, CommandFailure> {
+    fn works(
+        &self,
+        tier: Tier,
+        round: u32,
+        tally: &mut ServedTally,
+    ) -> Result<bool, CommandFailure> {
         match self.probe(tier, round, tally) {
             Ok(works) => Ok(works),
             Err(UnservedBlock::Hung) => {
@@ -461,7 +488,12 @@ impl SimulatedEngine {
     }
 
     /// Whether blocks that no request has go down to `tier` and come back from there.
-    fn probe(&self, tier: Tier, round: u32, tally: &mut ServedTally) -> Result<bool, UnservedBlock> {
+    fn probe(
+        &self,
+        tier: Tier,
+        round: u32,
+        tally: &mut ServedTally,
+    ) -> Result<bool, UnservedBlock> {
         const BLOCKS: u32 = 4;
         let ids: Vec<_> =
             (0..BLOCKS).flat_map(|block| [u32::MAX - block, round << 2 | tier as u32]).collect();
@@ -473,7 +505,7 @@ impl SimulatedEngine {
         self.flush_for_a_while();
         // Else the blocks would come from above, and say nothing of this tier.
         for upper in self.tiers.iter().copied().filter(|&upper| upper < tier) {
-            self.manager.evict(upper, self.manager.counts(upper).total as usize);
+            self.manager.admin().evict(upper, self.manager.admin().counts(upper).total as usize);
         }
         let lease = self.manager.lease_for(info, chain);
         let comes_from_there = lease.held().plan().eq([(tier, 0..chain.len())]);
@@ -483,11 +515,11 @@ impl SimulatedEngine {
         Ok(comes_from_there && arrived == chain.len() && tally.mismatches == before)
     }
 
-    /// A full tier may rightly decline blocks that nobody has asked for before.
+    /// A full tier may rightly decline blocks that no request has asked for before.
     fn make_room(&self, lowest: Tier, blocks: usize) {
         self.flush_for_a_while();
         for tier in self.tiers.iter().copied().filter(|&tier| tier <= lowest) {
-            self.manager.evict(tier, 4 * blocks);
+            self.manager.admin().evict(tier, 4 * blocks);
         }
     }
 
@@ -506,23 +538,23 @@ impl SimulatedEngine {
         while !drained && self.stop.check().is_ok() && clock::now() < deadline {
             drained = self.manager.drain(Duration::from_millis(200)).is_complete();
         }
-        let drift = self.manager.audit();
+        let drift = self.manager.admin().audit();
         SettledState { drained, drift: drift.iter().map(|drift| format!("{drift:?}")).collect() }
     }
 
-    /// Waits until no more copies than `never` are overdue. A busy machine may keep a healthy medium from completing
-    /// anything for as long as a copy may take; such copies end soon.
+    /// Waits until no more copies than `never` are overdue. A busy machine may keep a healthy
+    /// medium from completing anything for as long as a copy may take; such copies end soon.
     pub(crate) fn wait_for_late_copies(&self, never: u64) {
         const LIMIT: Duration = Duration::from_secs(10);
         let deadline = clock::now() + LIMIT;
-        while self.manager.overdue() > never && clock::now() < deadline {
+        while self.manager.admin().overdue() > never && clock::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 
     /// Occupancy by tier, from the fastest.
     pub(crate) fn slots(&self) -> Vec<(Tier, SlotCounts)> {
-        self.tiers.iter().map(|&tier| (tier, self.manager.counts(tier))).collect()
+        self.tiers.iter().map(|&tier| (tier, self.manager.admin().counts(tier))).collect()
     }
 
     /// What moves blocks, and how many bytes.
@@ -537,13 +569,17 @@ impl SimulatedEngine {
 }
 
 impl Drop for SimulatedEngine {
-    /// Copies under way hold their tiers. They end first, so that nobody writes where others tidy up.
+    /// Copies under way hold their tiers. They end first, so that nothing is written where others
+    /// tidy up.
     fn drop(&mut self) {
         // Of what went wrong on purpose, something may never end.
         let limit = Duration::from_secs(if self.chaos.is_some() { 1 } else { 10 });
         let closing = self.manager.close(limit);
         if !closing.is_complete() && self.chaos.is_none() {
-            tracing::warn!(copies = closing.copies_left, "copies are still under way; their files may stay");
+            tracing::warn!(
+                copies = closing.copies_left,
+                "copies are still under way; their files may stay"
+            );
         }
     }
 }
@@ -603,17 +639,26 @@ const TOKENS_PER_ID: usize = 2;
 /// What the first block of every chain is hashed with.
 const SEED: &[u8] = b"replay";
 
-/// What the bytes of a block depend on besides its hash: what an earlier process left is used if that is the same.
+/// What the bytes of a block depend on besides its hash: what an earlier process left is used if
+/// that is the same.
 pub(crate) fn fingerprint(settings: &Settings) -> Fingerprint {
     let bytes = settings.block_bytes.unwrap_or_default();
     Fingerprint {
         model: "pattern of the hash".to_owned(),
         weights: "1".to_owned(),
         dtype: "u64".to_owned(),
-        layouts: vec![KvLayout { layers: 1, order: "byte".to_owned(), shape: vec![bytes], strides: vec![1] }],
+        layouts: vec![KvLayout {
+            layers: 1,
+            order: "byte".to_owned(),
+            shape: vec![bytes],
+            strides: vec![1],
+        }],
         block_tokens: u64::from(BLOCK_TOKENS),
         engine: "kvbm replay".to_owned(),
-        hashing: Hashing { algorithm: "ids of a trace, chained by BLAKE3".to_owned(), seed: SEED.to_vec() },
+        hashing: Hashing {
+            algorithm: "ids of a trace, chained by BLAKE3".to_owned(),
+            seed: SEED.to_vec(),
+        },
         ..Fingerprint::default()
     }
 }
@@ -629,8 +674,8 @@ impl ServedTally {
     }
 }
 
-/// What transfers may take while media misbehave: three copies that time out, after the longest pause of a
-/// breaker, and what the client of an object store takes before it gives up.
+/// What transfers may take while media misbehave: three copies that time out, after the longest
+/// pause of a breaker, and what the client of an object store takes before it gives up.
 fn longest_wait(settings: &Settings) -> Duration {
     const LONGEST_PAUSE: Duration = Duration::from_secs(32);
     const OBJECT_CLIENT: Duration = Duration::from_secs(20);
@@ -648,8 +693,8 @@ fn present(settings: &Settings) -> Vec<Tier> {
     Tier::ALL.into_iter().filter(is_present).collect()
 }
 
-/// Admits requests while all admitted ones fit into the smallest tier that they fill: else each could hold a
-/// part and wait for the others' for ever.
+/// Admits requests while all admitted ones fit into the smallest tier that they fill: else each
+/// could hold a part and wait for the others' for ever.
 #[derive(Debug)]
 struct DeviceRoom {
     blocks: usize,
@@ -663,7 +708,7 @@ struct RequestArrival<'e> {
     request: Request,
     info: RequestInfo,
     hashes: Vec<BlockHash>,
-    /// Its right to fill so many blocks.
+    /// Its right to fill its blocks.
     room: FillPermit<'e>,
 }
 
@@ -688,7 +733,7 @@ impl<I> RequestArrivals<I> {
     }
 }
 
-/// The right to fill so many blocks.
+/// The right to fill `blocks` blocks.
 #[derive(Debug)]
 struct FillPermit<'r> {
     room: &'r DeviceRoom,
@@ -736,7 +781,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_whose_transfer_does_not_end_is_given_up_and_counted() {
+    fn a_request_whose_transfer_hangs_is_given_up_and_counted() {
         let runtime = crate::stop::runtime().unwrap();
         let stop = StopSignal::on_signals(&runtime).unwrap();
         let mut settings = Settings { block_bytes: Some(4_096), ..Settings::default() };

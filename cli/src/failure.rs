@@ -17,7 +17,8 @@ pub(crate) struct CommandFailure {
 }
 
 impl CommandFailure {
-    /// The input, the settings or the system are not as the command needs them: the user can change that.
+    /// The input, the settings or the system are not as the command needs them: the user can change
+    /// that.
     const UNUSABLE: u8 = 2;
     /// Something that should not happen did.
     const UNEXPECTED: u8 = 1;

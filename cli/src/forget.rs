@@ -17,11 +17,12 @@ use crate::output;
 /// A process that was killed may not quite be gone.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Forgets a tenant while the engine is stopped: destroys the keys that his blocks on disk, in the object store and in persistent memory are
-/// encrypted with, in all namespaces of the directories and the bucket that the settings name. What stays of his blocks nobody
-/// can read, and the next start does not find it. Other workers that share the bucket and still run have his key in memory until they end: stop
-/// them first. Exit status: 0 done, 1 something there is not encrypted and does not say whose it is, 2 it could not be
-/// done, such as while an engine has the tiers open.
+/// Forgets a tenant while the engine is stopped: destroys the keys that his blocks on disk, in the
+/// object store and in persistent memory are encrypted with, in all namespaces of the directories
+/// and the bucket that the settings name. What stays of his blocks nobody can read, and the next
+/// start does not find it. Other workers that share the bucket and still run have his key in memory
+/// until they end: stop them first. Exit status: 0 done, 1 something there is not encrypted and
+/// does not say whose it is, 2 it could not be done, such as while an engine has the tiers open.
 #[derive(Debug, Args)]
 pub(crate) struct ForgetArgs {
     /// The tenant, by the number that requests name
@@ -54,7 +55,8 @@ pub(crate) fn run(args: &ForgetArgs, global: &GlobalOptions) -> Result<(), Comma
     let keys_destroyed = on_disk(&dirs, args.tenant)? + in_store(args, &settings)?;
     let in_the_clear = in_the_clear(&dirs);
     if global.json {
-        let report = ForgetReport { tenant: args.tenant, keys_destroyed, in_the_clear: &in_the_clear };
+        let report =
+            ForgetReport { tenant: args.tenant, keys_destroyed, in_the_clear: &in_the_clear };
         output::print_json(&report)?;
     } else {
         output::print(&format!("{keys_destroyed} keys of tenant {} destroyed", args.tenant))?;
@@ -69,8 +71,8 @@ pub(crate) fn run(args: &ForgetArgs, global: &GlobalOptions) -> Result<(), Comma
 }
 
 fn on_disk(dirs: &[PathBuf], tenant: u32) -> Result<usize, CommandFailure> {
-    let files =
-        KeyFiles::open_all(dirs, PATIENCE).map_err(|error| CommandFailure::unusable(error.to_string()))?;
+    let files = KeyFiles::open_all(dirs, PATIENCE)
+        .map_err(|error| CommandFailure::unusable(error.to_string()))?;
     destroy(files.iter(), tenant)
 }
 
@@ -83,7 +85,8 @@ fn in_store(args: &ForgetArgs, settings: &Settings) -> Result<usize, CommandFail
         access_key: object.access_key.clone(),
         secret_key: object.secret_key.clone(),
     };
-    let store = Store::open(url, &options).map_err(|error| CommandFailure::unusable(error.to_string()))?;
+    let store =
+        Store::open(url, &options).map_err(|error| CommandFailure::unusable(error.to_string()))?;
     let keys = store.all_keys().map_err(|error| CommandFailure::unusable(error.to_string()))?;
     destroy(keys.iter(), args.tenant)
 }

@@ -31,7 +31,10 @@ impl GlobalOptions {
     }
 
     /// The settings as `adapt` completes them. Says once what was given and has no effect yet.
-    pub(crate) fn load(&self, adapt: impl FnOnce(Loader) -> Loader) -> Result<Loaded, SettingsError> {
+    pub(crate) fn load(
+        &self,
+        adapt: impl FnOnce(Loader) -> Loader,
+    ) -> Result<Loaded, SettingsError> {
         let loaded = adapt(self.loader()?).load()?;
         loaded.accepted.iter().for_each(|accepted| tracing::warn!("{accepted}"));
         Ok(loaded)

@@ -3,7 +3,7 @@
 //! | module | used by |
 //! |---|---|
 //! | [`measuring`] | the benches, and the comparison with peers: they measure as `kvbm bench` does |
-//! | [`trace`] | fuzzing: it reads files that anybody may have written |
+//! | [`trace`] | fuzzing: it reads untrusted files |
 #![forbid(unsafe_code)]
 
 pub mod measuring;

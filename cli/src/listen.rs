@@ -1,4 +1,4 @@
-//! Who listens to what the crates tell: standard error, and a tracer where the settings name one.
+//! Where the crates' events go: standard error, and a tracer where the settings name one.
 
 use std::io;
 
@@ -17,7 +17,8 @@ pub(crate) struct SpanSending {
     _spans: Option<kvbm::SpanExport>,
 }
 
-/// Begins to listen. What a tracer lacks is an error; settings that are wrong are said by the command that takes them.
+/// Begins to listen. What a tracer lacks is an error; settings that are wrong are said by the
+/// command that takes them.
 pub(crate) fn start(global: &GlobalOptions) -> Result<SpanSending, CommandFailure> {
     let (layer, sending) = match tracers(global) {
         Ok((sending, layers)) => {
@@ -43,7 +44,8 @@ fn tracers(global: &GlobalOptions) -> Result<(SpanSending, Vec<Listener>), Comma
     }
     let sending = SpanSending {
         #[cfg(feature = "otel")]
-        _spans: kvbm::SpanExport::open(settings)?.inspect(|export| layers.push(export.layer().boxed())),
+        _spans: kvbm::SpanExport::open(settings)?
+            .inspect(|export| layers.push(export.layer().boxed())),
     };
     Ok((sending, layers))
 }
@@ -59,7 +61,7 @@ fn log_to_stderr<S>(verbose: u8) -> impl Layer<S>
 where
     S: tracing::Subscriber + for<'a> tracing_subscriber::registry::LookupSpan<'a>,
 {
-    // That NIXL is missing is no warning: most do well without. It is said all the same.
+    // That NIXL is missing is no warning: most users do well without it. It is still logged.
     let level = ["warn,kvbm::assemble::nixl=info", "info", "debug"][usize::from(verbose.min(2))];
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
     tracing_subscriber::fmt::layer()

@@ -16,8 +16,8 @@
 //! | `stop` | Ctrl-C |
 //! | `progress`, `output`, `failure` | what users see: bars, tables and JSON, errors and exit codes |
 //!
-//! Results go to standard output, everything else to standard error. Exit codes: 0 done, 1 a result that must
-//! not be, 2 the input, the settings or the system need a change, 130 interrupted.
+//! Results go to standard output, everything else to standard error. Exit codes: 0 done, 1 a result
+//! that must not be, 2 the input, the settings or the system need a change, 130 interrupted.
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
@@ -52,11 +52,11 @@ use kvbm_cli::trace;
 use crate::failure::CommandFailure;
 use crate::global::GlobalOptions;
 
-/// A KV block manager for LLM inference: keeps the KV cache of past prompts in device, host, disk and object
-/// tiers.
+/// A KV block manager for LLM inference: keeps the KV cache of past prompts in device, host, disk
+/// and object tiers.
 ///
-/// Settings come from --config or `DYN_KVBM_CONFIG` (TOML), `DYN_KVBM_*` variables and options, each of which
-/// overrides the one before.
+/// Settings come from --config or `DYN_KVBM_CONFIG` (TOML), `DYN_KVBM_*` variables and options,
+/// each of which overrides the one before.
 #[derive(Debug, Parser)]
 #[command(name = "kvbm", version, max_term_width = 110)]
 struct Cli {
@@ -68,7 +68,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Show a generated chat moving through all four tiers: no arguments, no network, less than a minute
+    /// Show a generated chat moving through all four tiers: no arguments, no network, less than a
+    /// minute
     Demo(demo::DemoArgs),
     /// Replay a request trace through real tiers and check every byte that comes back
     Replay(Box<replay::ReplayArgs>),

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::failure::CommandFailure;
 
-/// Prints `text` and a line feed. Nobody reading any more is no error.
+/// Prints `text` and a line feed. A reader that is gone is no error.
 pub(crate) fn print(text: &str) -> Result<(), CommandFailure> {
     let mut stdout = io::stdout().lock();
     match writeln!(stdout, "{text}").and_then(|()| stdout.flush()) {
@@ -18,15 +18,16 @@ pub(crate) fn print(text: &str) -> Result<(), CommandFailure> {
     }
 }
 
-/// Tells the user something that is no result. Nobody listening is no error.
+/// Tells the user something that is no result. A listener that is gone is no error.
 pub(crate) fn tell(text: &str) {
     let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
 /// Prints `value` as one line of JSON.
 pub(crate) fn print_json(value: &impl Serialize) -> Result<(), CommandFailure> {
-    let json = serde_json::to_string(value)
-        .map_err(|error| CommandFailure::unexpected(format!("cannot write the result as JSON: {error}")))?;
+    let json = serde_json::to_string(value).map_err(|error| {
+        CommandFailure::unexpected(format!("cannot write the result as JSON: {error}"))
+    })?;
     print(&json)
 }
 
@@ -47,7 +48,10 @@ pub(crate) fn table(titles: &[&str], numbers: usize) -> Table {
         .load_style(presets::UTF8_FULL_CONDENSED)
         .set_content_arrangement(ContentArrangement::Dynamic)
         .set_header(titles.iter().map(title).collect::<Vec<_>>());
-    table.column_iter_mut().skip(numbers).for_each(|column| column.set_cell_alignment(CellAlignment::Right));
+    table
+        .column_iter_mut()
+        .skip(numbers)
+        .for_each(|column| column.set_cell_alignment(CellAlignment::Right));
     table
 }
 

@@ -8,8 +8,8 @@ use kvbm_tiers::clock;
 use crate::stop::StopSignal;
 use crate::trace::TraceError;
 
-/// Hands out each request when its timestamp says, `speed` times as fast as the trace was recorded. One that is
-/// asked for too late comes at once: the replay catches up.
+/// Hands out each request when its timestamp says, `speed` times as fast as the trace was recorded.
+/// One that is asked for too late comes at once: the replay catches up.
 #[derive(Debug)]
 pub(crate) struct PacedIter<I> {
     requests: I,
@@ -25,12 +25,12 @@ impl<I> PacedIter<I> {
     }
 
     fn wait_for(&mut self, request: &Request) {
-        /// So long until a wish to stop is noticed.
+        /// Time until a wish to stop is noticed.
         const LOOK: Duration = Duration::from_millis(100);
         let (start, first_ms) = *self.origin.get_or_insert((clock::now(), request.timestamp_ms));
         let due = due_after(request.timestamp_ms.saturating_sub(first_ms), self.speed);
         while let Some(left) = due.checked_sub(start.elapsed()).filter(|left| !left.is_zero()) {
-            // Whoever takes the request says that it was interrupted.
+            // The taker of the request says that it was interrupted.
             if self.stop.pause(left.min(LOOK)).is_err() {
                 return;
             }
@@ -57,7 +57,9 @@ impl<I: Iterator<Item = Result<Request, TraceError>>> Iterator for PacedIter<I> 
 /// How many times as fast as recorded.
 pub(crate) fn parse_speed(text: &str) -> Result<f64, String> {
     let speed = text.parse().ok().filter(|&speed: &f64| speed.is_finite() && speed > 0.0);
-    speed.ok_or_else(|| "a speed is a number above 0: 1 as recorded, 10 ten times as fast".to_owned())
+    speed.ok_or_else(|| {
+        "a speed is a number above 0: 1 as recorded, 10 ten times as fast".to_owned()
+    })
 }
 
 #[cfg(test)]

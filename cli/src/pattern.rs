@@ -1,8 +1,10 @@
-//! Contents of blocks that tell their name: generated from a block's hash, and checked byte by byte.
+//! Contents of blocks that tell their name: generated from a block's hash, and checked byte by
+//! byte.
 //!
-//! The words of a block are a Weyl sequence, `start + i · step`. Start and step are scrambled from the hash,
-//! so two blocks differ everywhere but by chance, and a block that is shifted, cut short or patched with an
-//! older one differs from itself. It takes one addition per word, so memory is what limits the speed.
+//! The words of a block are a Weyl sequence, `start + i · step`. Start and step are scrambled from
+//! the hash, so two blocks differ everywhere but by chance, and a block that is shifted, cut short
+//! or patched with an older one differs from itself. It takes one addition per word, so memory is
+//! what limits the speed.
 
 use kvbm::BlockHash;
 
@@ -22,7 +24,10 @@ impl BlockPattern {
     pub(crate) fn of(hash: BlockHash) -> Self {
         let hash = hash.get();
         let (low, high) = (hash as u64, (hash >> 64) as u64);
-        Self { start: scramble(low ^ high.rotate_left(32)), step: scramble(high.wrapping_add(low)) | 1 }
+        Self {
+            start: scramble(low ^ high.rotate_left(32)),
+            step: scramble(high.wrapping_add(low)) | 1,
+        }
     }
 
     /// Writes the block's content.

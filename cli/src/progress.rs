@@ -17,7 +17,8 @@ impl ReplayProgress {
     /// For `requests` requests, where their number is known.
     pub(crate) fn new(requests: Option<u64>) -> Self {
         let target = ProgressDrawTarget::stderr_with_hz(10);
-        let bar = ProgressBar::with_draw_target(requests, target).with_style(style(requests.is_some()));
+        let bar =
+            ProgressBar::with_draw_target(requests, target).with_style(style(requests.is_some()));
         if !bar.is_hidden() {
             bar.enable_steady_tick(Duration::from_millis(200));
         }
@@ -29,7 +30,7 @@ impl ReplayProgress {
         if self.0.is_hidden() {
             return;
         }
-        let moved = manager.bytes().iter().map(|(.., bytes)| bytes).sum();
+        let moved = manager.admin().bytes().iter().map(|(.., bytes)| bytes).sum();
         let hit_rate = output::share(tally.hit_tokens.total(), tally.prompt_tokens);
         self.0.set_position(tally.requests);
         self.0.set_message(format!(
@@ -60,7 +61,10 @@ fn style(has_length: bool) -> ProgressStyle {
             "{bar:30} {pos}/{len} requests, {msg} ({eta} left)",
         )
     } else {
-        ("{spinner:.cyan} {pos} requests, {msg} ({elapsed})", "{spinner} {pos} requests, {msg} ({elapsed})")
+        (
+            "{spinner:.cyan} {pos} requests, {msg} ({elapsed})",
+            "{spinner} {pos} requests, {msg} ({elapsed})",
+        )
     };
     let template = if output::is_lively(&io::stderr()) { colour } else { plain };
     ProgressStyle::with_template(template)

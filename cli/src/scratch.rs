@@ -1,4 +1,5 @@
-//! Places for tiers that last as long as a command: fresh directories, and a fresh prefix in an object store.
+//! Places for tiers that last as long as a command: fresh directories, and a fresh prefix in an
+//! object store.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,8 +20,8 @@ pub(crate) struct CommandScratch {
 }
 
 impl CommandScratch {
-    /// Points the tiers of `settings` that leave this process's memory to fresh places inside those that they
-    /// name.
+    /// Points the tiers of `settings` that leave this process's memory to fresh places inside those
+    /// that they name.
     pub(crate) fn divert(settings: &mut Settings) -> Result<Self, CommandFailure> {
         let mut scratch = Self::default();
         scratch.divert_host(&mut settings.host)?;
@@ -75,7 +76,8 @@ impl CommandScratch {
                 "cannot write to the directory {dir}: {error}; choose another with {setting}"
             ))
         };
-        // What is made is noted one by one, so that a directory that was there before is never removed.
+        // What is made is noted one by one, so that a directory that was there before is never
+        // removed.
         self.make(dir).map_err(unusable)?;
         let fresh = tempfile::Builder::new().prefix(PREFIX).tempdir_in(dir).map_err(unusable)?;
         // A URL has no working directory.
@@ -85,7 +87,8 @@ impl CommandScratch {
     }
 
     fn make(&mut self, dir: &Path) -> std::io::Result<()> {
-        let missing: Vec<_> = dir.ancestors().take_while(|dir| !dir.exists()).map(Path::to_owned).collect();
+        let missing: Vec<_> =
+            dir.ancestors().take_while(|dir| !dir.exists()).map(Path::to_owned).collect();
         self.made.extend(missing.into_iter().filter(|dir| !dir.as_os_str().is_empty()));
         fs::create_dir_all(dir)
     }
@@ -99,7 +102,7 @@ impl Drop for CommandScratch {
                 tracing::warn!(%error, "cannot remove {}", path.display());
             }
         }
-        // Somebody else may use them by now: then they stay.
+        // Another process may use them by now: then they stay.
         self.made.iter().for_each(|dir| drop(fs::remove_dir(dir)));
     }
 }
@@ -113,9 +116,9 @@ fn fresh_name() -> String {
 
 /// The URL of an absolute path.
 pub(crate) fn file_url(path: &Path) -> Result<String, CommandFailure> {
-    Url::from_file_path(path)
-        .map(String::from)
-        .map_err(|()| CommandFailure::unusable(format!("{} is not an absolute path", path.display())))
+    Url::from_file_path(path).map(String::from).map_err(|()| {
+        CommandFailure::unusable(format!("{} is not an absolute path", path.display()))
+    })
 }
 
 #[cfg(test)]
@@ -138,9 +141,17 @@ mod tests {
         let scratch = CommandScratch::divert(&mut settings).unwrap();
         assert!(settings.disk.dirs[0].starts_with(&disk) && settings.disk.dirs[0].exists());
         fs::write(settings.disk.dirs[0].join("slots"), "x").unwrap();
-        assert!(settings.host.persist.as_ref().is_some_and(|dir| dir.starts_with(&memory) && dir.exists()));
+        assert!(
+            settings
+                .host
+                .persist
+                .as_ref()
+                .is_some_and(|dir| dir.starts_with(&memory) && dir.exists())
+        );
         drop(scratch);
-        assert!(objects.exists() && !root.path().join("a").exists() && !root.path().join("b").exists());
+        assert!(
+            objects.exists() && !root.path().join("a").exists() && !root.path().join("b").exists()
+        );
         assert_eq!(fs::read_dir(&objects).unwrap().count(), 0);
     }
 

@@ -15,12 +15,12 @@ use crate::global::GlobalOptions;
 use crate::output;
 use crate::stop::{self, StopSignal};
 
-/// The port where nobody names another.
+/// The port if none is named.
 const PORT: &str = "6880";
 
-/// Opens the tiers that the settings name and shows what they hold, until it is interrupted. Of a disk tier or a bucket
-/// that is kept, that is what `replay --keep` with the same settings left there; an engine shows its own with
-/// `DYN_KVBM_METRICS=true`.
+/// Opens the tiers that the settings name and shows what they hold, until it is interrupted. Of a
+/// disk tier or a bucket that is kept, that is what `replay --keep` with the same settings left
+/// there; an engine shows its own with `DYN_KVBM_METRICS=true`.
 #[derive(Debug, Args)]
 pub(crate) struct ServeArgs {
     /// Address, or port of the loopback interface [default: that of the settings, 127.0.0.1:6880]
@@ -31,7 +31,8 @@ pub(crate) struct ServeArgs {
 /// For commands that can be watched.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct WatchedCommand {
-    /// Serve metrics, the state and a live page at this address, or at this port of the loopback interface
+    /// Serve metrics, the state and a live page at this address, or at this port of the loopback
+    /// interface
     #[arg(
         long,
         value_name = "ADDR",
@@ -67,7 +68,7 @@ pub(crate) fn run(args: &ServeArgs, global: &GlobalOptions) -> Result<(), Comman
     let runtime = stop::runtime()?;
     let stop = StopSignal::on_signals(&runtime)?;
     let manager = runtime.block_on(stop.or(open(settings.settings)))??;
-    let url = manager.serving_at().map(url).unwrap_or_default();
+    let url = manager.admin().serving_at().map(url).unwrap_or_default();
     if global.json {
         output::print_json(&ServedManager { url })?;
     } else {
@@ -81,18 +82,19 @@ pub(crate) fn run(args: &ServeArgs, global: &GlobalOptions) -> Result<(), Comman
     Err(CommandFailure::unexpected(format!("{} copies did not end", closing.copies_left)))
 }
 
-/// What a medium works on may take so long to end.
+/// The most time that copies under way may take to end.
 const CLOSE: Duration = Duration::from_secs(10);
 
 async fn open(settings: Settings) -> kvbm::Result<Manager> {
     let fingerprint = Some(engine::fingerprint(&settings));
-    let options = Options { block_tokens: u64::from(BLOCK_TOKENS), fingerprint, ..Options::default() };
+    let options =
+        Options { block_tokens: u64::from(BLOCK_TOKENS), fingerprint, ..Options::default() };
     Manager::open(settings, options).await
 }
 
 /// Says where a command can be watched, if it can.
 pub(crate) fn tell(manager: &Manager) {
-    if let Some(address) = manager.serving_at() {
+    if let Some(address) = manager.admin().serving_at() {
         output::tell(&format!("live page at {}", url(address)));
     }
 }
@@ -112,9 +114,9 @@ fn serve_at(loader: Loader, address: SocketAddr) -> Loader {
 fn parse_address(text: &str) -> Result<SocketAddr, String> {
     let port = text.strip_prefix(':').unwrap_or(text).parse().ok();
     let loopback = port.map(|port| SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port));
-    loopback
-        .or_else(|| text.parse().ok())
-        .ok_or_else(|| "valid: a port, or an IP address and a port such as 127.0.0.1:6880".to_owned())
+    loopback.or_else(|| text.parse().ok()).ok_or_else(|| {
+        "valid: a port, or an IP address and a port such as 127.0.0.1:6880".to_owned()
+    })
 }
 
 #[cfg(test)]

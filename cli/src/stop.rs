@@ -24,10 +24,12 @@ pub(crate) fn runtime() -> Result<Runtime, CommandFailure> {
 pub(crate) struct StopSignal(watch::Receiver<Option<u8>>);
 
 impl StopSignal {
-    /// From here on the first signal asks for a clean end; the second one ends the process where it is.
+    /// From here on the first signal asks for a clean end; the second one ends the process where it
+    /// is.
     pub(crate) fn on_signals(runtime: &Runtime) -> Result<Self, CommandFailure> {
         let _entered = runtime.enter();
-        let unusable = |error| CommandFailure::unusable(format!("cannot listen to signals: {error}"));
+        let unusable =
+            |error| CommandFailure::unusable(format!("cannot listen to signals: {error}"));
         let mut interrupt = signal(SignalKind::interrupt()).map_err(unusable)?;
         let mut terminate = signal(SignalKind::terminate()).map_err(unusable)?;
         let (raise, raised) = watch::channel(None);

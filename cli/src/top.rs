@@ -19,13 +19,14 @@ use crate::global::GlobalOptions;
 use crate::output;
 use crate::stop::{self, StopSignal};
 
-/// Shows tiers, routes, hits and faults of a process that serves its state (`DYN_KVBM_METRICS=true`), anew every second,
-/// until q is pressed.
+/// Shows tiers, routes, hits and faults of a process that serves its state
+/// (`DYN_KVBM_METRICS=true`), anew every second, until q is pressed.
 #[derive(Debug, Args)]
 pub(crate) struct TopArgs {
     #[command(flatten)]
     process: AskedProcess,
-    /// Print what is the case now, and end; as where standard input or output is no terminal, or with --json
+    /// Print what is the case now, and end; as where standard input or output is no terminal, or
+    /// with --json
     #[arg(long)]
     once: bool,
     /// Seconds between two looks
@@ -95,8 +96,9 @@ pub(crate) fn run(args: &TopArgs, global: &GlobalOptions) -> Result<(), CommandF
         return output::print(&text(&first, &ScreenLook::default()));
     }
     let stop = StopSignal::on_signals(&runtime)?;
-    watch(args, first, &runtime, &stop)
-        .map_err(|error| CommandFailure::unexpected(format!("cannot draw on the terminal: {error}")))?;
+    watch(args, first, &runtime, &stop).map_err(|error| {
+        CommandFailure::unexpected(format!("cannot draw on the terminal: {error}"))
+    })?;
     stop.check()
 }
 
@@ -107,7 +109,12 @@ fn ask(runtime: &Runtime, process: &AskedProcess) -> Result<ScreenLook, CommandF
     })
 }
 
-fn watch(args: &TopArgs, first: ScreenLook, runtime: &Runtime, stop: &StopSignal) -> io::Result<()> {
+fn watch(
+    args: &TopArgs,
+    first: ScreenLook,
+    runtime: &Runtime,
+    stop: &StopSignal,
+) -> io::Result<()> {
     let _screen = TopScreen::open()?;
     let mut shown = text(&first, &ScreenLook::default());
     let mut before = first;
@@ -119,7 +126,8 @@ fn watch(args: &TopArgs, first: ScreenLook, runtime: &Runtime, stop: &StopSignal
         shown = match ask(runtime, &args.process) {
             Ok(now) => {
                 // Another process answers there, or this one began anew.
-                let since = if now.uptime_s > before.uptime_s { before } else { ScreenLook::default() };
+                let since =
+                    if now.uptime_s > before.uptime_s { before } else { ScreenLook::default() };
                 let shown = text(&now, &since);
                 before = now;
                 shown
@@ -164,9 +172,11 @@ fn read_keys() -> Vec<u8> {
     keys[..read].to_vec()
 }
 
-/// In this mode of the terminal Ctrl-C is a key as any other. Arrows and the like begin as Esc does.
+/// In this mode of the terminal Ctrl-C is a key as any other. Arrows and the like begin as Esc
+/// does.
 fn ends(keys: &[u8]) -> bool {
-    matches!(keys, [] | b"\x1b") || (keys[0] != b'\x1b' && keys.iter().any(|key| b"q\x03".contains(key)))
+    matches!(keys, [] | b"\x1b")
+        || (keys[0] != b'\x1b' && keys.iter().any(|key| b"q\x03".contains(key)))
 }
 
 /// The terminal, which is as it was when this is dropped.
@@ -206,7 +216,7 @@ impl Drop for TopScreen {
     }
 }
 
-/// What is the case `now`, and how fast it went since `before`; since the start, where that is nothing.
+/// The state `now`, and the rates since `before`; since the start, where that is the default.
 fn text(now: &ScreenLook, before: &ScreenLook) -> String {
     let mut text = String::new();
     let seconds = (now.uptime_s - before.uptime_s).max(1e-3);
@@ -229,7 +239,8 @@ fn text(now: &ScreenLook, before: &ScreenLook) -> String {
     ));
     line(String::new());
     line(
-        "tier            blocks                                 hits    dirty   evicted/s   lost".to_owned(),
+        "tier            blocks                                 hits    dirty   evicted/s   lost"
+            .to_owned(),
     );
     for (i, tier) in now.tiers.iter().enumerate() {
         let evicted = before.tiers.get(i).map_or(0, |tier| tier.evictions_total);
@@ -245,7 +256,10 @@ fn text(now: &ScreenLook, before: &ScreenLook) -> String {
         ));
     }
     line(String::new());
-    line("route           backend           bytes/s  blocks/s   queued   under way   failed".to_owned());
+    line(
+        "route           backend           bytes/s  blocks/s   queued   under way   failed"
+            .to_owned(),
+    );
     for (i, route) in now.routes.iter().enumerate() {
         let then = before.routes.get(i).cloned().unwrap_or_default();
         let state = match (route.breaker.as_str(), route.overdue_now) {
@@ -315,13 +329,21 @@ mod tests {
     #[test]
     fn speeds_are_of_the_time_between_two_looks() {
         let shown = text(&look(12.0, 300), &look(10.0, 100));
-        for expected in
-            ["up 12s", "hit rate 50.0 % now", "####............  25.0 %", " 100.0 ", "100 MB", "left alone"]
-        {
+        for expected in [
+            "up 12s",
+            "hit rate 50.0 % now",
+            "####............  25.0 %",
+            " 100.0 ",
+            "100 MB",
+            "left alone",
+        ] {
             assert!(shown.contains(expected), "{expected}: {shown}");
         }
         assert!(shown.contains("7s ago: copy_io at host>disk, 9 times"), "{shown}");
-        assert!(text(&look(10.0, 100), &ScreenLook::default()).contains("10.0 MB"), "since the start");
+        assert!(
+            text(&look(10.0, 100), &ScreenLook::default()).contains("10.0 MB"),
+            "since the start"
+        );
         assert!(!shown.contains('\u{1b}'), "a process moves no cursor");
     }
 }

@@ -14,8 +14,9 @@ const MAX_LINE: usize = 16 << 20;
 
 /// Streams the requests of a trace in the order of the file. Ends after the first error.
 ///
-/// Plain, gzip and zstd are told apart by their first bytes. Blank lines are skipped. A timestamp before that
-/// of an earlier request is raised to it, and counted: see [`out_of_order`](Self::out_of_order).
+/// Plain, gzip and zstd are told apart by their first bytes. Blank lines are skipped. A timestamp
+/// before that of an earlier request is raised to it, and counted: see
+/// [`out_of_order`](Self::out_of_order).
 pub struct TraceReader {
     path: PathBuf,
     input: Box<dyn BufRead + Send>,
@@ -90,7 +91,7 @@ pub enum LineProblem {
         ids: usize,
         /// The prompt's tokens.
         input_length: u32,
-        /// Blocks of so many tokens, the last one perhaps in part.
+        /// The blocks that hold these tokens, the last one perhaps in part.
         expected: u32,
     },
 }
@@ -98,7 +99,8 @@ pub enum LineProblem {
 impl TraceReader {
     /// Opens the trace at `path`.
     pub fn open(path: &Path) -> Result<Self, TraceError> {
-        let file = File::open(path).map_err(|source| TraceError::Open { path: path.to_owned(), source })?;
+        let file = File::open(path)
+            .map_err(|source| TraceError::Open { path: path.to_owned(), source })?;
         Self::read(path, file)
     }
 
@@ -146,10 +148,8 @@ impl TraceReader {
         self.line_number += 1;
         // One byte more than allowed: the line feed, or the proof that the line is too long.
         let mut bounded = (&mut self.input).take(MAX_LINE as u64 + 1);
-        let read = bounded.read_until(b'\n', &mut self.line).map_err(|source| TraceError::Read {
-            path: self.path.clone(),
-            line: self.line_number,
-            source,
+        let read = bounded.read_until(b'\n', &mut self.line).map_err(|source| {
+            TraceError::Read { path: self.path.clone(), line: self.line_number, source }
         })?;
         self.line.pop_if(|last| *last == b'\n');
         if self.line.len() > MAX_LINE {
@@ -241,7 +241,8 @@ mod tests {
 
     use super::*;
 
-    const LINE: &str = r#"{"timestamp": 7, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}"#;
+    const LINE: &str =
+        r#"{"timestamp": 7, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}"#;
 
     fn read(bytes: Vec<u8>) -> Result<Vec<Request>, String> {
         let input = decompress(Cursor::new(bytes)).map_err(|error| error.to_string())?;
@@ -345,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_without_end_is_refused_before_it_fills_the_memory() {
+    fn an_endless_line_is_refused_before_it_fills_the_memory() {
         let endless = " ".repeat(MAX_LINE + 1);
         assert_eq!(problem(&endless), "t:1: the line is longer than 16 MiB");
     }

@@ -9,8 +9,8 @@ use crate::global::GlobalOptions;
 use crate::output;
 use crate::stop;
 
-/// Asks a process that serves its state (`DYN_KVBM_METRICS=true`) how much of a chain is in which tier, or what a request
-/// found, and why the next block was not there.
+/// Asks a process that serves its state (`DYN_KVBM_METRICS=true`) how much of a chain is in which
+/// tier, or what a request found, and why the next block was not there.
 #[derive(Debug, Args)]
 pub(crate) struct WhyArgs {
     #[command(flatten)]
@@ -42,7 +42,8 @@ pub(crate) fn run(args: &WhyArgs, global: &GlobalOptions) -> Result<(), CommandF
 /// In a line or two.
 fn text(why: &Value) -> String {
     let found = why["found"].as_array().into_iter().flatten();
-    let found: Vec<_> = found.map(|of| format!("{} {} blocks", word(&of["tier"]), of["blocks"])).collect();
+    let found: Vec<_> =
+        found.map(|of| format!("{} {} blocks", word(&of["tier"]), of["blocks"])).collect();
     let summary = format!("{} of {}", found.join(", "), why["blocks"]);
     let next = &why["next"];
     if next.is_null() {
@@ -52,7 +53,11 @@ fn text(why: &Value) -> String {
     let tier = next["tier"].as_str().map(|tier| format!(" ({tier})")).unwrap_or_default();
     let age = next["age_s"].as_u64().map(|age| format!(", {age} s ago")).unwrap_or_default();
     let policy = next["policy"].as_str().map(|policy| format!(": {policy}")).unwrap_or_default();
-    format!("{summary}\nblock {} ({block}…): {}{tier}{age}{policy}", next["position"], word(&next["reason"]))
+    format!(
+        "{summary}\nblock {} ({block}…): {}{tier}{age}{policy}",
+        next["position"],
+        word(&next["reason"])
+    )
 }
 
 fn word(value: &Value) -> &str {

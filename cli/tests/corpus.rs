@@ -1,4 +1,5 @@
-//! What fuzzing starts from and what it found is replayed, and variants of it: `fuzz/src/lib.rs` says what must hold.
+//! What fuzzing starts from and what it found is replayed, and variants of it: `fuzz/src/lib.rs`
+//! says what must hold.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,7 +23,7 @@ fn every_target_has_files_to_start_from_and_a_fuzzer() {
 }
 
 #[test]
-fn no_bytes_of_the_corpus_and_near_it_make_a_reader_panic() {
+fn no_bytes_in_or_near_the_corpus_make_readers_panic() {
     for (name, read) in TARGETS {
         for path in files(name) {
             let bytes = fs::read(&path).unwrap();

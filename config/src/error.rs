@@ -6,12 +6,13 @@ use std::path::PathBuf;
 use crate::origin::Origin;
 use crate::value::InvalidValue;
 
-/// Why the settings could not be had. Every message names the key, where it came from and what is valid; none
-/// ever holds a secret.
+/// Why the settings could not be had. Every message names the key, where it came from and what is
+/// valid; none ever holds a secret.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SettingsError {
-    /// A value that its setting does not take, alone or together with other settings: change the value.
+    /// A value that its setting does not take, alone or together with other settings: change the
+    /// value.
     #[error("{key} = \"{value}\" ({origin}): {problem}")]
     Invalid {
         /// The setting, by its TOML path or, where it has none, its variable.

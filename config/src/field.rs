@@ -6,16 +6,19 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use kvbm_policies::EvictionKind;
+
 use crate::nixl::{parameter_name, plugin_name};
 use crate::settings::{
-    AdmissionMode, DeviceBackend, DiskBackend, EvictionPolicy, ObjectBackend, OlderEpoch, SECRET_SET,
-    Settings, URL_HIDDEN, may_hold_credentials, shown_parameter, shown_url,
+    AdmissionMode, DeviceBackend, DiskBackend, ObjectBackend, OlderEpoch, SECRET_SET, Settings,
+    URL_HIDDEN, may_hold_credentials, shown_parameter, shown_url,
 };
 use crate::tenants;
 use crate::value::{
-    BOOLEANS, BUDGETS, CAPACITIES, Capacity, DIRECTORIES, DIRECTORY, HOSTS, InvalidValue, LIMITS, NONE,
-    SIZES, TEXTS, WriteBudget, format_size, parse_boolean, parse_directories, parse_directory, parse_hosts,
-    parse_share, parse_size, parse_text, parse_whole, split_directories, whole_numbers,
+    BOOLEANS, BUDGETS, CAPACITIES, Capacity, DIRECTORIES, DIRECTORY, HOSTS, InvalidValue, LIMITS,
+    NONE, SIZES, TEXTS, WriteBudget, format_size, parse_boolean, parse_directories,
+    parse_directory, parse_hosts, parse_share, parse_size, parse_text, parse_whole,
+    split_directories, whole_numbers,
 };
 
 /// How a limit is written that is not set.
@@ -42,7 +45,8 @@ impl RawValue {
     }
 }
 
-/// Where a setting lives in [`Settings`]. One accessor serves reading and writing: reading goes through a copy.
+/// Where a setting lives in [`Settings`]. One accessor serves reading and writing: reading goes
+/// through a copy.
 type At<T> = fn(&mut Settings) -> &mut T;
 
 /// A setting's place and type.
@@ -81,7 +85,11 @@ pub(crate) enum SettingField {
 
 impl SettingField {
     /// Parses `raw` into its place.
-    pub(crate) fn assign(&self, settings: &mut Settings, raw: &RawValue) -> Result<(), InvalidValue> {
+    pub(crate) fn assign(
+        &self,
+        settings: &mut Settings,
+        raw: &RawValue,
+    ) -> Result<(), InvalidValue> {
         match (self, raw) {
             (Self::Toggles(at), RawValue::Member { name, value }) => {
                 at(settings).insert(plugin_name(name)?, parse_boolean(value)?);
@@ -95,7 +103,9 @@ impl SettingField {
             (Self::Directories(at), RawValue::One(text)) => {
                 put(at(settings), parse_directories(&split_directories(text)))
             }
-            (Self::Directories(at), RawValue::Many(names)) => put(at(settings), parse_directories(names)),
+            (Self::Directories(at), RawValue::Many(names)) => {
+                put(at(settings), parse_directories(names))
+            }
             (Self::Hosts(at), RawValue::Many(names)) => {
                 put(at(settings), parse_hosts(names.iter().map(String::as_str)))
             }
@@ -113,17 +123,26 @@ impl SettingField {
             }
             Self::Millis(at, range) => put(at(settings), parse_whole(text, range)),
             Self::Bytes(at, range) => put(at(settings), parse_size_in(text, range)),
-            Self::BytesIfSet(at, range) => put(at(settings), if_set(text, |text| parse_size_in(text, range))),
+            Self::BytesIfSet(at, range) => {
+                put(at(settings), if_set(text, |text| parse_size_in(text, range)))
+            }
             Self::Capacity(at) => put(at(settings), if_set(text, str::parse).map(some_room)),
             Self::Limit(at) => put(at(settings), parse_limit(text)),
             Self::Budget(at) => put(at(settings), if_set(text, str::parse)),
             Self::Share(at) => put(at(settings), parse_share(text)),
-            Self::Port(at) => put(at(settings), parse_whole(text, &(0..=65_535)).map(|port| port as u16)),
+            Self::Port(at) => {
+                put(at(settings), parse_whole(text, &(0..=65_535)).map(|port| port as u16))
+            }
             Self::Address(at) => {
                 let address = IpAddr::from_str(text.trim());
-                put(at(settings), address.map_err(|_| InvalidValue::new("not an IP address", self.valid())))
+                put(
+                    at(settings),
+                    address.map_err(|_| InvalidValue::new("not an IP address", self.valid())),
+                )
             }
-            Self::Url(at, schemes) => put(at(settings), if_set(text, |text| parse_url(text, schemes))),
+            Self::Url(at, schemes) => {
+                put(at(settings), if_set(text, |text| parse_url(text, schemes)))
+            }
             Self::Text(at) | Self::Secret(at) => put(at(settings), if_set(text, parse_text)),
             Self::Directory(at) => put(at(settings), if_set(text, parse_directory)),
             Self::Hosts(at) => put(
@@ -139,7 +158,8 @@ impl SettingField {
         }
     }
 
-    /// The value as [`SettingField::assign`] takes it: nothing when unset, one per member of a family.
+    /// The value as [`SettingField::assign`] takes it: nothing when unset, one per member of a
+    /// family.
     pub(crate) fn values(&self, settings: &Settings) -> Vec<RawValue> {
         // An accessor borrows for writing, since one serves both ways.
         let settings = &mut settings.clone();
@@ -192,7 +212,9 @@ impl SettingField {
     /// The name of a member of a family below the family's path, whatever its source.
     pub(crate) fn member(&self, name: &str) -> String {
         match self {
-            Self::Parameters(_) => parameter_name(name).map_or_else(|_| name.to_owned(), parameter_path),
+            Self::Parameters(_) => {
+                parameter_name(name).map_or_else(|_| name.to_owned(), parameter_path)
+            }
             _ => name.to_ascii_uppercase(),
         }
     }
@@ -201,7 +223,9 @@ impl SettingField {
     pub(crate) fn valid(&self) -> String {
         match self {
             Self::Flag(_) | Self::Toggles(_) => BOOLEANS.to_owned(),
-            Self::Count(_, range) => whole_numbers(&(u64::from(*range.start())..=u64::from(*range.end()))),
+            Self::Count(_, range) => {
+                whole_numbers(&(u64::from(*range.start())..=u64::from(*range.end())))
+            }
             Self::Millis(_, range) => format!("{}, in milliseconds", whole_numbers(range)),
             Self::Bytes(_, range) | Self::BytesIfSet(_, range) => sizes(range),
             Self::Capacity(_) => CAPACITIES.to_owned(),
@@ -239,7 +263,8 @@ fn parse_limit(text: &str) -> Result<Option<Capacity>, InvalidValue> {
     if text.trim().eq_ignore_ascii_case(UNLIMITED) {
         return Ok(None);
     }
-    let capacity = if_set(text, str::parse).map_err(|invalid: InvalidValue| invalid.but_valid(LIMITS))?;
+    let capacity =
+        if_set(text, str::parse).map_err(|invalid: InvalidValue| invalid.but_valid(LIMITS))?;
     Ok(Some(some_room(capacity).unwrap_or(Capacity::Blocks(0))))
 }
 
@@ -293,7 +318,11 @@ fn parameter_path((plugin, name): (String, String)) -> String {
 
 fn parse_size_in(text: &str, range: &RangeInclusive<u64>) -> Result<u64, InvalidValue> {
     let bytes = parse_size(text)?;
-    if range.contains(&bytes) { Ok(bytes) } else { Err(InvalidValue::new("out of range", sizes(range))) }
+    if range.contains(&bytes) {
+        Ok(bytes)
+    } else {
+        Err(InvalidValue::new("out of range", sizes(range)))
+    }
 }
 
 fn sizes(range: &RangeInclusive<u64>) -> String {
@@ -315,10 +344,12 @@ fn parse_url(text: &str, schemes: &[&str]) -> Result<String, InvalidValue> {
         "s3" | "http" | "https" if rest.is_empty() || rest.starts_with('/') => {
             Err(invalid("nothing after `://`"))
         }
-        "file" if rest.contains(['?', '#']) => Err(invalid("the store takes no `?` and no `#` in a path")),
-        _ if may_hold_credentials(&text) => {
-            Err(invalid("a user, password, query or colon has no place in the URL, but for a port of http"))
+        "file" if rest.contains(['?', '#']) => {
+            Err(invalid("the store takes no `?` and no `#` in a path"))
         }
+        _ if may_hold_credentials(&text) => Err(invalid(
+            "a user, password, query or colon has no place in the URL, but for a port of http",
+        )),
         _ => Ok(text),
     }
 }
@@ -369,7 +400,22 @@ macro_rules! choice {
     )*};
 }
 
-choice!(AdmissionMode, DeviceBackend, DiskBackend, EvictionPolicy, ObjectBackend, OlderEpoch);
+choice!(AdmissionMode, DeviceBackend, DiskBackend, ObjectBackend, OlderEpoch);
+
+impl NamedChoice for EvictionKind {
+    fn names(&self) -> Vec<&'static str> {
+        Self::ALL.map(Self::name).to_vec()
+    }
+
+    fn name(&self) -> &'static str {
+        (*self).name()
+    }
+
+    fn choose(&mut self, name: &str) -> Result<(), InvalidValue> {
+        let unknown = |_| InvalidValue::new("not a known name", self.names().join(", "));
+        put(self, name.parse().map_err(unknown))
+    }
+}
 
 #[cfg(test)]
 mod tests {
@@ -396,7 +442,9 @@ mod tests {
         for key in KEYS {
             let mut settings = Settings::default();
             for raw in key.field.values(&settings.clone()) {
-                key.field.assign(&mut settings, &raw).unwrap_or_else(|error| panic!("{}: {error}", key.path));
+                key.field
+                    .assign(&mut settings, &raw)
+                    .unwrap_or_else(|error| panic!("{}: {error}", key.path));
             }
             assert_eq!(settings, Settings::default(), "{}", key.path);
         }
@@ -521,7 +569,7 @@ mod tests {
             let text = toml::to_string(&TomlTable { value: backend }).expect("a name is a string");
             assert_eq!(text, format!("value = \"{}\"\n", backend.name()));
         }
-        for &eviction in EvictionPolicy::ALL {
+        for eviction in EvictionKind::ALL {
             let text = toml::to_string(&TomlTable { value: eviction }).expect("a name is a string");
             assert_eq!(text, format!("value = \"{}\"\n", eviction.name()));
             assert_eq!(eviction.name().to_uppercase().parse(), Ok(eviction));

@@ -24,7 +24,8 @@ const MAX_BYTES: u64 = 1 << 20;
 
 /// All entries of the file at `path`.
 pub(crate) fn read(path: &Path) -> Result<Vec<FileEntry>, SettingsError> {
-    let text = read_text(path).map_err(|source| SettingsError::Read { path: path.to_owned(), source })?;
+    let text =
+        read_text(path).map_err(|source| SettingsError::Read { path: path.to_owned(), source })?;
     entries(path, &text)
 }
 
@@ -43,7 +44,10 @@ fn read_text(path: &Path) -> io::Result<String> {
     let mut text = String::new();
     File::open(path)?.take(MAX_BYTES + 1).read_to_string(&mut text)?;
     if text.len() as u64 > MAX_BYTES {
-        return Err(io::Error::new(io::ErrorKind::FileTooLarge, "larger than 1 MiB: is it a settings file?"));
+        return Err(io::Error::new(
+            io::ErrorKind::FileTooLarge,
+            "larger than 1 MiB: is it a settings file?",
+        ));
     }
     Ok(text)
 }
@@ -63,7 +67,11 @@ fn flatten(text: &str, above: &str, table: &DeTable<'_>, entries: &mut Vec<FileE
                 flatten(text, &path, inner, entries);
             }
             other => {
-                entries.push(FileEntry { path, raw: raw(other), line: line_of(text, name.span().start) });
+                entries.push(FileEntry {
+                    path,
+                    raw: raw(other),
+                    line: line_of(text, name.span().start),
+                });
             }
         }
     }
@@ -80,11 +88,13 @@ fn is_section(path: &str) -> bool {
     KEYS.iter().any(|key| below(key.path) || (key.is_family() && key.path == path))
 }
 
-/// What no setting takes (an empty table, an array in an array) becomes an empty array, which none takes either.
+/// What no setting takes (an empty table, an array in an array) becomes an empty array, which none
+/// takes either.
 fn raw(value: &DeValue<'_>) -> RawValue {
     match value {
         DeValue::Array(values) => {
-            let texts: Option<Vec<_>> = values.iter().map(|value| scalar(value.get_ref())).collect();
+            let texts: Option<Vec<_>> =
+                values.iter().map(|value| scalar(value.get_ref())).collect();
             RawValue::Many(texts.unwrap_or_default())
         }
         other => scalar(other).map_or_else(|| RawValue::Many(Vec::new()), RawValue::One),
@@ -126,20 +136,28 @@ mod tests {
     fn entries_know_their_path_and_line() {
         let text = "block_bytes = 0x1_0000\n\n[host]\nhuge_pages = false\n[disk]\ndirs = [\"/a:b\", '/c']\n";
         let entries = parse(text).expect("valid TOML");
-        let found: Vec<_> =
-            entries.iter().map(|entry| (entry.path.as_str(), entry.raw.clone(), entry.line)).collect();
+        let found: Vec<_> = entries
+            .iter()
+            .map(|entry| (entry.path.as_str(), entry.raw.clone(), entry.line))
+            .collect();
         let one = |text: &str| RawValue::One(text.to_owned());
         let dirs = RawValue::Many(vec!["/a:b".to_owned(), "/c".to_owned()]);
-        let expected =
-            [("block_bytes", one("65536"), 1), ("disk.dirs", dirs, 6), ("host.huge_pages", one("false"), 4)];
+        let expected = [
+            ("block_bytes", one("65536"), 1),
+            ("disk.dirs", dirs, 6),
+            ("host.huge_pages", one("false"), 4),
+        ];
         assert_eq!(found, expected);
     }
 
     #[test]
     fn what_is_no_section_is_an_entry() {
-        for text in
-            ["[hots]\n", "[hots]\ncapacity = 1\n", "[host.capacity]\nx = 1\n", "\"host.capacity\" = 1\n"]
-        {
+        for text in [
+            "[hots]\n",
+            "[hots]\ncapacity = 1\n",
+            "[host.capacity]\nx = 1\n",
+            "\"host.capacity\" = 1\n",
+        ] {
             let entries = parse(text).expect("valid TOML");
             assert_eq!(entries.len(), 1, "{text}");
         }

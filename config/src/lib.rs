@@ -1,6 +1,8 @@
-//! Settings of the KV block manager: plain data with one default each, read from TOML and `DYN_KVBM_*`.
+//! Settings of the KV block manager: plain data with one default each, read from TOML and
+//! `DYN_KVBM_*`.
 //!
-//! [`Settings`] are data, components are objects: nothing here opens a file of the cache or knows a backend.
+//! [`Settings`] are data, components are objects: nothing here opens a file of the cache or knows a
+//! backend.
 //!
 //! | module | what it holds |
 //! |---|---|
@@ -40,15 +42,16 @@ mod validate;
 pub mod value;
 
 pub use error::SettingsError;
+pub use kvbm_policies::EvictionKind;
 pub use loader::{Accepted, Argument, Loaded, Loader, Row};
 pub use nixl::NIXL_PLUGINS;
 pub use origin::Origin;
 pub use reference::reference_markdown;
 pub use settings::{
     AdmissionMode, DeviceBackend, DeviceSettings, DiskBackend, DiskSettings, EncryptionSettings,
-    EvictionPolicy, FlushSettings, HostSettings, HybridSettings, MAX_BLOCK_BYTES, MAX_DISK_THREADS,
-    MAX_TIER_BLOCKS, MetricsSettings, NixlSettings, ObjectBackend, ObjectSettings, OlderEpoch, Settings,
-    TraceSettings, TransferSettings,
+    FlushSettings, HostSettings, HybridSettings, MAX_BLOCK_BYTES, MAX_DISK_THREADS,
+    MAX_TIER_BLOCKS, MetricsSettings, NixlSettings, ObjectBackend, ObjectSettings, OlderEpoch,
+    Settings, TraceSettings, TransferSettings,
 };
 pub use validate::MIN_TOKEN_BYTES;
 pub use value::{Capacity, InvalidValue, WriteBudget, format_size, parse_size};

@@ -1,5 +1,5 @@
-//! Settings from all their sources, each of which overrides the one before: defaults, file, environment, arguments,
-//! command line.
+//! Settings from all their sources, each of which overrides the one before: defaults, file,
+//! environment, arguments, command line.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -66,18 +66,20 @@ impl Loader {
     /// # Errors
     /// A `DYN_KVBM_*` variable that is not UTF-8.
     pub fn from_process() -> Result<Self, SettingsError> {
-        let ours =
-            std::env::vars_os().filter(|(name, _)| name.as_encoded_bytes().starts_with(PREFIX.as_bytes()));
+        let ours = std::env::vars_os()
+            .filter(|(name, _)| name.as_encoded_bytes().starts_with(PREFIX.as_bytes()));
         let texts = ours.map(|(name, value)| match (name.into_string(), value.into_string()) {
             (Ok(name), Ok(value)) => Ok((name, value)),
             (Ok(name), Err(_)) => Err(SettingsError::NotUnicode { name }),
-            (Err(name), _) => Err(SettingsError::NotUnicode { name: name.to_string_lossy().into_owned() }),
+            (Err(name), _) => {
+                Err(SettingsError::NotUnicode { name: name.to_string_lossy().into_owned() })
+            }
         });
         Ok(Self::new().environment(texts.collect::<Result<Vec<_>, _>>()?))
     }
 
-    /// Starts from a program's own defaults instead of [`Settings::default`]: those of a command, or what an
-    /// embedding engine knows, such as its block size. Everything else overrides them.
+    /// Starts from a program's own defaults instead of [`Settings::default`]: those of a command,
+    /// or what an embedding engine knows, such as its block size. Everything else overrides them.
     pub fn defaults(mut self, defaults: Settings) -> Self {
         self.defaults = defaults;
         self
@@ -101,7 +103,8 @@ impl Loader {
         self
     }
 
-    /// Sets the setting with the TOML path `path` on behalf of the caller of the program that embeds kvbm.
+    /// Sets the setting with the TOML path `path` on behalf of the caller of the program that
+    /// embeds kvbm.
     pub fn argument(mut self, path: impl Into<String>, value: Argument) -> Self {
         self.arguments.push((path.into(), value));
         self
@@ -113,9 +116,13 @@ impl Loader {
         self
     }
 
-    /// Says which plugins of NIXL this machine has, beside [`NIXL_PLUGINS`](crate::NIXL_PLUGINS), given
-    /// [`NixlSettings::library`](crate::NixlSettings::library). Asked only if the settings name another.
-    pub fn nixl_plugins(mut self, installed: impl FnOnce(Option<&str>) -> Vec<String> + 'static) -> Self {
+    /// Says which plugins of NIXL this machine has, beside [`NIXL_PLUGINS`](crate::NIXL_PLUGINS),
+    /// given [`NixlSettings::library`](crate::NixlSettings::library). Asked only if the settings
+    /// name another.
+    pub fn nixl_plugins(
+        mut self,
+        installed: impl FnOnce(Option<&str>) -> Vec<String> + 'static,
+    ) -> Self {
         self.installed = Some(Box::new(installed));
         self
     }
@@ -123,8 +130,8 @@ impl Loader {
     /// Reads every source and checks the result.
     ///
     /// # Errors
-    /// The first thing that is wrong: an unknown name, a value that is not valid, a file that cannot be read,
-    /// settings that contradict each other.
+    /// The first thing that is wrong: an unknown name, a value that is not valid, a file that
+    /// cannot be read, settings that contradict each other.
     pub fn load(mut self) -> Result<Loaded, SettingsError> {
         let mut loading = LoadingFile::new(mem::take(&mut self.defaults));
         reject_unknown_variables(&self.environment)?;
@@ -206,7 +213,8 @@ impl Loaded {
 }
 
 impl Settings {
-    /// Every setting as it may be shown, by its TOML path, in the order of the reference. Secrets appear as `(set)`.
+    /// Every setting as it may be shown, by its TOML path, in the order of the reference. Secrets
+    /// appear as `(set)`.
     pub fn shown_values(&self) -> Vec<(String, String)> {
         KEYS.iter().flat_map(|key| self.shown_values_of(key)).collect()
     }
@@ -262,14 +270,18 @@ struct LoadingFile {
 
 impl LoadingFile {
     fn new(defaults: Settings) -> Self {
-        let chosen =
-            |key: &&SettingKey| key.field.values(&defaults) != key.field.values(&Settings::default());
+        let chosen = |key: &&SettingKey| {
+            key.field.values(&defaults) != key.field.values(&Settings::default())
+        };
         let origins = KEYS.iter().filter(chosen).flat_map(|key| {
             let values = key.field.values(&defaults);
             values.iter().map(|raw| (full_path(key, raw), Origin::Program)).collect::<Vec<_>>()
         });
         let origins = origins.collect();
-        Self { loaded: Loaded { settings: defaults, origins, accepted: Vec::new() }, required: Vec::new() }
+        Self {
+            loaded: Loaded { settings: defaults, origins, accepted: Vec::new() },
+            required: Vec::new(),
+        }
     }
 
     fn add_entries(&mut self, file: &Path, entries: Vec<FileEntry>) -> Result<(), SettingsError> {
@@ -281,9 +293,12 @@ impl LoadingFile {
         Ok(())
     }
 
-    fn add_environment(&mut self, environment: &BTreeMap<String, String>) -> Result<(), SettingsError> {
-        // In the order of the table, not of the environment: where two variables mean one setting, the later one of
-        // the table prevails, such as a number of blocks over gigabytes.
+    fn add_environment(
+        &mut self,
+        environment: &BTreeMap<String, String>,
+    ) -> Result<(), SettingsError> {
+        // In the order of the table, not of the environment: where two variables mean one setting,
+        // the later one of the table prevails, such as a number of blocks over gigabytes.
         for key in KEYS {
             for variable in key.variables {
                 if let Some(text) = environment.get(variable.name) {
@@ -308,8 +323,10 @@ impl LoadingFile {
     ) -> Result<(), SettingsError> {
         let origin = Origin::Variable(variable.name.to_owned());
         let given = RawValue::One(text.to_owned());
-        let meaning =
-            variable.form.interpret(text).map_err(|problem| invalid(key, &given, &origin, problem))?;
+        let meaning = variable
+            .form
+            .interpret(text)
+            .map_err(|problem| invalid(key, &given, &origin, problem))?;
         match meaning {
             UpstreamMeaning::Value(value) => self.assign(key, &RawValue::One(value), origin),
             UpstreamMeaning::Required => {
@@ -320,7 +337,10 @@ impl LoadingFile {
         }
     }
 
-    fn check_ignored(&mut self, environment: &BTreeMap<String, String>) -> Result<(), SettingsError> {
+    fn check_ignored(
+        &mut self,
+        environment: &BTreeMap<String, String>,
+    ) -> Result<(), SettingsError> {
         for ignored in IGNORED {
             let Some(text) = environment.get(ignored.name) else { continue };
             let (name, value) = (ignored.name.to_owned(), printable(text));
@@ -328,7 +348,12 @@ impl LoadingFile {
             if let Err(problem) = ignored.check(text) {
                 return Err(SettingsError::Invalid { key: name, value, origin, problem });
             }
-            self.loaded.accepted.push(Accepted { name, value, origin, remark: NO_EFFECT.to_owned() });
+            self.loaded.accepted.push(Accepted {
+                name,
+                value,
+                origin,
+                remark: NO_EFFECT.to_owned(),
+            });
         }
         Ok(())
     }
@@ -373,16 +398,22 @@ impl LoadingFile {
         settings.check(|path| origins.get(path).cloned().unwrap_or_default())?;
         let unused = KEYS.iter().filter(|key| !key.in_use).flat_map(|key| self.loaded.rows_of(key));
         let given = unused.filter(|row| row.origin != Origin::Default);
-        let without_effect =
-            |Row { key, value, origin }| Accepted { name: key, value, origin, remark: NO_EFFECT.to_owned() };
-        let accepted: Vec<_> = given.map(without_effect).chain(self.loaded.lost_object_tier()).collect();
+        let without_effect = |Row { key, value, origin }| Accepted {
+            name: key,
+            value,
+            origin,
+            remark: NO_EFFECT.to_owned(),
+        };
+        let accepted: Vec<_> =
+            given.map(without_effect).chain(self.loaded.lost_object_tier()).collect();
         self.loaded.accepted.extend(accepted);
         Ok(self.loaded)
     }
 
     /// The names of plugins are not a closed list: this machine is asked before one is refused.
     fn check_plugins(&self, installed: Option<Box<InstalledFile>>) -> Result<(), SettingsError> {
-        // To ask is to look for the library and its plugins on disk: not where every name is known anyway.
+        // To ask is to look for the library and its plugins on disk: not where every name is known
+        // anyway.
         if self.check_plugins_among(&[]).is_ok() {
             return Ok(());
         }
@@ -392,18 +423,22 @@ impl LoadingFile {
 
     fn check_plugins_among(&self, installed: &[String]) -> Result<(), SettingsError> {
         for Row { key, value, origin } in self.loaded.rows() {
-            let known = nixl::plugin_of(&key).map_or(Ok(()), |plugin| nixl::check_known(&plugin, installed));
+            let known = nixl::plugin_of(&key)
+                .map_or(Ok(()), |plugin| nixl::check_known(&plugin, installed));
             known.map_err(|problem| SettingsError::Invalid { key, value, origin, problem })?;
         }
         Ok(())
     }
 
     fn check_required(&self) -> Result<(), SettingsError> {
-        let missing = |(key, _): &&(&SettingKey, &str)| key.field.values(&self.loaded.settings).is_empty();
+        let missing =
+            |(key, _): &&(&SettingKey, &str)| key.field.values(&self.loaded.settings).is_empty();
         let Some((key, variable)) = self.required.iter().find(missing) else { return Ok(()) };
         let others = key.variables.iter().map(|other| other.name).filter(|other| other != variable);
-        let remedy =
-            format!("{}, or turn {variable} off", others.chain([key.path]).collect::<Vec<_>>().join(" or "));
+        let remedy = format!(
+            "{}, or turn {variable} off",
+            others.chain([key.path]).collect::<Vec<_>>().join(" or ")
+        );
         Err(SettingsError::Invalid {
             key: key.path.to_owned(),
             value: NONE.to_owned(),
@@ -441,7 +476,12 @@ fn full_path(key: &SettingKey, raw: &RawValue) -> String {
     }
 }
 
-fn invalid(key: &SettingKey, raw: &RawValue, origin: &Origin, problem: InvalidValue) -> SettingsError {
+fn invalid(
+    key: &SettingKey,
+    raw: &RawValue,
+    origin: &Origin,
+    problem: InvalidValue,
+) -> SettingsError {
     let value = printable(&key.field.shown(raw));
     SettingsError::Invalid { key: full_path(key, raw), value, origin: origin.clone(), problem }
 }

@@ -24,27 +24,27 @@ pub const NIXL_PLUGINS: &[&str] = &[
 const SECRETS: [&str; 5] = ["secret", "token", "password", "access_key", "connection_string"];
 
 const PLUGIN_NAMES: &str = "letters, digits and `_`, such as UCX or GDS_MT";
-const PARAMETER_NAMES: &str =
-    "`nixl.plugin.parameter` in TOML and `DYN_KVBM_NIXL_PARAM_PLUGIN__PARAMETER` in the environment";
+const PARAMETER_NAMES: &str = "`nixl.plugin.parameter` in TOML and `DYN_KVBM_NIXL_PARAM_PLUGIN__PARAMETER` in the environment";
 
 /// A plugin's name as it is kept: in upper case.
 pub(crate) fn plugin_name(name: &str) -> Result<String, InvalidValue> {
-    let named = !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+    let named =
+        !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
     let invalid = || InvalidValue::new("not the name of a backend", PLUGIN_NAMES);
     named.then(|| name.to_ascii_uppercase()).ok_or_else(invalid)
 }
 
-/// Plugin and parameter, from `plugin.parameter` or `PLUGIN__PARAMETER`. A parameter in capitals alone, as
-/// variables have it, is one in small letters.
+/// Plugin and parameter, from `plugin.parameter` or `PLUGIN__PARAMETER`. A parameter in capitals
+/// alone, as variables have it, is one in small letters.
 pub(crate) fn parameter_name(name: &str) -> Result<(String, String), InvalidValue> {
-    let parts = name.split_once('.').or_else(|| name.split_once("__")).filter(|(_, key)| !key.is_empty());
+    let parts =
+        name.split_once('.').or_else(|| name.split_once("__")).filter(|(_, key)| !key.is_empty());
     let (plugin, key) =
         parts.ok_or_else(|| InvalidValue::new("not a plugin and a parameter", PARAMETER_NAMES))?;
     let is_shouted = !key.bytes().any(|byte| byte.is_ascii_lowercase());
     let key = if is_shouted { key.to_ascii_lowercase() } else { key.to_owned() };
     if names_a_secret(&key) {
-        let elsewhere =
-            "object.access_key and object.secret_key, or the variables that the plugin reads itself";
+        let elsewhere = "object.access_key and object.secret_key, or the variables that the plugin reads itself";
         return Err(InvalidValue::new("credentials have no place here", elsewhere));
     }
     Ok((plugin_name(plugin)?, key))
@@ -58,8 +58,9 @@ pub(crate) fn names_a_secret(name: &str) -> bool {
 
 /// The plugin that a setting is about, by the setting's path.
 pub(crate) fn plugin_of(path: &str) -> Option<String> {
-    let name =
-        path.strip_prefix("nixl.backends.").or_else(|| Some(path.strip_prefix("nixl.")?.split_once('.')?.0));
+    let name = path
+        .strip_prefix("nixl.backends.")
+        .or_else(|| Some(path.strip_prefix("nixl.")?.split_once('.')?.0));
     name.map(str::to_ascii_uppercase)
 }
 
@@ -84,9 +85,16 @@ mod tests {
         assert_eq!(parameter_name("POSIX__USE_URING"), named("POSIX", "use_uring"));
         assert_eq!(parameter_name("GDS_MT__thread_count"), named("GDS_MT", "thread_count"));
         assert_eq!(parameter_name("OBJ__crtMinLimit"), named("OBJ", "crtMinLimit"));
-        for name in
-            ["", "POSIX", "POSIX__", "posix.", "__KEY", "A-B__KEY", "OBJ__SECRET_KEY", "obj.access_key"]
-        {
+        for name in [
+            "",
+            "POSIX",
+            "POSIX__",
+            "posix.",
+            "__KEY",
+            "A-B__KEY",
+            "OBJ__SECRET_KEY",
+            "obj.access_key",
+        ] {
             assert!(parameter_name(name).is_err(), "{name}");
         }
     }

@@ -25,7 +25,8 @@ pub enum Origin {
     Variable(String),
     /// The command line.
     CommandLine,
-    /// An argument of the program that embeds us, see [`Loader::argument`](crate::Loader::argument).
+    /// An argument of the program that embeds us, see
+    /// [`Loader::argument`](crate::Loader::argument).
     Argument,
 }
 

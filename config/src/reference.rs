@@ -14,7 +14,8 @@ pub fn reference_markdown() -> String {
         let keys: Vec<_> = KEYS.iter().filter(|key| key.section() == *section).collect();
         let _ = write!(page, "\n### {title}\n{text}\n\n{}", settings_table(&keys));
     }
-    let _ = write!(page, "\n{MIGRATION}\n{}\n{NO_EFFECT}\n{}", differences_table(), ignored_table());
+    let _ =
+        write!(page, "\n{MIGRATION}\n{}\n{NO_EFFECT}\n{}", differences_table(), ignored_table());
     page
 }
 
@@ -24,7 +25,11 @@ const SECTIONS: &[(&str, &str, &str)] = &[
     ("device", "`[device]`: G1", "Capacity `none`: no device tier of our own."),
     ("host", "`[host]`: G2", "Capacity `none`: no host tier."),
     ("disk", "`[disk]`: G3", "Capacity `none`: no disk tier."),
-    ("object", "`[object]`: G4", "URL `none` or capacity `0`: no object tier, whatever the other keys say."),
+    (
+        "object",
+        "`[object]`: G4",
+        "URL `none` or capacity `0`: no object tier, whatever the other keys say.",
+    ),
     (
         "encryption",
         "`[encryption]`",
@@ -130,10 +135,15 @@ fn settings_table(keys: &[&SettingKey]) -> String {
         "| variable | TOML key | default | unit, valid values | meaning |\n|---|---|---|---|---|\n",
     );
     for key in keys {
-        let variables: Vec<_> = key.variables.iter().map(|variable| variable_name(key, variable)).collect();
+        let variables: Vec<_> =
+            key.variables.iter().map(|variable| variable_name(key, variable)).collect();
         let (variables, path, default) = (variables.join("<br>"), toml_path(key), default_of(key));
-        let _ =
-            writeln!(table, "| {variables} | `{path}` | {default} | {} | {} |", valid_values(key), key.doc);
+        let _ = writeln!(
+            table,
+            "| {variables} | `{path}` | {default} | {} | {} |",
+            valid_values(key),
+            key.doc
+        );
     }
     table
 }
@@ -192,7 +202,8 @@ fn differences_table() -> String {
     let mut rows: Vec<(&str, Vec<String>)> = Vec::new();
     for key in KEYS {
         for variable in key.variables {
-            let Some(difference) = variable.upstream.filter(|difference| !difference.is_empty()) else {
+            let Some(difference) = variable.upstream.filter(|difference| !difference.is_empty())
+            else {
                 continue;
             };
             let name = variable_name(key, variable).trim_end_matches(" †").to_owned();
@@ -212,7 +223,13 @@ fn differences_table() -> String {
 fn ignored_table() -> String {
     let mut table = String::from("| variable | valid values | why |\n|---|---|---|\n");
     for ignored in IGNORED {
-        let _ = writeln!(table, "| `{}` | {} | {} |", ignored.name, short(ignored.valid()), ignored.doc);
+        let _ = writeln!(
+            table,
+            "| `{}` | {} | {} |",
+            ignored.name,
+            short(ignored.valid()),
+            ignored.doc
+        );
     }
     table
 }

@@ -1,11 +1,14 @@
-//! The one table of settings: key, variables, type, limits, meaning. Parser, `kvbm config` and the reference read it.
+//! The one table of settings: key, variables, type, limits, meaning. Parser, `kvbm config` and the
+//! reference read it.
 
 use std::ops::RangeInclusive;
 
 use crate::field::{SettingField, UNLIMITED};
 use crate::settings::{MAX_BLOCK_BYTES, MAX_TIER_BLOCKS};
 use crate::value::NONE;
-use crate::value::{InvalidValue, TEXTS, parse_boolean, parse_size, parse_text, parse_whole, whole_numbers};
+use crate::value::{
+    InvalidValue, TEXTS, parse_boolean, parse_size, parse_text, parse_whole, whole_numbers,
+};
 
 /// All variables start with this.
 pub(crate) const PREFIX: &str = "DYN_KVBM_";
@@ -96,7 +99,9 @@ impl ValueForm {
             Self::Blocks if is_word(text, NONE) || is_word(text, UNLIMITED) => {
                 UpstreamMeaning::Value(text.to_owned())
             }
-            Self::Blocks => UpstreamMeaning::Value(format!("{} blocks", parse_blocks(text, COUNTS)?)),
+            Self::Blocks => {
+                UpstreamMeaning::Value(format!("{} blocks", parse_blocks(text, COUNTS)?))
+            }
             Self::Bucket if is_word(text, NONE) => UpstreamMeaning::Value(NONE.to_owned()),
             Self::Bucket => UpstreamMeaning::Value(format!("s3://{}", bucket(text)?)),
             Self::Switch if parse_boolean(text)? => UpstreamMeaning::Required,
@@ -135,8 +140,8 @@ fn bucket(text: &str) -> Result<&str, InvalidValue> {
     if name.contains(['{', '}']) {
         return Err(InvalidValue::new("a template: all workers share one bucket here", BUCKETS));
     }
-    let is_name =
-        !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-_".contains(&byte));
+    let is_name = !name.is_empty()
+        && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-_".contains(&byte));
     if is_name { Ok(name) } else { Err(InvalidValue::new("not a bucket", BUCKETS)) }
 }
 
@@ -274,14 +279,22 @@ pub(crate) static KEYS: &[SettingKey] = &[
     SettingKey {
         path: "disk.dirs",
         field: SettingField::Directories(|s| &mut s.disk.dirs),
-        variables: &[upstream("DYN_KVBM_DISK_CACHE_DIR", ValueForm::Plain, "May name several directories.")],
+        variables: &[upstream(
+            "DYN_KVBM_DISK_CACHE_DIR",
+            ValueForm::Plain,
+            "May name several directories.",
+        )],
         doc: "Directories of the disk tier, each with its share of the slots; a chain lies in one of them while it has room.",
         in_use: true,
     },
     SettingKey {
         path: "disk.o_direct",
         field: SettingField::Flag(|s| &mut s.disk.o_direct),
-        variables: &[upstream("DYN_KVBM_DISK_DISABLE_O_DIRECT", ValueForm::Negated, FALSE_IS_FALSE)],
+        variables: &[upstream(
+            "DYN_KVBM_DISK_DISABLE_O_DIRECT",
+            ValueForm::Negated,
+            FALSE_IS_FALSE,
+        )],
         doc: "Bypass the page cache. The variable has the opposite sense: on means buffered.",
         in_use: true,
     },
@@ -700,7 +713,8 @@ pub(crate) static KEYS: &[SettingKey] = &[
     },
 ];
 
-/// A variable of upstream's that is checked and otherwise ignored, so that deployments with it start.
+/// A variable of upstream's that is checked and otherwise ignored, so that deployments with it
+/// start.
 pub(crate) struct IgnoredVariable {
     pub(crate) name: &'static str,
     pub(crate) takes: ValueTakes,
@@ -780,7 +794,11 @@ pub(crate) static IGNORED: &[IgnoredVariable] = &[
         takes: ValueTakes::Flag,
         doc: "Blocks reach the object tier by flushing.",
     },
-    IgnoredVariable { name: "DYN_KVBM_ENABLE_RECORD", takes: ValueTakes::Flag, doc: "Nothing is recorded." },
+    IgnoredVariable {
+        name: "DYN_KVBM_ENABLE_RECORD",
+        takes: ValueTakes::Flag,
+        doc: "Nothing is recorded.",
+    },
 ];
 
 /// The key at `path`, or the family that it belongs to with the member's name.
@@ -805,10 +823,12 @@ pub(crate) fn family_of(variable: &str) -> Option<(&'static SettingKey, &str)> {
     families.filter_map(member).find(|(_, name)| !name.is_empty())
 }
 
-/// Whether the variable is any that is known here. The name of a family alone is none: a member must follow.
+/// Whether the variable is any that is known here. The name of a family alone is none: a member
+/// must follow.
 pub(crate) fn knows(variable: &str) -> bool {
-    let is_family =
-        KEYS.iter().any(|key| key.is_family() && key.variables.iter().any(|prefix| prefix.name == variable));
+    let is_family = KEYS
+        .iter()
+        .any(|key| key.is_family() && key.variables.iter().any(|prefix| prefix.name == variable));
     !is_family && (family_of(variable).is_some() || variable_names().any(|known| known == variable))
 }
 
@@ -826,7 +846,8 @@ pub(crate) fn nearest_variable(name: &str) -> &'static str {
 
 /// The known key most like `path`, or the first key of the section most like it.
 pub(crate) fn nearest_path(path: &str) -> &'static str {
-    let section = |known: &str| known.rsplit_once('.').map_or(0.0, |(section, _)| likeness(path, section));
+    let section =
+        |known: &str| known.rsplit_once('.').map_or(0.0, |(section, _)| likeness(path, section));
     nearest(KEYS.iter().map(|key| key.path), |known| likeness(path, known).max(section(known)))
 }
 
@@ -851,8 +872,13 @@ fn likeness(name: &str, known: &str) -> f64 {
 }
 
 /// The first of the likeliest.
-fn nearest(known: impl Iterator<Item = &'static str>, likeness: impl Fn(&str) -> f64) -> &'static str {
-    known.reduce(|best, next| if likeness(next) > likeness(best) { next } else { best }).unwrap_or_default()
+fn nearest(
+    known: impl Iterator<Item = &'static str>,
+    likeness: impl Fn(&str) -> f64,
+) -> &'static str {
+    known
+        .reduce(|best, next| if likeness(next) > likeness(best) { next } else { best })
+        .unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -901,7 +927,9 @@ mod tests {
             SettingField::Capacity(_) => {
                 texts(["65536", "64KiB", "1.5GB", "1.5 GiB", "5000 blocks", "0", NONE])
             }
-            SettingField::Limit(_) => texts(["65536", "1.5 GiB", "5000 blocks", "0", NONE, UNLIMITED]),
+            SettingField::Limit(_) => {
+                texts(["65536", "1.5 GiB", "5000 blocks", "0", NONE, UNLIMITED])
+            }
             SettingField::Budget(_) => texts(["500GB", "0.5dwpd", "1000dwpd", "0", NONE]),
             SettingField::Share(_) => texts(["0", "1", "0.5"]),
             SettingField::TenantWeights(_) => texts(["7=3, 9=0.5", "7=1000000", NONE]),
@@ -941,12 +969,15 @@ mod tests {
         let value = text.to_owned();
         match key.field {
             SettingField::Toggles(_) => RawValue::Member { name: "UCX".to_owned(), value },
-            SettingField::Parameters(_) => RawValue::Member { name: "posix.use_uring".to_owned(), value },
+            SettingField::Parameters(_) => {
+                RawValue::Member { name: "posix.use_uring".to_owned(), value }
+            }
             _ => RawValue::One(value),
         }
     }
 
-    /// That the key takes the text, keeps it as something that may be written, and so would take it again.
+    /// That the key takes the text, keeps it as something that may be written, and so would take it
+    /// again.
     #[track_caller]
     fn assert_taken(key: &SettingKey, name: &str, text: &str) {
         let mut settings = Settings::default();
@@ -964,7 +995,9 @@ mod tests {
             for variable in key.variables {
                 for text in documented_of_variable(key, variable) {
                     let meaning = variable.form.interpret(&text);
-                    match meaning.unwrap_or_else(|error| panic!("{} = {text}: {error}", variable.name)) {
+                    match meaning
+                        .unwrap_or_else(|error| panic!("{} = {text}: {error}", variable.name))
+                    {
                         UpstreamMeaning::Value(value) => assert_taken(key, variable.name, &value),
                         UpstreamMeaning::Silent | UpstreamMeaning::Required => {}
                     }
@@ -985,7 +1018,9 @@ mod tests {
     fn every_number_has_bounds_and_an_error_beyond_names_them() {
         for key in KEYS {
             let (least, most) = match &key.field {
-                SettingField::Count(_, range) => (u64::from(*range.start()), u64::from(*range.end())),
+                SettingField::Count(_, range) => {
+                    (u64::from(*range.start()), u64::from(*range.end()))
+                }
                 SettingField::Millis(_, range)
                 | SettingField::Bytes(_, range)
                 | SettingField::BytesIfSet(_, range) => (*range.start(), *range.end()),
@@ -994,10 +1029,12 @@ mod tests {
             assert!(most < u64::from(u32::MAX), "{} has no bound", key.path);
             let beyond = [least.checked_sub(1), Some(most + 1), Some(u64::MAX)];
             for number in beyond.into_iter().flatten() {
-                let refused = key.field.assign(&mut Settings::default(), &raw(key, &number.to_string()));
+                let refused =
+                    key.field.assign(&mut Settings::default(), &raw(key, &number.to_string()));
                 let error = refused.expect_err(key.path);
                 assert!(
-                    error.to_string().ends_with(&key.field.valid()) || error.to_string().contains(" from "),
+                    error.to_string().ends_with(&key.field.valid())
+                        || error.to_string().contains(" from "),
                     "{error}"
                 );
             }
@@ -1019,7 +1056,11 @@ mod tests {
                 _ => continue,
             };
             let refused = key.field.assign(&mut Settings::default(), &raw(key, text));
-            assert!(refused.expect_err(key.path).to_string().ends_with(&key.field.valid()), "{}", key.path);
+            assert!(
+                refused.expect_err(key.path).to_string().ends_with(&key.field.valid()),
+                "{}",
+                key.path
+            );
         }
     }
 
@@ -1067,9 +1108,18 @@ mod tests {
 
     #[test]
     fn gigabytes_are_decimal_unless_a_unit_says_otherwise() {
-        let cases = [("20", "20GB"), (" 1.5 ", "1.5GB"), ("64GiB", "64GiB"), ("0", "0GB"), (" none", "none")];
+        let cases = [
+            ("20", "20GB"),
+            (" 1.5 ", "1.5GB"),
+            ("64GiB", "64GiB"),
+            ("0", "0GB"),
+            (" none", "none"),
+        ];
         for (text, size) in cases {
-            assert_eq!(ValueForm::Gigabytes.interpret(text), Ok(UpstreamMeaning::Value(size.to_owned())));
+            assert_eq!(
+                ValueForm::Gigabytes.interpret(text),
+                Ok(UpstreamMeaning::Value(size.to_owned()))
+            );
         }
         for text in ["", "abc", "-1", "1e3", "1.5.2", "20G"] {
             assert!(ValueForm::Gigabytes.interpret(text).is_err(), "{text}");

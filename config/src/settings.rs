@@ -5,16 +5,18 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::PathBuf;
 
+use kvbm_policies::EvictionKind;
 use serde::{Serialize, Serializer};
 
 use crate::nixl::names_a_secret;
 use crate::value::{Capacity, WriteBudget};
 
-/// The most blocks that a tier can have, and the host tier together with its staging blocks: slots are numbered in
-/// 30 bits. The crate that has the slots says the same, which `kvbm` asserts.
+/// The most blocks that a tier can have, and the host tier together with its staging blocks: slots
+/// are numbered in 30 bits. The crate that has the slots says the same, which `kvbm` asserts.
 pub const MAX_TIER_BLOCKS: u32 = (1 << 30) - 8;
 
-/// The largest block, in bytes. The largest number of them in a tier still fits into an address space.
+/// The largest block, in bytes. The largest number of them in a tier still fits into an address
+/// space.
 pub const MAX_BLOCK_BYTES: u64 = 1 << 30;
 
 /// The most threads that a disk tier has. More serve no drive better, and each takes a stack.
@@ -40,13 +42,14 @@ pub struct Settings {
     /// When blocks are copied down.
     pub flush: FlushSettings,
     /// Which block leaves a tier.
-    pub eviction: EvictionPolicy,
+    pub eviction: EvictionKind,
     /// Share each tier fairly between tenants.
     pub fair_tenants: bool,
-    /// By tenant: how large its share of each tier is, compared to others; 1 where it is not named. Where any is named,
-    /// tiers are shared.
+    /// By tenant: how large its share of each tier is, compared to others; 1 where it is not named.
+    /// Where any is named, tiers are shared.
     pub tenant_weights: BTreeMap<u32, f64>,
-    /// By tenant: beyond how much of each tier it gives way first. Where any is named, tiers are shared.
+    /// By tenant: beyond how much of each tier it gives way first. Where any is named, tiers are
+    /// shared.
     pub tenant_quotas: BTreeMap<u32, Capacity>,
     /// Models whose layers do not all keep every block.
     pub hybrid: HybridSettings,
@@ -59,9 +62,11 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// For a part of what they are for, such as one of a model's cache groups: tiers and quotas get other sizes.
+    /// For a part of what they are for, such as one of a model's cache groups: tiers and quotas get
+    /// other sizes.
     pub fn rescale(&mut self, scale: impl Fn(Capacity) -> Capacity, share: f64) {
-        let capacities = [&mut self.host.capacity, &mut self.disk.capacity, &mut self.object.capacity];
+        let capacities =
+            [&mut self.host.capacity, &mut self.disk.capacity, &mut self.object.capacity];
         for capacity in capacities.into_iter().flatten().chain(self.tenant_quotas.values_mut()) {
             *capacity = scale(*capacity);
         }
@@ -119,7 +124,8 @@ pub struct HostSettings {
     pub huge_pages: bool,
     /// Blocks of DRAM beside the tier through which blocks bounce that have no place in it.
     pub staging_blocks: u32,
-    /// A directory in memory where the tier survives the process; `None`: memory of the process's own.
+    /// A directory in memory where the tier survives the process; `None`: memory of the process's
+    /// own.
     pub persist: Option<PathBuf>,
     /// Where its index lies; `None`: beside it.
     pub persist_index: Option<PathBuf>,
@@ -127,7 +133,13 @@ pub struct HostSettings {
 
 impl Default for HostSettings {
     fn default() -> Self {
-        Self { capacity: None, huge_pages: true, staging_blocks: 64, persist: None, persist_index: None }
+        Self {
+            capacity: None,
+            huge_pages: true,
+            staging_blocks: 64,
+            persist: None,
+            persist_index: None,
+        }
     }
 }
 
@@ -189,7 +201,8 @@ pub enum DiskBackend {
 
 impl DiskBackend {
     /// Every choice.
-    pub const ALL: &'static [Self] = &[Self::Auto, Self::Uring, Self::Threads, Self::Gds, Self::Nixl];
+    pub const ALL: &'static [Self] =
+        &[Self::Auto, Self::Uring, Self::Threads, Self::Gds, Self::Nixl];
 
     /// How the choice is written.
     pub const fn name(self) -> &'static str {
@@ -209,7 +222,8 @@ pub struct ObjectSettings {
     /// `file:///dir`, `s3://bucket/prefix` or `memory:///`; `None`: no object tier.
     #[serde(serialize_with = "without_credentials")]
     pub url: Option<String>,
-    /// Blocks that it may hold; `None`: unlimited, as many as can be numbered. Zero: no object tier, whatever the URL.
+    /// Blocks that it may hold; `None`: unlimited, as many as can be numbered. Zero: no object
+    /// tier, whatever the URL.
     pub capacity: Option<Capacity>,
     /// S3 endpoint, when it is not AWS.
     #[serde(serialize_with = "without_credentials")]
@@ -314,8 +328,8 @@ impl fmt::Debug for ObjectSettings {
     }
 }
 
-/// Encryption of the disk and object tiers: there is none unless there are keys. They are never logged and never
-/// serialised.
+/// Encryption of the disk and object tiers: there is none unless there are keys. They are never
+/// logged and never serialised.
 #[derive(Clone, Default, PartialEq, Serialize)]
 pub struct EncryptionSettings {
     /// Keys, the current one first.
@@ -398,8 +412,9 @@ pub(crate) const SECRET_SET: &str = "(set)";
 /// What stands in for a URL that may hold credentials.
 pub(crate) const URL_HIDDEN: &str = "(hidden: it may hold credentials)";
 
-/// Whether a text that is or should be a URL may carry a user, a password or a signed query, well-formed or not:
-/// without its `@` the secret must not be in a log either. Local paths hold none.
+/// Whether a text that is or should be a URL may carry a user, a password or a signed query,
+/// well-formed or not: without its `@` the secret must not be in a log either. Local paths hold
+/// none.
 pub(crate) fn may_hold_credentials(text: &str) -> bool {
     if text.starts_with("file:///") {
         return false;
@@ -416,7 +431,8 @@ fn is_web(scheme: &str) -> bool {
     matches!(scheme, "http" | "https")
 }
 
-/// The host of `host:port`, without the brackets of an IPv6 address; all of it where no port follows.
+/// The host of `host:port`, without the brackets of an IPv6 address; all of it where no port
+/// follows.
 fn without_port(authority: &str) -> &str {
     let host = match authority.rsplit_once(':') {
         Some((host, port)) if port.parse::<u16>().is_ok() => host,
@@ -431,7 +447,8 @@ pub(crate) fn shown_url(url: &str) -> &str {
     if may_hold_credentials(url) { URL_HIDDEN } else { url }
 }
 
-/// The value of a plugin's parameter as it may be shown: its name may tell that it is a secret, and it may be a URL.
+/// The value of a plugin's parameter as it may be shown: its name may tell that it is a secret, and
+/// it may be a URL.
 pub(crate) fn shown_parameter<'v>(name: &str, value: &'v str) -> &'v str {
     match value {
         _ if names_a_secret(name) => SECRET_SET,
@@ -441,7 +458,10 @@ pub(crate) fn shown_parameter<'v>(name: &str, value: &'v str) -> &'v str {
 }
 
 #[expect(clippy::ref_option, reason = "the shape that serde asks for")]
-fn without_credentials<S: Serializer>(url: &Option<String>, serializer: S) -> Result<S::Ok, S::Error> {
+fn without_credentials<S: Serializer>(
+    url: &Option<String>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
     url.as_deref().map(shown_url).serialize(serializer)
 }
 
@@ -452,7 +472,8 @@ pub struct TransferSettings {
     pub max_concurrent: u32,
     /// Blocks in one batch.
     pub max_batch: u32,
-    /// How many milliseconds a medium may complete nothing before the copies that it works on fail as overdue.
+    /// How many milliseconds a medium may complete nothing before the copies that it works on fail
+    /// as overdue.
     pub timeout_ms: u64,
     /// Blocks that may wait per route; beyond it a save is refused as `Full`.
     pub queue_blocks: u32,
@@ -484,7 +505,7 @@ impl Default for TransferSettings {
 /// When blocks are copied to the tier below.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct FlushSettings {
-    /// A block is copied down at the latest so long after it became resident.
+    /// The most time from when a block becomes resident until it is copied down.
     pub interval_ms: u64,
     /// Share of a tier (0–1) that may wait to be flushed before flushing starts at once.
     pub dirty_watermark: f64,
@@ -493,69 +514,6 @@ pub struct FlushSettings {
 impl Default for FlushSettings {
     fn default() -> Self {
         Self { interval_ms: 1_000, dirty_watermark: 0.1 }
-    }
-}
-
-/// Which block leaves a full tier.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum EvictionPolicy {
-    /// The leaf that brings the fewest expected hits for the time that it would be held; learned online.
-    #[default]
-    Hazard,
-    /// The leaf used least recently.
-    Lru,
-    /// The leaf that came first.
-    Fifo,
-    /// The leaf used least often, with aging.
-    Lfu,
-    /// The leaf whose last use but one is the longest ago.
-    Lru2,
-    /// Segmented LRU: blocks used again are protected.
-    Slru,
-    /// The adaptive replacement cache.
-    Arc,
-    /// Three static queues.
-    S3Fifo,
-    /// One queue and a hand.
-    Sieve,
-    /// Low inter-reference recency set.
-    Lirs,
-    /// LRU with grace for late turns of a conversation and for frequent use.
-    Turn,
-}
-
-impl EvictionPolicy {
-    /// Every choice.
-    pub const ALL: &'static [Self] = &[
-        Self::Hazard,
-        Self::Lru,
-        Self::Fifo,
-        Self::Lfu,
-        Self::Lru2,
-        Self::Slru,
-        Self::Arc,
-        Self::S3Fifo,
-        Self::Sieve,
-        Self::Lirs,
-        Self::Turn,
-    ];
-
-    /// How the choice is written.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Hazard => "hazard",
-            Self::Lru => "lru",
-            Self::Fifo => "fifo",
-            Self::Lfu => "lfu",
-            Self::Lru2 => "lru2",
-            Self::Slru => "slru",
-            Self::Arc => "arc",
-            Self::S3Fifo => "s3fifo",
-            Self::Sieve => "sieve",
-            Self::Lirs => "lirs",
-            Self::Turn => "turn",
-        }
     }
 }
 
@@ -576,7 +534,8 @@ pub enum AdmissionMode {
 
 impl AdmissionMode {
     /// Every choice.
-    pub const ALL: &'static [Self] = &[Self::WriteThrough, Self::WriteBack, Self::Selective, Self::Auto];
+    pub const ALL: &'static [Self] =
+        &[Self::WriteThrough, Self::WriteBack, Self::Selective, Self::Auto];
 
     /// How the choice is written.
     pub const fn name(self) -> &'static str {
@@ -613,7 +572,8 @@ pub struct MetricsSettings {
     pub port: u16,
     /// Further names by which requests may address it.
     pub allowed_hosts: Vec<String>,
-    /// A file of the token that readers show. One is needed where others than this machine can reach the address.
+    /// A file of the token that readers show. One is needed where others than this machine can
+    /// reach the address.
     pub token_file: Option<String>,
     /// The token itself.
     #[serde(skip)]
@@ -623,7 +583,14 @@ pub struct MetricsSettings {
 impl Default for MetricsSettings {
     fn default() -> Self {
         let host = IpAddr::V4(Ipv4Addr::LOCALHOST);
-        Self { enabled: false, host, port: 6880, allowed_hosts: Vec::new(), token_file: None, token: None }
+        Self {
+            enabled: false,
+            host,
+            port: 6880,
+            allowed_hosts: Vec::new(),
+            token_file: None,
+            token: None,
+        }
     }
 }
 
@@ -645,7 +612,8 @@ impl fmt::Debug for MetricsSettings {
 pub struct TraceSettings {
     /// Send spans.
     pub enabled: bool,
-    /// The collector's OTLP/HTTP endpoint; `None`: what `OTEL_EXPORTER_OTLP_…` say, else this machine's port 4318.
+    /// The collector's OTLP/HTTP endpoint; `None`: what `OTEL_EXPORTER_OTLP_…` say, else this
+    /// machine's port 4318.
     #[serde(serialize_with = "without_credentials")]
     pub endpoint: Option<String>,
     /// Mark transfers on the timeline of a profiler, by NVTX.
@@ -695,7 +663,10 @@ fn shown_values(given: &BTreeMap<String, String>) -> BTreeMap<String, &str> {
     given.iter().map(|(name, value)| (name.clone(), shown_parameter(name, value))).collect()
 }
 
-fn without_secrets<S: Serializer>(all: &Parameters<String>, serializer: S) -> Result<S::Ok, S::Error> {
+fn without_secrets<S: Serializer>(
+    all: &Parameters<String>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
     shown_parameters(all).serialize(serializer)
 }
 

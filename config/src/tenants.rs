@@ -52,7 +52,8 @@ fn parse<T>(
 
 /// As the parsers take it; `None` where no tenant is named.
 pub(crate) fn text<T: Display>(values: &BTreeMap<u32, T>) -> Option<String> {
-    let entries: Vec<_> = values.iter().map(|(tenant, value)| format!("{tenant}={value}")).collect();
+    let entries: Vec<_> =
+        values.iter().map(|(tenant, value)| format!("{tenant}={value}")).collect();
     (!entries.is_empty()).then(|| entries.join(", "))
 }
 
@@ -66,7 +67,10 @@ mod tests {
         assert_eq!(weights, BTreeMap::from([(7, 3.0), (9, 0.5)]));
         assert_eq!(parse_weights(&text(&weights).unwrap()).unwrap(), weights);
         let quotas = parse_quotas("1=64GiB, 2=5000 blocks").unwrap();
-        assert_eq!(quotas, BTreeMap::from([(1, Capacity::Bytes(64 << 30)), (2, Capacity::Blocks(5_000))]));
+        assert_eq!(
+            quotas,
+            BTreeMap::from([(1, Capacity::Bytes(64 << 30)), (2, Capacity::Blocks(5_000))])
+        );
         assert_eq!(parse_quotas(&text(&quotas).unwrap()).unwrap(), quotas);
         assert!(parse_weights("none").unwrap().is_empty());
     }

@@ -12,12 +12,13 @@ use crate::value::{Capacity, InvalidValue, format_size};
 pub const MIN_TOKEN_BYTES: usize = 16;
 
 impl Settings {
-    /// Checks every value and what holds between them. [`Loader::load`](crate::Loader::load) has done so already.
+    /// Checks every value and what holds between them. [`Loader::load`](crate::Loader::load) has
+    /// done so already.
     ///
     /// # Errors
-    /// [`SettingsError::Invalid`] for the first value that is out of its range, for a tier without a block size, a
-    /// size that holds less than one block or more than [`MAX_TIER_BLOCKS`], one half of a pair of S3 keys, and
-    /// whatever else no manager can be opened with on any machine.
+    /// [`SettingsError::Invalid`] for the first value that is out of its range, for a tier without
+    /// a block size, a size that holds less than one block or more than [`MAX_TIER_BLOCKS`], one
+    /// half of a pair of S3 keys, and whatever else no manager can be opened with on any machine.
     pub fn validate(&self) -> Result<(), SettingsError> {
         self.check(|_| Origin::Program)
     }
@@ -46,7 +47,8 @@ impl Settings {
         let scratch = &mut Settings::default();
         for key in KEYS {
             for raw in key.field.values(self) {
-                // As if read from a file: settings that an engine fills in by hand get no rules of their own.
+                // As if read from a file: settings that an engine fills in by hand get no rules of
+                // their own.
                 key.field.assign(scratch, &raw).map_err(|problem| (key.path, problem))?;
             }
         }
@@ -75,8 +77,10 @@ impl Settings {
         let blocks = capacity.blocks(block_bytes);
         match blocks {
             0 => {
-                let valid =
-                    format!("1 to {MAX_TIER_BLOCKS} blocks of {} (block_bytes)", format_size(block_bytes));
+                let valid = format!(
+                    "1 to {MAX_TIER_BLOCKS} blocks of {} (block_bytes)",
+                    format_size(block_bytes)
+                );
                 Err(InvalidValue::new("holds less than one block", valid))
             }
             blocks if blocks <= u64::from(MAX_TIER_BLOCKS) => Ok(()),
@@ -97,7 +101,9 @@ impl Settings {
             return Ok(());
         }
         let reason = format!("a tier of {blocks} blocks and {staging} staging blocks is too large");
-        let valid = format!("at most {MAX_TIER_BLOCKS} together with host.staging_blocks, or larger blocks");
+        let valid = format!(
+            "at most {MAX_TIER_BLOCKS} together with host.staging_blocks, or larger blocks"
+        );
         Err(("host.capacity", InvalidValue::new(reason, valid)))
     }
 
@@ -120,13 +126,18 @@ impl Settings {
         let has_threads = matches!(disk.backend, DiskBackend::Threads | DiskBackend::Gds);
         if has_threads && disk.queue_depth > MAX_DISK_THREADS {
             let backend = disk.backend.name();
-            let valid =
-                format!("1 to {MAX_DISK_THREADS} where disk.backend is {backend}, or another disk.backend");
-            return Err(("disk.queue_depth", InvalidValue::new("so many threads would start", valid)));
+            let valid = format!(
+                "1 to {MAX_DISK_THREADS} where disk.backend is {backend}, or another disk.backend"
+            );
+            return Err((
+                "disk.queue_depth",
+                InvalidValue::new("so many threads would start", valid),
+            ));
         }
         let is_ruled = disk.admission != AdmissionMode::WriteThrough || disk.write_budget.is_some();
         if is_ruled && disk.capacity.is_some() && self.host.capacity.is_none() {
-            let path = if disk.write_budget.is_some() { "disk.write_budget" } else { "disk.admission" };
+            let path =
+                if disk.write_budget.is_some() { "disk.write_budget" } else { "disk.admission" };
             let reason = "disk.admission and disk.write_budget choose among the blocks of the host tier, and there is none";
             return Err((
                 path,
@@ -146,8 +157,12 @@ impl Settings {
     }
 
     fn check_keys(&self) -> Result<(), Violation> {
-        let alone =
-            || InvalidValue::new("one half of a pair", "object.access_key and object.secret_key, or neither");
+        let alone = || {
+            InvalidValue::new(
+                "one half of a pair",
+                "object.access_key and object.secret_key, or neither",
+            )
+        };
         match (&self.object.access_key, &self.object.secret_key) {
             (Some(_), None) => Err(("object.access_key", alone())),
             (None, Some(_)) => Err(("object.secret_key", alone())),
@@ -166,7 +181,8 @@ impl Settings {
         }
         if encryption.is_on() && self.disk.backend == DiskBackend::Gds {
             let reason = "blocks that go straight between disk and GPU are not encrypted";
-            let valid = "auto, uring, threads or nixl, or neither encryption.key_file nor encryption.key";
+            let valid =
+                "auto, uring, threads or nixl, or neither encryption.key_file nor encryption.key";
             return Err(("disk.backend", InvalidValue::new(reason, valid)));
         }
         Ok(())
@@ -177,13 +193,15 @@ impl Settings {
         let metrics = &self.metrics;
         if metrics.token.is_some() && metrics.token_file.is_some() {
             let valid = "one of metrics.token and metrics.token_file";
-            return Err(("metrics.token", InvalidValue::new("there are two places of the token", valid)));
+            return Err((
+                "metrics.token",
+                InvalidValue::new("there are two places of the token", valid),
+            ));
         }
         let is_open = metrics.enabled && !metrics.host.is_loopback();
         if is_open && metrics.token.is_none() && metrics.token_file.is_none() {
             let reason = "others could read what the cache does";
-            let valid =
-                "127.0.0.1 or ::1, or a token: set metrics.token_file (DYN_KVBM_METRICS_TOKEN_FILE) too";
+            let valid = "127.0.0.1 or ::1, or a token: set metrics.token_file (DYN_KVBM_METRICS_TOKEN_FILE) too";
             return Err(("metrics.host", InvalidValue::new(reason, valid)));
         }
         let is_short = |token: &String| token.len() < MIN_TOKEN_BYTES;
@@ -205,12 +223,15 @@ impl Settings {
             return Err(("object.backend", plugin_off("OBJ")));
         }
         if self.object.place().is_some_and(|url| !url.starts_with("s3://")) {
-            let problem =
-                InvalidValue::new("NIXL reaches no other stores", "s3://bucket/prefix (object.url)");
+            let problem = InvalidValue::new(
+                "NIXL reaches no other stores",
+                "s3://bucket/prefix (object.url)",
+            );
             return Err(("object.backend", problem));
         }
         if self.object.keep {
-            let problem = InvalidValue::new("nobody could find the objects again", "false (object.keep)");
+            let problem =
+                InvalidValue::new("nobody could find the objects again", "false (object.keep)");
             return Err(("object.backend", problem));
         }
         Ok(())
@@ -226,8 +247,9 @@ impl Settings {
 type Violation = (&'static str, InvalidValue);
 
 fn plugin_off(plugin: &str) -> InvalidValue {
-    let remedy =
-        format!("turn it on with nixl.backends.{plugin} (DYN_KVBM_NIXL_BACKEND_{plugin}=true) first");
+    let remedy = format!(
+        "turn it on with nixl.backends.{plugin} (DYN_KVBM_NIXL_BACKEND_{plugin}=true) first"
+    );
     InvalidValue::new(format!("the NIXL plugin {plugin} is off"), remedy)
 }
 
@@ -281,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn tiers_hold_at_least_a_block_and_no_more_than_can_be_numbered() {
+    fn tiers_hold_a_block_or_more_that_can_be_numbered() {
         let less = |capacity| with(|s| s.host.capacity = Some(capacity));
         assert_refused(less(Capacity::Bytes(65_535)), "host.capacity", "less than one block");
         assert_refused(less(Capacity::Blocks(0)), "host.capacity", "less than one block");
@@ -341,10 +363,12 @@ mod tests {
     }
 
     #[test]
-    fn rules_for_the_disk_need_a_host_tier_to_choose_from() {
+    fn rules_for_the_disk_need_a_host_tier() {
         let changes: [(&str, Change); 2] = [
             ("disk.admission", |s| s.disk.admission = AdmissionMode::Selective),
-            ("disk.write_budget", |s| s.disk.write_budget = Some(crate::WriteBudget::BytesPerDay(1))),
+            ("disk.write_budget", |s| {
+                s.disk.write_budget = Some(crate::WriteBudget::BytesPerDay(1));
+            }),
         ];
         for (key, change) in changes {
             let result = with(|s| {
@@ -380,18 +404,30 @@ mod tests {
 
     #[test]
     fn values_are_held_to_their_ranges_whoever_set_them() {
-        assert_refused(with(|s| s.flush.dirty_watermark = f64::NAN), "flush.dirty_watermark", "0 to 1");
+        assert_refused(
+            with(|s| s.flush.dirty_watermark = f64::NAN),
+            "flush.dirty_watermark",
+            "0 to 1",
+        );
         assert_refused(with(|s| s.flush.dirty_watermark = 1.5), "flush.dirty_watermark", "0 to 1");
         assert_refused(with(|s| s.disk.dirs.clear()), "disk.dirs", "without a name");
         assert_refused(with(|s| s.disk.queue_depth = 0), "disk.queue_depth", "from 1");
         assert_refused(with(|s| s.block_bytes = Some(0)), "block_bytes", "from 1");
-        assert_refused(with(|s| s.object.url = Some("gs://bucket".to_owned())), "object.url", "s3://");
+        assert_refused(
+            with(|s| s.object.url = Some("gs://bucket".to_owned())),
+            "object.url",
+            "s3://",
+        );
     }
 
     #[test]
     fn nixl_needs_its_plugin_and_a_store_that_it_reaches() {
         assert_refused(with(|s| s.disk.backend = DiskBackend::Nixl), "disk.backend", "POSIX=true");
-        assert_refused(with(|s| s.object.backend = ObjectBackend::Nixl), "object.backend", "OBJ=true");
+        assert_refused(
+            with(|s| s.object.backend = ObjectBackend::Nixl),
+            "object.backend",
+            "OBJ=true",
+        );
         let on = |s: &mut Settings| {
             s.disk.backend = DiskBackend::Nixl;
             s.object.backend = ObjectBackend::Nixl;
@@ -400,7 +436,9 @@ mod tests {
         };
         with(on).expect("sound");
         let files = |s: &mut Settings| s.object.url = Some("file:///objects".to_owned());
-        for (change, reason) in [(files as Change, "s3://"), (|s| s.object.keep = true, "object.keep")] {
+        for (change, reason) in
+            [(files as Change, "s3://"), (|s| s.object.keep = true, "object.keep")]
+        {
             let result = with(|s| {
                 on(s);
                 change(s);
@@ -427,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn encryption_has_one_place_of_keys_which_stays_hidden_and_no_way_round_it() {
+    fn encryption_has_one_hidden_place_of_keys_and_no_bypass() {
         let both = with(|s| {
             s.encryption.key = Some("1:hunter2".to_owned());
             s.encryption.key_file = Some("/keys".to_owned());

@@ -1,6 +1,7 @@
 //! How values are written: sizes, capacities, toggles, numbers.
 //!
-//! Surrounding white space never matters. No message repeats the value: it might be a secret, and the caller knows it.
+//! Surrounding white space never matters. No message repeats the value: it might be a secret, and
+//! the caller knows it.
 
 use std::ops::RangeInclusive;
 use std::str::FromStr;
@@ -40,7 +41,8 @@ pub(crate) const LIMITS: &str = "a size such as 1.5GB, a number of blocks such a
                                  none for no tier";
 pub(crate) const BUDGETS: &str =
     "a size a day such as 500GB, drive-writes a day such as 0.5dwpd (at most 1000dwpd), or none";
-pub(crate) const DIRECTORIES: &str = "directories separated by `:` or `,`, at most 64; in TOML also an array";
+pub(crate) const DIRECTORIES: &str =
+    "directories separated by `:` or `,`, at most 64; in TOML also an array";
 pub(crate) const HOSTS: &str =
     "host names without a port, separated by `,`, at most 64; in TOML also an array; or none";
 pub(crate) const TEXTS: &str = "any text of at most 4096 bytes";
@@ -67,8 +69,8 @@ const UNITS: [(&str, u64); 9] = [
     ("TiB", 1 << 40),
 ];
 
-/// Bytes of `64KiB`, `1.5GB`, `1.5 GiB` or a plain number of bytes. Units count in any case; a fraction of a unit is
-/// rounded down to whole bytes.
+/// Bytes of `64KiB`, `1.5GB`, `1.5 GiB` or a plain number of bytes. Units count in any case; a
+/// fraction of a unit is rounded down to whole bytes.
 ///
 /// # Errors
 /// Anything else, a fraction of a byte, and what exceeds 64 bits.
@@ -94,7 +96,8 @@ fn scale(number: &str, unit: u64) -> Result<u64, InvalidValue> {
         Some((whole, fraction)) => (whole, Some(fraction)),
         None => (number, None),
     };
-    let is_number = |digits: &str| !digits.is_empty() && digits.bytes().all(|digit| digit.is_ascii_digit());
+    let is_number =
+        |digits: &str| !digits.is_empty() && digits.bytes().all(|digit| digit.is_ascii_digit());
     if !is_number(whole) || !fraction.is_none_or(is_number) {
         return Err(not_a_size("not a size"));
     }
@@ -118,7 +121,8 @@ fn not_a_size(reason: &str) -> InvalidValue {
 
 /// The shortest exact way to write a number of bytes: [`parse_size`] gives it back.
 pub fn format_size(bytes: u64) -> String {
-    let divides = UNITS.iter().filter(|(_, unit)| *unit > 1 && bytes > 0 && bytes.is_multiple_of(*unit));
+    let divides =
+        UNITS.iter().filter(|(_, unit)| *unit > 1 && bytes > 0 && bytes.is_multiple_of(*unit));
     match divides.min_by_key(|(_, unit)| bytes / unit) {
         Some((name, unit)) => format!("{}{name}", bytes / unit),
         None => bytes.to_string(),
@@ -207,7 +211,8 @@ impl FromStr for WriteBudget {
                 .map(Self::BytesPerDay)
                 .map_err(|no| InvalidValue::new(no.reason, BUDGETS));
         };
-        let times: f64 = times.trim().parse().map_err(|_| InvalidValue::new("not a number", BUDGETS))?;
+        let times: f64 =
+            times.trim().parse().map_err(|_| InvalidValue::new("not a number", BUDGETS))?;
         // NaN is in no range.
         if (0.0..=MAX_DRIVE_WRITES_PER_DAY).contains(&times) {
             Ok(Self::DriveWritesPerDay(times))
@@ -227,8 +232,10 @@ pub(crate) fn parse_boolean(text: &str) -> Result<bool, InvalidValue> {
 }
 
 pub(crate) fn parse_whole(text: &str, range: &RangeInclusive<u64>) -> Result<u64, InvalidValue> {
-    let number: u64 =
-        text.trim().parse().map_err(|_| InvalidValue::new("not a whole number", whole_numbers(range)))?;
+    let number: u64 = text
+        .trim()
+        .parse()
+        .map_err(|_| InvalidValue::new("not a whole number", whole_numbers(range)))?;
     if range.contains(&number) {
         Ok(number)
     } else {
@@ -248,7 +255,11 @@ pub(crate) fn parse_share(text: &str) -> Result<f64, InvalidValue> {
     let valid = "a number from 0 to 1";
     let share: f64 = text.trim().parse().map_err(|_| InvalidValue::new("not a number", valid))?;
     // NaN is in no range.
-    if (0.0..=1.0).contains(&share) { Ok(share) } else { Err(InvalidValue::new("out of range", valid)) }
+    if (0.0..=1.0).contains(&share) {
+        Ok(share)
+    } else {
+        Err(InvalidValue::new("out of range", valid))
+    }
 }
 
 pub(crate) fn parse_text(text: &str) -> Result<String, InvalidValue> {
@@ -281,12 +292,19 @@ pub(crate) fn parse_directories(names: &[String]) -> Result<Vec<PathBuf>, Invali
         return Err(InvalidValue::new("too many directories", DIRECTORIES));
     }
     let directories: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
-    let twice = directories.iter().enumerate().any(|(at, directory)| directories[..at].contains(directory));
-    if twice { Err(InvalidValue::new("a directory named twice", DIRECTORIES)) } else { Ok(directories) }
+    let twice =
+        directories.iter().enumerate().any(|(at, directory)| directories[..at].contains(directory));
+    if twice {
+        Err(InvalidValue::new("a directory named twice", DIRECTORIES))
+    } else {
+        Ok(directories)
+    }
 }
 
 /// Names of hosts, in lower case, since their case says nothing.
-pub(crate) fn parse_hosts<'n>(names: impl Iterator<Item = &'n str>) -> Result<Vec<String>, InvalidValue> {
+pub(crate) fn parse_hosts<'n>(
+    names: impl Iterator<Item = &'n str>,
+) -> Result<Vec<String>, InvalidValue> {
     let is_part = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
     let hosts = names.map(|name| match name.trim() {
         name if name.is_empty() || name.len() > MAX_HOST || !name.bytes().all(is_part) => {
@@ -295,7 +313,11 @@ pub(crate) fn parse_hosts<'n>(names: impl Iterator<Item = &'n str>) -> Result<Ve
         name => Ok(name.to_ascii_lowercase()),
     });
     let hosts: Vec<_> = hosts.collect::<Result<_, _>>()?;
-    if hosts.len() > MAX_HOSTS { Err(InvalidValue::new("too many names", HOSTS)) } else { Ok(hosts) }
+    if hosts.len() > MAX_HOSTS {
+        Err(InvalidValue::new("too many names", HOSTS))
+    } else {
+        Ok(hosts)
+    }
 }
 
 #[cfg(test)]
@@ -378,22 +400,31 @@ mod tests {
 
     #[test]
     fn what_is_no_size() {
-        let texts =
-            ["", " ", "-1", "+1", "0.5", "1.", ".5GB", "1.2.3GB", "1G", "1Gb/s", "1e9", "GB", "1 G B", "NaN"];
+        let texts = [
+            "", " ", "-1", "+1", "0.5", "1.", ".5GB", "1.2.3GB", "1G", "1Gb/s", "1e9", "GB",
+            "1 G B", "NaN",
+        ];
         for text in texts {
             assert!(parse_size(text).is_err(), "{text}");
         }
-        for text in
-            ["18446744073709551616", "99999999999 TiB", "999999999999999999999999999999999999999999 kB"]
-        {
+        for text in [
+            "18446744073709551616",
+            "99999999999 TiB",
+            "999999999999999999999999999999999999999999 kB",
+        ] {
             assert!(parse_size(text).unwrap_err().to_string().starts_with("too large"), "{text}");
         }
     }
 
     #[test]
     fn sizes_are_shown_in_their_shortest_form() {
-        let sizes =
-            [(0, "0"), (1, "1"), (65_536, "64KiB"), (1_500_000_000, "1500MB"), (10_u64.pow(12), "1TB")];
+        let sizes = [
+            (0, "0"),
+            (1, "1"),
+            (65_536, "64KiB"),
+            (1_500_000_000, "1500MB"),
+            (10_u64.pow(12), "1TB"),
+        ];
         for (bytes, text) in sizes {
             assert_eq!(format_size(bytes), text);
         }
@@ -449,8 +480,13 @@ mod tests {
 
     #[test]
     fn hosts_are_names_without_a_port() {
-        assert_eq!(parse_hosts("Node-1.example, kvbm".split(',')).unwrap(), ["node-1.example", "kvbm"]);
-        for text in ["", "a,", "a:80", "*", "http://a", "a b", &"x".repeat(254), &["a"; 65].join(",")] {
+        assert_eq!(
+            parse_hosts("Node-1.example, kvbm".split(',')).unwrap(),
+            ["node-1.example", "kvbm"]
+        );
+        for text in
+            ["", "a,", "a:80", "*", "http://a", "a b", &"x".repeat(254), &["a"; 65].join(",")]
+        {
             assert!(parse_hosts(text.split(',')).is_err(), "{text}");
         }
     }

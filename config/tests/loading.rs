@@ -3,12 +3,15 @@
 use std::io::Write as _;
 use std::path::PathBuf;
 
-use kvbm_settings::{Argument, Capacity, EvictionPolicy, Loaded, Loader, Origin, Settings, SettingsError};
+use kvbm_settings::{
+    Argument, Capacity, EvictionKind, Loaded, Loader, Origin, Settings, SettingsError,
+};
 use proptest::prelude::*;
 use tempfile::NamedTempFile;
 
 fn environment(variables: &[(&str, &str)]) -> Loader {
-    Loader::new().environment(variables.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())))
+    Loader::new()
+        .environment(variables.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())))
 }
 
 fn load(variables: &[(&str, &str)]) -> Result<Loaded, SettingsError> {
@@ -72,7 +75,8 @@ proptest! {
 
 #[test]
 fn nothing_set_is_the_defaults() {
-    let loaded = load(&[("PATH", "/bin"), ("DYN_LOG", "debug")]).expect("others' variables are left alone");
+    let loaded =
+        load(&[("PATH", "/bin"), ("DYN_LOG", "debug")]).expect("others' variables are left alone");
     assert_eq!(loaded.settings, Settings::default());
     assert!(loaded.rows().iter().all(|row| row.origin == Origin::Default));
     assert!(loaded.accepted.is_empty());
@@ -102,7 +106,8 @@ fn every_toggle_means_what_it_says() {
         for neither in ["", " ", "2", "maybe", "truefalse"] {
             let message = load(&[(variable, neither)]).expect_err(variable).to_string();
             assert!(
-                message.contains(variable) && message.contains("true, 1, on, yes, false, 0, off, no"),
+                message.contains(variable)
+                    && message.contains("true, 1, on, yes, false, 0, off, no"),
                 "{message}"
             );
         }
@@ -116,17 +121,25 @@ fn upstream_sizes_are_decimal_and_blocks_win() {
     let blocks = ("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", "1000");
     assert_eq!(settings(&[BLOCK, blocks, gigabytes]).host.capacity, Some(Capacity::Blocks(1000)));
     let unset = ("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", "0");
-    assert_eq!(settings(&[BLOCK, unset, gigabytes]).host.capacity, Some(Capacity::Bytes(1_500_000_000)));
+    assert_eq!(
+        settings(&[BLOCK, unset, gigabytes]).host.capacity,
+        Some(Capacity::Bytes(1_500_000_000))
+    );
     assert_eq!(settings(&[("DYN_KVBM_DISK_CACHE_GB", "0")]).disk.capacity, None);
 }
 
 #[test]
-fn the_environment_beats_the_file_whichever_way_it_states_a_size() {
+fn the_environment_beats_the_file_however_it_states_sizes() {
     let file = file("block_bytes = 4096\nhost.capacity = \"5000 blocks\"\n");
-    let loaded = environment(&[("DYN_KVBM_CPU_CACHE_GB", "1")]).file(file.path()).load().expect("valid");
+    let loaded =
+        environment(&[("DYN_KVBM_CPU_CACHE_GB", "1")]).file(file.path()).load().expect("valid");
     assert_eq!(loaded.settings.host.capacity, Some(Capacity::Bytes(1_000_000_000)));
-    assert_eq!(row(&loaded, "host.capacity"), ("1GB".to_owned(), "DYN_KVBM_CPU_CACHE_GB".to_owned()));
-    let off = environment(&[("DYN_KVBM_CPU_CACHE_GB", "0")]).file(file.path()).load().expect("valid");
+    assert_eq!(
+        row(&loaded, "host.capacity"),
+        ("1GB".to_owned(), "DYN_KVBM_CPU_CACHE_GB".to_owned())
+    );
+    let off =
+        environment(&[("DYN_KVBM_CPU_CACHE_GB", "0")]).file(file.path()).load().expect("valid");
     assert_eq!(row(&off, "host.capacity"), ("none".to_owned(), "DYN_KVBM_CPU_CACHE_GB".to_owned()));
 }
 
@@ -143,7 +156,10 @@ fn zero_is_no_tier_whichever_the_tier_and_the_variable() {
     for (variable, is_there) in tiers {
         assert!(is_there(&settings(&[BLOCK, url, (variable, "1")])), "{variable}=1");
         for nothing in ["0", "0.0", "0GiB", "none", " NONE "] {
-            assert!(!is_there(&settings(&[BLOCK, url, (variable, nothing)])), "{variable}={nothing}");
+            assert!(
+                !is_there(&settings(&[BLOCK, url, (variable, nothing)])),
+                "{variable}={nothing}"
+            );
         }
     }
     for nothing in ["0", "none"] {
@@ -180,17 +196,23 @@ fn the_object_tier_is_unlimited_by_default_and_by_name() {
 }
 
 #[test]
-fn the_object_tier_is_a_bucket_or_a_url_unless_turned_off() {
+fn the_object_tier_is_a_bucket_or_url_or_off() {
     let bucket = ("DYN_KVBM_OBJECT_BUCKET", "kv-cache");
     let url = |variables: &[(&str, &str)]| settings(variables).object.url;
     assert_eq!(url(&[BLOCK, bucket]).as_deref(), Some("s3://kv-cache"));
-    assert_eq!(url(&[BLOCK, bucket, ("DYN_KVBM_OBJECT_ENABLED", "1")]).as_deref(), Some("s3://kv-cache"));
+    assert_eq!(
+        url(&[BLOCK, bucket, ("DYN_KVBM_OBJECT_ENABLED", "1")]).as_deref(),
+        Some("s3://kv-cache")
+    );
     assert_eq!(url(&[BLOCK, bucket, ("DYN_KVBM_OBJECT_ENABLED", "false")]), None);
     let both = [BLOCK, bucket, ("DYN_KVBM_OBJECT_URL", "file:///data/kv")];
     assert_eq!(url(&both).as_deref(), Some("file:///data/kv"));
 
     let message = load(&[("DYN_KVBM_OBJECT_ENABLED", "1")]).expect_err("nowhere").to_string();
-    assert!(message.contains("DYN_KVBM_OBJECT_BUCKET or DYN_KVBM_OBJECT_URL or object.url"), "{message}");
+    assert!(
+        message.contains("DYN_KVBM_OBJECT_BUCKET or DYN_KVBM_OBJECT_URL or object.url"),
+        "{message}"
+    );
     let on = environment(&[BLOCK, ("DYN_KVBM_OBJECT_ENABLED", "1")]);
     on.set("object.url", |s| s.object.url = Some("memory:///".to_owned()))
         .load()
@@ -201,9 +223,9 @@ fn the_object_tier_is_a_bucket_or_a_url_unless_turned_off() {
 fn the_parameter_names_the_file_before_the_variable_does() {
     let (first, second) = (file("eviction = 'fifo'\n"), file("eviction = 'lru'\n"));
     let variable = [("DYN_KVBM_CONFIG", first.path().to_str().expect("UTF-8"))];
-    assert_eq!(settings(&variable).eviction, EvictionPolicy::Fifo);
+    assert_eq!(settings(&variable).eviction, EvictionKind::Fifo);
     let loaded = environment(&variable).file(second.path()).load().expect("valid");
-    assert_eq!(loaded.settings.eviction, EvictionPolicy::Lru);
+    assert_eq!(loaded.settings.eviction, EvictionKind::Lru);
 }
 
 #[test]
@@ -244,7 +266,7 @@ fn a_file_may_set_everything() {
     assert_eq!(settings.host.capacity, Some(Capacity::Bytes(3 << 29)));
     assert_eq!(settings.disk.capacity, Some(Capacity::Blocks(5000)));
     assert_eq!(settings.disk.dirs, [PathBuf::from("/a:b"), PathBuf::from("/c")]);
-    assert_eq!(settings.eviction, EvictionPolicy::Fifo);
+    assert_eq!(settings.eviction, EvictionKind::Fifo);
     assert!(!settings.host.huge_pages && !settings.disk.o_direct);
     assert!((settings.flush.dirty_watermark - 0.5).abs() < f64::EPSILON);
     assert!(settings.metrics.host.is_ipv6());
@@ -269,8 +291,11 @@ fn plugins_are_off_unless_named_but_for_ucx() {
 fn unknown_plugins_are_refused_with_the_list_unless_installed() {
     for variable in ["DYN_KVBM_NIXL_BACKEND_NOSUCH", "DYN_KVBM_NIXL_PARAM_NOSUCH__KEY"] {
         let loader = || Loader::new().environment([(variable.to_owned(), "1".to_owned())]);
-        let message =
-            loader().nixl_plugins(|_| vec!["OURS".to_owned()]).load().expect_err(variable).to_string();
+        let message = loader()
+            .nixl_plugins(|_| vec!["OURS".to_owned()])
+            .load()
+            .expect_err(variable)
+            .to_string();
         assert!(
             message.contains(variable) && message.contains("UCX, ") && message.ends_with("OURS"),
             "{message}"
@@ -310,9 +335,12 @@ fn errors_name_the_line_the_value_and_what_is_valid() {
     assert_eq!(message, format!("unknown setting host.capacty (FILE:2); {listed}"));
     assert!(file_error("a = 1\na = 2\n").starts_with("FILE:2: not valid TOML: "));
     assert!(
-        file_error("host.capacity = '1GB'\n").starts_with("host.capacity = \"1GB\" (FILE:1): a tier needs")
+        file_error("host.capacity = '1GB'\n")
+            .starts_with("host.capacity = \"1GB\" (FILE:1): a tier needs")
     );
-    for text in ["host = 5", "disk.dirs = [['/a']]", "disk.dirs = []", "flush.interval_ms = [1]", "[hots]"] {
+    for text in
+        ["host = 5", "disk.dirs = [['/a']]", "disk.dirs = []", "flush.interval_ms = [1]", "[hots]"]
+    {
         file_error(text);
     }
 }
@@ -324,7 +352,9 @@ fn errors_name_the_variable_and_the_nearest_one() {
     assert!(message.contains(listed), "{message}");
     let message = load(&[("DYN_KVBM_DISK_CACHE_GB", "lots\n")]).expect_err("no number").to_string();
     assert!(
-        message.starts_with("disk.capacity = \"lots\\n\" (DYN_KVBM_DISK_CACHE_GB): not a size; valid: "),
+        message.starts_with(
+            "disk.capacity = \"lots\\n\" (DYN_KVBM_DISK_CACHE_GB): not a size; valid: "
+        ),
         "{message}"
     );
     let message = load(&[("DYN_KVBM_EVICTION", "clock")]).expect_err("unknown").to_string();
@@ -371,8 +401,11 @@ fn secrets_are_in_no_output() {
         let error = result.expect_err("refused");
         assert!(!format!("{error} {error:?}").contains(SECRET), "{error}");
     }
-    let files =
-        ["object.secret_key = \"hunter2", "object.secret_key = ['hunter2']", "object.secret_key = hunter2"];
+    let files = [
+        "object.secret_key = \"hunter2",
+        "object.secret_key = ['hunter2']",
+        "object.secret_key = hunter2",
+    ];
     for text in files {
         assert!(!file_error(text).contains(SECRET), "{}", file_error(text));
     }
@@ -401,7 +434,9 @@ fn credentials_in_urls_are_refused_and_in_no_output() {
             let error = load(&[BLOCK, (variable, url)]).expect_err(url);
             assert!(!format!("{error} {error:?}").contains("hunter2"), "{variable}: {error}");
         }
-        for text in [format!("object.url = '{url}'"), format!("object.url = ['file:///x', '{url}']")] {
+        for text in
+            [format!("object.url = '{url}'"), format!("object.url = ['file:///x', '{url}']")]
+        {
             assert!(!file_error(&text).contains("hunter2"), "{}", file_error(&text));
         }
     }
@@ -463,9 +498,11 @@ fn upstream_variables_without_effect_are_checked_and_reported() {
 }
 
 #[test]
-fn a_text_stands_for_a_file_and_arguments_prevail_over_variables() {
-    let variables =
-        [("DYN_KVBM_CPU_CACHE_GB".into(), "2".into()), ("DYN_KVBM_BLOCK_BYTES".into(), "4096".into())];
+fn a_text_replaces_a_file_and_arguments_prevail_over_variables() {
+    let variables = [
+        ("DYN_KVBM_CPU_CACHE_GB".into(), "2".into()),
+        ("DYN_KVBM_BLOCK_BYTES".into(), "4096".into()),
+    ];
     let arguments = [
         ("block_bytes", Argument::One("64KiB".into())),
         ("host.capacity", Argument::One("1.5GB".into())),
@@ -491,7 +528,10 @@ fn errors_name_the_argument_and_the_text() {
         let loaded = Loader::new().argument(path, Argument::One(text.into())).load();
         loaded.expect_err(path).to_string()
     };
-    assert!(argument("disk.queue_depths", "1").starts_with("unknown setting disk.queue_depths (argument); "));
+    assert!(
+        argument("disk.queue_depths", "1")
+            .starts_with("unknown setting disk.queue_depths (argument); ")
+    );
     assert!(argument("disk.queue_depth", "0").starts_with("disk.queue_depth = \"0\" (argument): "));
     let message = Loader::new().text("a = 1\na = 2\n").load().expect_err("twice").to_string();
     assert!(message.starts_with("<text>:2: not valid TOML: "), "{message}");

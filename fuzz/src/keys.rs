@@ -1,4 +1,5 @@
-//! Keys: the main ones as an operator writes them, and those of tenants, wrapped, as they lie in files.
+//! Keys: the main ones as an operator writes them, and those of tenants, wrapped, as they lie in
+//! files.
 
 use std::collections::BTreeSet;
 use std::fs::OpenOptions;
@@ -23,7 +24,9 @@ pub fn main_keys(bytes: &[u8]) {
         Ok(ring) => {
             assert!(ring.current() > 0 && ring.numbers().any(|number| number == ring.current()));
         }
-        Err(error) => assert!(error.to_string().contains("NUMBER:KEY"), "{error} says what to write"),
+        Err(error) => {
+            assert!(error.to_string().contains("NUMBER:KEY"), "{error} says what to write")
+        }
     }
 }
 
@@ -98,20 +101,28 @@ pub fn key_file(bytes: &[u8]) {
 fn open(bytes: &[u8]) {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join(format!("kvbm-{NAMESPACE}.keys"));
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).expect("a file");
+    let mut file =
+        OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).expect("a file");
     file.write_all(bytes).expect("room");
     let dirs = [dir.path().to_owned()];
     let Ok(files) = KeyFiles::open(&dirs, NAMESPACE, Duration::ZERO) else { return };
     let records = bytes.as_chunks::<RECORD_BYTES>().0;
-    let named = records.iter().filter_map(|record| WrappedKey::parse(*record)).map(|key| key.tenant());
-    let tenants: Vec<_> = named.chain([Some(TENANT)]).collect::<BTreeSet<_>>().into_iter().collect();
+    let named =
+        records.iter().filter_map(|record| WrappedKey::parse(*record)).map(|key| key.tenant());
+    let tenants: Vec<_> =
+        named.chain([Some(TENANT)]).collect::<BTreeSet<_>>().into_iter().collect();
     let all = || -> Vec<_> {
-        files.of_tenants(&tenants).into_iter().flat_map(|keys| keys.expect("they are in memory")).collect()
+        files
+            .of_tenants(&tenants)
+            .into_iter()
+            .flat_map(|keys| keys.expect("they are in memory"))
+            .collect()
     };
     let before = all();
     files.add(&wrapped(TENANT)).expect("room");
     let after = all();
-    let (his, others): (Vec<_>, Vec<_>) = after.iter().partition(|key| key.tenant() == Some(TENANT));
+    let (his, others): (Vec<_>, Vec<_>) =
+        after.iter().partition(|key| key.tenant() == Some(TENANT));
     files.destroy(TENANT, &[]).expect("it can be written");
     let left = all();
     assert!(left.iter().all(|key| key.tenant() != Some(TENANT)), "a destroyed key is there");

@@ -1,5 +1,6 @@
-//! What must hold of every format that is read, whatever the bytes: each function here takes bytes that anybody may
-//! have written, and panics if their reader does, or if what it understood is not read again from what we write.
+//! What must hold of every format that is read, whatever the bytes: each function here takes bytes
+//! that anybody may have written, and panics if their reader does, or if what it understood is not
+//! read again from what we write.
 //!
 //! | target | reads |
 //! |---|---|
@@ -14,8 +15,9 @@
 //! | [`rank_frame`] | what a leader and its ranks say to each other |
 //! | [`rank_debts`] | what ranks have yet to forget |
 //!
-//! `tests/fuzz.sh` has libFuzzer look for bytes of which it does not hold. The files in `corpus` are what it starts from;
-//! `cli/tests/corpus.rs` replays them, and variants of them, with all other tests.
+//! `tests/fuzz.sh` has libFuzzer look for bytes of which it does not hold. The files in `corpus`
+//! are what it starts from; `cli/tests/corpus.rs` replays them, and variants of them, with all
+//! other tests.
 
 mod keys;
 mod manifest;

@@ -3,8 +3,8 @@
 use kvbm_tiers::checksum::checksum;
 use kvbm_tiers::object::manifest::{MAGIC, Manifest, VERSION};
 
-/// Reads a manifest, as it is and with a beginning and an end that fit: else nothing with a wrong checksum would ever be
-/// looked at further.
+/// Reads a manifest, as it is and with a beginning and an end that fit: else nothing with a wrong
+/// checksum would ever be looked at further.
 pub fn manifest(bytes: &[u8]) {
     read(bytes);
     read(&sealed(bytes));

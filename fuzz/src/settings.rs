@@ -6,8 +6,8 @@ use std::fs;
 use kvbm_settings::{Loaded, Loader, Settings, SettingsError};
 use toml::Value;
 
-/// Reads bytes as a settings file and as variables, a line each; what that comes to, written as a file, comes to the
-/// same.
+/// Reads bytes as a settings file and as variables, a line each; what that comes to, written as a
+/// file, comes to the same.
 pub fn settings(bytes: &[u8]) {
     if let Ok(loaded) = from_file(bytes) {
         assert_same_again(loaded);

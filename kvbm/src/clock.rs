@@ -1,7 +1,8 @@
 //! Time, from one place.
 //!
-//! Policies and flush ages go by [`Clock::now_ms`], which a replay drives by its trace's timestamps. Hardware is
-//! judged by [`Clock::uptime`], which is real time everywhere but in simulations of hardware.
+//! Policies and flush ages go by [`Clock::now_ms`], which a replay drives by its trace's
+//! timestamps. Hardware is judged by [`Clock::uptime`], which is real time except in simulations of
+//! hardware.
 
 use std::fmt;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
@@ -15,15 +16,15 @@ pub trait Clock: Send + Sync + fmt::Debug {
     /// Now. May stand still or jump forward, never back.
     fn now_ms(&self) -> u64;
 
-    /// Time since any origin, for time-outs and pauses: it passes although [`now_ms`](Self::now_ms) may not. The
-    /// default is the time that the process has been running.
+    /// Time since any origin, for time-outs and pauses: it passes even if [`now_ms`](Self::now_ms)
+    /// stands still. The default is the time that the process has been running.
     fn uptime(&self) -> Duration {
         static START: OnceLock<Instant> = OnceLock::new();
         START.get_or_init(clock::now).elapsed()
     }
 }
 
-/// The time that passes.
+/// Real time.
 #[derive(Debug)]
 pub struct SystemClock(Instant);
 
@@ -39,7 +40,7 @@ impl Clock for SystemClock {
     }
 }
 
-/// A clock that somebody sets, such as the replay of a trace.
+/// A clock that is set by hand, or by the replay of a trace.
 #[derive(Debug, Default)]
 pub struct ManualClock(AtomicU64);
 
@@ -56,15 +57,16 @@ impl Clock for ManualClock {
     }
 }
 
-/// Another clock that somebody sets while it runs, as an administrator or NTP does with that of a machine.
+/// A clock that is set while it runs, as an administrator or NTP sets that of a machine.
 ///
-/// A [`Clock`] never goes back: after a jump into the past this one stands still until it has caught up.
+/// A [`Clock`] never goes back: after a jump into the past this one stands still until it has
+/// caught up.
 #[derive(Debug)]
 pub struct JumpingClock {
     inner: Arc<dyn Clock>,
     /// By how much it is set forward, in milliseconds.
     ahead: AtomicI64,
-    /// The latest time that anybody was told.
+    /// The latest time that was told.
     told: AtomicU64,
 }
 
@@ -74,7 +76,7 @@ impl JumpingClock {
         Self { inner, ahead: AtomicI64::new(0), told: AtomicU64::new(0) }
     }
 
-    /// Jumps so many milliseconds forward, or back where it is negative.
+    /// Jumps `milliseconds` forward, or back if negative.
     pub fn jump(&self, milliseconds: i64) {
         self.ahead.fetch_add(milliseconds, Ordering::AcqRel);
     }
@@ -83,7 +85,7 @@ impl JumpingClock {
 impl Clock for JumpingClock {
     fn now_ms(&self) -> u64 {
         let now = self.inner.now_ms().saturating_add_signed(self.ahead.load(Ordering::Acquire));
-        // Of two that ask at once none is told less than the other was before.
+        // Of two concurrent calls none is told less than the other was before.
         now.max(self.told.fetch_max(now, Ordering::AcqRel))
     }
 }
@@ -93,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_clock_that_jumps_back_stands_still_until_it_has_caught_up() {
+    fn a_clock_that_jumps_back_stands_until_it_catches_up() {
         let manual = Arc::new(ManualClock::default());
         let clock = JumpingClock::new(Arc::clone(&manual) as _);
         let at = |now_ms| {

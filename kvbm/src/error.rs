@@ -1,4 +1,4 @@
-//! The crate's error: what happened, where, and by its kind what a caller can do.
+//! The crate's error: what happened, where, and, by its kind, what a caller can do.
 
 use kvbm_tiers::Failure;
 
@@ -10,7 +10,8 @@ pub enum ErrorKind {
     Invalid,
     /// The system lacks what was asked for (memory, a writable directory, a reachable store).
     Unavailable,
-    /// No room: every leaf of the tier is leased, in flight or not yet flushed. Go on without saving.
+    /// No room: every leaf of the tier is leased, in flight or not yet flushed. Go on without
+    /// saving.
     Full,
     /// The manager is shutting down.
     Closed,

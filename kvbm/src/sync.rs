@@ -1,19 +1,23 @@
-//! Locks, counters and threads, from one place, so that the interleaving checker can take their place.
+//! Locks, counters and threads, from one place, so that the interleaving checker can replace them.
 //!
-//! With the feature `shuttle` every lock, count, wait and spawn is a scheduling point of a `shuttle` test.
+//! With the feature `shuttle` every lock, count, wait and spawn is a scheduling point of a
+//! `shuttle` test.
 
 #[cfg(not(feature = "shuttle"))]
 mod real {
     pub(crate) use std::sync::atomic::{AtomicBool, AtomicUsize};
 
-    #[cfg(feature = "lock-times")]
+    #[cfg(feature = "testing")]
     pub(crate) use super::counted::Mutex;
-    #[cfg(not(feature = "lock-times"))]
+    #[cfg(not(feature = "testing"))]
     pub(crate) use parking_lot::Mutex;
     pub(crate) use parking_lot::{MutexGuard, RwLock, RwLockReadGuard};
 
     /// Starts a named thread.
-    pub(crate) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle> {
+    pub(crate) fn spawn(
+        name: &str,
+        work: impl FnOnce() + Send + 'static,
+    ) -> std::io::Result<JoinHandle> {
         kvbm_tiers::clock::spawn(name, work)
     }
 
@@ -21,7 +25,7 @@ mod real {
 }
 
 /// `parking_lot`'s mutex, which counts how often each thread takes one.
-#[cfg(all(feature = "lock-times", not(feature = "shuttle")))]
+#[cfg(all(feature = "testing", not(feature = "shuttle")))]
 mod counted {
     use parking_lot::MutexGuard;
 
@@ -79,7 +83,10 @@ mod real {
     }
 
     #[expect(clippy::unnecessary_wraps, reason = "threads of the system may be refused")]
-    pub(crate) fn spawn(_name: &str, work: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle> {
+    pub(crate) fn spawn(
+        _name: &str,
+        work: impl FnOnce() + Send + 'static,
+    ) -> std::io::Result<JoinHandle> {
         Ok(shuttle::thread::spawn(work))
     }
 

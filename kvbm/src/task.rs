@@ -1,5 +1,5 @@
-//! Copy tasks: what the table asks of the scheduler, and what it is told about them. Plain data, which could as well
-//! travel to another process: the slot handles that a task needs stay with the table.
+//! Copy tasks: what the table asks of the scheduler, and what it is told about them. Plain data,
+//! which could be sent to another process: the slot handles that a task needs stay with the table.
 
 use kvbm_tiers::{BlockKey, Owner, SlotRef};
 use serde::{Deserialize, Serialize};
@@ -11,9 +11,9 @@ pub enum Class {
     Load,
     /// An engine waits for its slots to be saved.
     Save,
-    /// Copying down what is dirty.
+    /// Copying dirty blocks down.
     Flush,
-    /// Nobody waits yet.
+    /// No request waits yet.
     Prefetch,
 }
 
@@ -35,9 +35,9 @@ impl Class {
 /// Names a transfer for the whole life of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TransferId {
-    /// Its place among the transfers under way, which others had before it.
+    /// Its place among the transfers under way; others had it before.
     pub(crate) place: u32,
-    /// How many had it.
+    /// How many transfers had it.
     pub(crate) life: u32,
 }
 
@@ -61,20 +61,20 @@ pub struct CopyTask {
     pub block: BlockKey,
     /// Hash of the block before it in its chain; `None`: it is the first.
     pub parent: Option<u128>,
-    /// Whose it is, if a tenant's.
+    /// Its owner, if it is a tenant's.
     pub owner: Option<Owner>,
     /// Its source, pinned by the transfer.
     pub from: SlotRef,
     /// Its destination.
     pub to: SlotRef,
-    /// The slot of the host tier that it passes, and stays in. Without one, a block whose source and destination
-    /// nothing connects passes a staging slot, which is the scheduler's own affair.
+    /// The slot of the host tier that it passes, and stays in. Without one, a block without a
+    /// direct route passes a staging slot, which the scheduler provides.
     pub via: Option<SlotRef>,
-    /// It tries whether a medium is well again, although its breaker is open.
+    /// It tests whether a medium is well again, although its breaker is open.
     pub is_probe: bool,
 }
 
-/// What became of a copy task.
+/// The outcome of a copy task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outcome {
     /// All its bytes are in the destination.
@@ -83,12 +83,13 @@ pub enum Outcome {
     Failed {
         /// All its bytes are in [`CopyTask::via`], or in the staging slot.
         halfway: bool,
-        /// What that says of the source.
+        /// What that says about the source.
         defect: Option<Defect>,
     },
-    /// Nobody waits for it any more; a medium may still read the source, and write the slot after it on the way.
+    /// It was given up; a medium may still read the source, and write the next slot on the way.
     Overdue {
-        /// That is the destination: else it has not been touched, and will not be.
+        /// Whether that slot is the destination: else the destination has not been touched, and
+        /// will not be.
         writes_destination: bool,
     },
     /// It was overdue, and ended after all.
@@ -104,28 +105,28 @@ pub enum Defect {
     Unreadable,
     /// They are not what the block's name says, wherever they lie.
     Wrong,
-    /// Whose they are was forgotten.
+    /// Their tenant was forgotten.
     Forgotten,
 }
 
-/// The news of a copy task.
+/// The result of a copy task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TaskResult {
     /// The task.
     pub task: CopyTask,
-    /// What became of it.
+    /// Its outcome.
     pub outcome: Outcome,
 }
 
 impl Defect {
-    /// Whether it is of the block itself, not of its bytes in one tier: copies of it are no better.
+    /// Whether the block itself is bad, not only its bytes in one tier: its copies are no better.
     pub(crate) const fn is_of_name(self) -> bool {
         matches!(self, Self::Wrong | Self::Forgotten)
     }
 }
 
 impl CopyTask {
-    /// The task with what became of it.
+    /// The task with its outcome.
     pub const fn ended(self, outcome: Outcome) -> TaskResult {
         TaskResult { task: self, outcome }
     }

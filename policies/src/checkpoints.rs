@@ -1,15 +1,17 @@
 //! Checkpoints: what is kept of layers that look back over a window only, or carry a state.
 //!
-//! Such a layer's old blocks no longer exist, so it has no chain of its own. At some positions of the chain it leaves a
-//! checkpoint, its last blocks as of there: at regular distances (the *grid*), and where a prompt or a turn ends. A
-//! state is a window of one block. **A window longer than the way between two checkpoints is not kept twice**: a
-//! checkpoint keeps what came after the one of the grid before it, and the whole window takes that one too.
+//! Such a layer's old blocks no longer exist, so it has no chain of its own. At some positions of
+//! the chain it leaves a checkpoint, its last blocks as of there: at regular distances (the
+//! *grid*), and where a prompt or a turn ends. A state is a window of one block. **A window longer
+//! than the way between two checkpoints is not kept twice**: a checkpoint keeps what came after the
+//! one of the grid before it, and the whole window takes that one too.
 //!
 //! Positions count blocks: the checkpoint at position 32 is as of the end of the 32nd block.
 
 use std::ops::Range;
 
-/// How much a checkpoint keeps of a window where the one before it lies `way` back. All in the same unit.
+/// How much a checkpoint keeps of a window where the one before it lies `way` back. All are in the
+/// same unit.
 pub const fn kept(window: u64, way: u64) -> u64 {
     if window < way { window } else { way }
 }
@@ -57,8 +59,8 @@ impl CheckpointGrid {
         kept(window as u64, (at - self.before(at)) as u64) as usize
     }
 
-    /// The checkpoints that together have the last `window` blocks before `at` (all, where the chain is shorter), that at
-    /// `at` first.
+    /// The checkpoints that together have the last `window` blocks before `at` (all, where the
+    /// chain is shorter), that at `at` first.
     pub fn cover(self, at: usize, window: usize) -> impl Iterator<Item = CheckpointPart> {
         let start = at.saturating_sub(window);
         std::iter::successors((at > 0).then_some(at), move |&at| {
@@ -70,9 +72,14 @@ impl CheckpointGrid {
         })
     }
 
-    /// Where checkpoints can be made from the blocks `there` of a window: on the grid, and at the end if that `is_end`.
-    /// Each needs all that it keeps.
-    pub fn within(self, there: Range<usize>, window: usize, is_end: bool) -> impl Iterator<Item = usize> {
+    /// Where checkpoints can be made from the blocks `there` of a window: on the grid, and at the
+    /// end if that `is_end`. Each needs all that it keeps.
+    pub fn within(
+        self,
+        there: Range<usize>,
+        window: usize,
+        is_end: bool,
+    ) -> impl Iterator<Item = usize> {
         let on_grid = (there.start / self.every * self.every..=there.end).step_by(self.every);
         let end = (is_end && !there.is_empty() && !self.has(there.end)).then_some(there.end);
         on_grid
@@ -94,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_that_is_shorter_than_the_way_lies_in_one_checkpoint_where_there_is_room_for_it() {
+    fn a_window_shorter_than_the_way_fits_in_one_checkpoint() {
         assert_eq!(cover(16, 32, 4), [(32, 4, 28..32)]);
         assert_eq!(cover(16, 37, 4), [(37, 4, 33..37)]);
         // Three blocks since the last checkpoint, which has the fourth.

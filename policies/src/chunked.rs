@@ -3,11 +3,12 @@
 use std::ops::{Index, IndexMut};
 
 /// Values of a chunk.
-// A power of two, so that a place is a shift and a mask. The list of the chunks of a million values takes 24 KB.
+// A power of two, so that a place is a shift and a mask. The list of the chunks of a million values
+// takes 24 KB.
 const CHUNK: usize = 1_024;
 
-/// A growing array in chunks, of which it adds one at a time: a `Vec` copies all that it has when it grows, and a
-/// tier's lock would be held for milliseconds meanwhile.
+/// A growing array in chunks, of which it adds one at a time: a `Vec` copies all that it has when
+/// it grows, and a tier's lock would be held for milliseconds meanwhile.
 #[derive(Debug)]
 pub(crate) struct ChunkedVec<T> {
     chunks: Vec<Vec<T>>,

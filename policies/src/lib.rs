@@ -1,8 +1,9 @@
-//! Policies of the KV block manager: which block leaves a tier, which may enter it, what is flushed.
+//! Policies of the KV block manager: which block leaves a tier, which may enter it, what is
+//! flushed.
 //!
-//! Everything here is pure: no I/O, no clock, no async, no threads. The block table calls a policy under its
-//! lock and passes the time in; the [`simulation`] module drives the same policies over a trace
-//! without any table, which is how `kvbm plan` predicts hit rates.
+//! Everything here is pure: no I/O, no clock, no async, no threads. The block table calls a policy
+//! under its lock and passes the time in; the [`simulation`] module drives the same policies over a
+//! trace without any table, which is how `kvbm plan` predicts hit rates.
 //!
 //! | module | holds |
 //! |---|---|

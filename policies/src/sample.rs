@@ -1,17 +1,19 @@
 //! Spatial sampling: a few blocks stand for all.
 //!
-//! What a tier of C blocks does with all blocks, a tier of C ÷ s blocks does, about, with one block in s,
-//! provided that a block is in the sample in all its uses or in none. (C. A. Waldspurger et al., "Efficient MRC
-//! construction with SHARDS", FAST'15, and "Cache modeling and optimization using miniature simulations",
-//! ATC'17.) Taking single blocks of a path, not whole paths, keeps every request in: what is left of a path is a
-//! shorter path, so a sampled prefix-closed tier is a prefix-closed tier.
+//! What a tier of C blocks does with all blocks, a tier of C ÷ s blocks does, about, with one block
+//! in s, provided that a block is in the sample in all its uses or in none. (C. A. Waldspurger et
+//! al., "Efficient MRC construction with SHARDS", FAST'15, and "Cache modeling and optimization
+//! using miniature simulations", ATC'17.) Taking single blocks of a path, not whole paths, keeps
+//! every request in: what is left of a path is a shorter path, so a sampled prefix-closed tier is a
+//! prefix-closed tier.
 
 /// Which blocks stand for all: a fixed share, evenly along each path.
 ///
-/// A path is cut into groups of 1, 1, 2, 4, … blocks up to the sample's stride, and of the stride from there
-/// on. The hash of a group's first block picks one of `stride` places; the block there is in, where the group
-/// has that place. So each block is in with the same probability, every stretch of a long path is sampled, and
-/// a look for the sampled blocks of a path reads few of its keys.
+/// A path is cut into groups of 1, 1, 2, 4, … blocks up to the sample's stride, and of the stride
+/// from there on. The hash of a group's first block picks one of `stride` places; the block there
+/// is in, where the group has that place. So each block is in with the same probability, every
+/// stretch of a long path is sampled, and a look for the sampled blocks of a path reads few of its
+/// keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sample {
     stride: u32,
@@ -31,17 +33,21 @@ impl Sample {
         self.stride
     }
 
-    /// The positions, in ascending order, of the sampled ones among the `blocks` blocks of a path. `key` names
-    /// the content at a position and all before it.
-    pub fn positions(self, blocks: usize, key: impl Fn(usize) -> u64) -> impl Iterator<Item = usize> {
+    /// The positions, in ascending order, of the sampled ones among the `blocks` blocks of a path.
+    /// `key` names the content at a position and all before it.
+    pub fn positions(
+        self,
+        blocks: usize,
+        key: impl Fn(usize) -> u64,
+    ) -> impl Iterator<Item = usize> {
         let stride = self.stride as usize;
         let group_after = move |&start: &usize| Some(start + start.clamp(1, stride));
-        std::iter::successors(Some(0), group_after).take_while(move |&start| start < blocks).filter_map(
-            move |start| {
+        std::iter::successors(Some(0), group_after)
+            .take_while(move |&start| start < blocks)
+            .filter_map(move |start| {
                 let place = share(mixed(key(start)), self.stride);
                 (place < start.clamp(1, stride) && start + place < blocks).then_some(start + place)
-            },
-        )
+            })
     }
 }
 
@@ -51,7 +57,8 @@ fn share(bits: u64, places: u32) -> usize {
     ((u128::from(bits) * u128::from(places)) >> 64) as usize
 }
 
-/// Spreads keys that may be small or regular over all 64 bits, one to one (the finaliser of `MurmurHash3`).
+/// Spreads keys that may be small or regular over all 64 bits, one to one (the finaliser of
+/// `MurmurHash3`).
 const fn mixed(key: u64) -> u64 {
     let key = (key ^ (key >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
     let key = (key ^ (key >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);

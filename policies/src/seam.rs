@@ -1,13 +1,13 @@
-//! What the owner of a tier and the tier's policies say to each other.
+//! The interface between the owner of a tier and the tier's policies.
 
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Memory is set aside for at most this number of blocks, whatever a tier's nominal size. Beyond, policies grow as
-/// they are used.
+/// Memory is set aside for at most this number of blocks, whatever a tier's nominal size. Beyond,
+/// policies grow as they are used.
 pub(crate) const PREPARED_BLOCKS: u32 = 1 << 20;
 
-/// One block in one tier. Dense (the tier's slot number), so that a policy may keep its state in a `Vec`.
-/// An id is reused after its block was removed.
+/// One block in one tier. Dense (the tier's slot number), so that a policy may keep its state in a
+/// `Vec`. An id is reused after its block was removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockId(pub u32);
 
@@ -16,8 +16,8 @@ pub struct BlockId(pub u32);
 pub struct RequestId(pub u64);
 
 impl RequestId {
-    /// Of a request that the engine names by text: a whole number is itself, other text its hash. That has 53 bits, which
-    /// every reader of JSON keeps.
+    /// Of a request that the engine names by text: a whole number is itself, other text its hash.
+    /// That has 53 bits, which every reader of JSON keeps.
     ///
     /// ```
     /// # use kvbm_policies::RequestId;
@@ -34,10 +34,12 @@ impl RequestId {
 pub struct Access {
     /// Milliseconds since an arbitrary origin, never decreasing.
     pub now_ms: u64,
-    /// The request, which ties the parts of its use together. `None` where the engine does not say: then a
-    /// part that inserts blocks is taken for the same request as the last use of the block above them.
+    /// The request, which ties the parts of its use together. `None` where the engine does not say:
+    /// then a part that inserts blocks is taken for the same request as the last use of the block
+    /// above them.
     pub request: Option<RequestId>,
-    /// The deepest block of the request's path that the tier holds. Its ancestors were used with it.
+    /// The deepest block of the request's path that the tier holds. Its ancestors were used with
+    /// it.
     pub deepest: BlockId,
     /// Blocks of the path that the tier holds, `deepest` included.
     pub depth: u32,
@@ -54,10 +56,10 @@ pub struct Access {
 pub struct Hints {
     /// How many tokens it is expected to generate.
     pub expected_output_tokens: Option<u32>,
-    /// No request will continue it: what lies below the last fork of its path, and so only it has used, is worthless from
-    /// now on.
+    /// No request will continue it: what lies below the last fork of its path, and so only it has
+    /// used, is worthless from now on.
     pub will_not_return: bool,
-    /// Whose it is: see [`Tenants`](crate::eviction::Tenants).
+    /// The tenant it belongs to: see [`Tenants`](crate::eviction::Tenants).
     pub tenant: Option<u32>,
     /// How much its blocks matter beside others of the same tenant, from 0 to 100; 50 is usual.
     pub priority: Option<u8>,
@@ -86,8 +88,8 @@ pub struct Ended {
     pub at_ms: u64,
 }
 
-/// Work that a policy wants done off the request path. It holds what it needs and hands its result back to
-/// the policy by itself; dropping it undone is harmless.
+/// Work that a policy wants done off the request path. It holds what it needs and hands its result
+/// back to the policy on its own; dropping it undone is harmless.
 pub type Upkeep = Box<dyn FnOnce() + Send>;
 
 /// What may be done with a block right now.
@@ -109,9 +111,10 @@ pub trait Forest {
     fn parent(&self, block: BlockId) -> Option<BlockId>;
     /// Names the content of `block`: the same whenever the block returns, whatever its id is then.
     fn key(&self, block: BlockId) -> u64;
-    /// Whether the owner has the time for another block to be looked at. Asked before each that a search for a victim
-    /// looks at: it may meet thousands that are busy. A search that ends here goes on from there when it is asked for again,
-    /// so that it comes to its end however short its parts are.
+    /// Whether the owner has the time for another block to be looked at. Asked before each that a
+    /// search for a victim looks at: it may meet thousands that are busy. A search that ends here
+    /// goes on from there when it is asked for again, so that it comes to its end however short its
+    /// parts are.
     fn may_look(&self) -> bool {
         true
     }

@@ -1,27 +1,29 @@
 //! Load or recompute: how many held blocks are loaded faster than they are computed.
 //!
-//! The leading blocks of a prompt lie in ever slower tiers. Loading k of them and computing the rest takes, one
-//! after the other, the loads of the first k and the prefill of the others. Within a tier each block costs the
-//! same, so the best k is where one of the tiers ends.
+//! The leading blocks of a prompt lie in ever slower tiers. Loading k of them and computing the
+//! rest takes, one after the other, the loads of the first k and the prefill of the others. Within
+//! a tier each block costs the same, so the best k is where one of the tiers ends.
 
 /// Leading blocks, behind those before, that are read from one place.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Leg {
     /// How many.
     pub blocks: u32,
-    /// Seconds that a block takes from there; `None` if that is not known, and then it counts as nothing.
+    /// Seconds that a block takes from there; `None` if that is not known, and then it counts as
+    /// nothing.
     pub block_s: Option<f64>,
 }
 
-/// How many leading blocks of those on `legs` to load, if computing a block takes `prefill_s` seconds. Of equals the
-/// most: loading leaves the engine free for others.
+/// How many leading blocks of those on `legs` to load, if computing a block takes `prefill_s`
+/// seconds. Of equals the most: loading leaves the engine free for others.
 pub fn split(legs: impl IntoIterator<Item = Leg>, prefill_s: f64) -> u32 {
     let (mut blocks, mut gain) = (0, 0.0);
     let mut best = (0, 0.0);
     for leg in legs {
         blocks += leg.blocks;
         gain += f64::from(leg.blocks) * (prefill_s - leg.block_s.unwrap_or(0.0));
-        // Not up to the first slow tier: a slow stretch may be worth crossing for what lies behind it.
+        // Not up to the first slow tier: a slow stretch may be worth crossing for what lies behind
+        // it.
         if gain >= best.1 {
             best = (blocks, gain);
         }
@@ -46,7 +48,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_stretch_is_crossed_where_what_lies_behind_is_worth_it() {
+    fn a_slow_stretch_is_crossed_if_what_follows_pays() {
         assert_eq!(split([leg(1, 3.0), leg(100, 0.1)], 1.0), 101);
         assert_eq!(split([leg(100, 3.0), leg(1, 0.1)], 1.0), 0);
     }

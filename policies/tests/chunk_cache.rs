@@ -1,17 +1,20 @@
-//! The hazard policy inside a cache that another program keeps, over real traces, which are not part of the repository:
-//! vLLM's CPU tier as `tests/vllm/policy_replay.py` plays it, without vLLM.
+//! The hazard policy inside a cache that another program keeps, over real traces, which are not
+//! part of the repository: vLLM's CPU tier as `tests/vllm/policy_replay.py` plays it, without vLLM.
 
 mod traces;
 
 use std::collections::HashSet;
 
-use kvbm_policies::{BLOCK_TOKENS, ChunkCache, ChunkKey, EvictionKind, Request, RequestId, Running};
+use kvbm_policies::{
+    BLOCK_TOKENS, ChunkCache, ChunkKey, EvictionKind, Request, RequestId, Running,
+};
 use traces::load;
 
 /// Chunks of a prompt that are computed and stored at a time.
 const PIECE_CHUNKS: usize = 16;
 
-/// By trace and capacity in chunks: the floor in per cent, half a point below docs/policies.md's simulation.
+/// By trace and capacity in chunks: the floor in per cent, half a point below docs/policies.md's
+/// simulation.
 const FLOORS: [(&str, usize, f64); 2] =
     [("conversation.jsonl.gz", 1_000, 8.09), ("agentic.jsonl.gz", 1_000, 36.43)];
 
@@ -63,7 +66,8 @@ impl Owner {
         let (mut stored, mut told) = (hits, hits);
         for end in (hits + PIECE_CHUNKS..keys.len() + PIECE_CHUNKS).step_by(PIECE_CHUNKS) {
             let offered = &keys[stored..end.min(keys.len())];
-            let missing: Vec<_> = offered.iter().copied().filter(|key| !self.there.contains(key)).collect();
+            let missing: Vec<_> =
+                offered.iter().copied().filter(|key| !self.there.contains(key)).collect();
             let fresh = missing.iter().copied().filter(|key| keys[told..].contains(key));
             self.cache.offer(id, 0, fresh, now_ms);
             told = end.min(keys.len());

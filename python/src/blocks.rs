@@ -22,15 +22,14 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// Keeps the blocks of an engine that copies for itself, in tiers of DRAM, disk and objects.
 ///
-/// Where bytes are asked for, any of these will do, without a copy between: an object with a contiguous buffer (`bytes`,
-/// `memoryview`, an array of NumPy), a contiguous tensor on the CPU (by DLPack), or `(address, bytes)`. Their length is a
-/// multiple of `block_bytes`: block after block. They must not be written by others meanwhile: Python's threads go on.
+/// Where bytes are asked for, any of these will do, without a copy between: an object with a
+/// contiguous buffer (`bytes`, `memoryview`, an array of NumPy), a contiguous tensor on the CPU (by
+/// DLPack), or `(address, bytes)`. Their length is a multiple of `block_bytes`: block after block.
+/// They must not be written by others meanwhile: Python's threads go on.
 ///
-/// Args:
-///     settings: its tiers, of which `host` must be one, and `block_bytes`.
-///     block_tokens: tokens in a block.
-///     fingerprint: what the bytes depend on besides tokens, such as `{"model": …, "weights": …}`. Without one nothing is
-///         found again after a restart.
+/// Args: settings: its tiers, of which `host` must be one, and `block_bytes`. block_tokens: tokens
+/// in a block. fingerprint: what the bytes depend on besides tokens, such as `{"model": …,
+/// "weights": …}`. Without one nothing is found again after a restart.
 #[pyclass(module = "kvbm_rs", frozen)]
 #[derive(Debug)]
 pub(crate) struct Blocks {
@@ -51,7 +50,8 @@ impl Blocks {
         let registry = Registry::new();
         let settings = settings.for_fingerprint(fingerprint)?;
         let fingerprint = fingerprint.map(self::fingerprint).transpose()?;
-        let options = Options { registry: registry.clone(), block_tokens, fingerprint, ..Options::default() };
+        let options =
+            Options { registry: registry.clone(), block_tokens, fingerprint, ..Options::default() };
         let blocks = py.detach(|| blocking::Blocks::open(settings, options));
         Ok(Self { blocks: blocks.map_err(|error| of_manager(&error))?, registry })
     }
@@ -62,8 +62,9 @@ impl Blocks {
         self.blocks.block_bytes()
     }
 
-    /// Copies the leading blocks of `chain` that any tier holds to `into`, as many as have room there. Returns how many:
-    /// what is behind them is missing, cannot be read, or is sooner computed. Waits for what lies below the host tier.
+    /// Copies the leading blocks of `chain` that any tier holds to `into`, as many as have room
+    /// there. Returns how many: what is behind them is missing, cannot be read, or is sooner
+    /// computed. Waits for what lies below the host tier.
     #[pyo3(signature = (chain, into, *, request=None))]
     fn get(
         &self,
@@ -81,9 +82,9 @@ impl Blocks {
         copied.map_err(Stopped::into_error)
     }
 
-    /// Copies those of the first blocks of `chain` that the host tier lacks out of `blocks`, which has them from the root
-    /// on. Returns how many leading blocks are kept; for the others there is no room, or they are not worth it. What
-    /// goes to lower tiers goes by itself.
+    /// Copies those of the first blocks of `chain` that the host tier lacks out of `blocks`, which
+    /// has them from the root on. Returns how many leading blocks are kept; for the others there is
+    /// no room, or they are not worth it. The flush to lower tiers happens on its own.
     #[pyo3(signature = (chain, blocks, *, request=None))]
     fn put(
         &self,
@@ -116,8 +117,9 @@ impl Blocks {
         py.detach(|| self.blocks.manager().finished(RequestId(request), output_tokens));
     }
 
-    /// Begins the next epoch: no block that was there before is found again. Returns its number. A later process goes on in this
-    /// epoch: blocks of weights that only this one has want names of their own (`Chain(salt=…)`).
+    /// Begins the next epoch: no block that was there before is found again. Returns its number. A
+    /// later process goes on in this epoch: blocks of weights that only this one has want names of
+    /// their own (`Chain(salt=…)`).
     fn reset(&self, py: Python<'_>) -> PyResult<u64> {
         let manager = self.blocks.manager();
         let epoch = manager.epoch() + 1;
@@ -125,14 +127,15 @@ impl Blocks {
         Ok(epoch)
     }
 
-    /// Writes what is to be written to the lower tiers, and waits for it, `seconds` at most. Whether nothing is left.
+    /// Writes what is to be written to the lower tiers, and waits for it, `seconds` at most.
+    /// Whether nothing is left.
     fn drain(&self, py: Python<'_>, seconds: f64) -> bool {
         let limit = duration(seconds);
         py.detach(|| self.blocks.manager().drain(limit)).is_complete()
     }
 
-    /// Counts by tier, all in blocks: `total`, `free`, `resident`, … of its slots now; `published`, `evicted`, … since
-    /// the start.
+    /// Counts by tier, all in blocks: `total`, `free`, `resident`, … of its slots now; `published`,
+    /// `evicted`, … since the start.
     fn stats(&self, py: Python<'_>) -> BTreeMap<&'static str, BTreeMap<&'static str, u64>> {
         py.detach(|| stats::by_tier(self.blocks.manager()))
     }
@@ -143,8 +146,8 @@ impl Blocks {
         text.map_err(|error| classes::KvbmError::new_err(error.to_string()))
     }
 
-    /// Ends everything, and waits `seconds` at most for what the media work on. `True`: nothing is under way any more.
-    /// Its files are free for another when the object is gone, too.
+    /// Ends everything, and waits `seconds` at most for what the media work on. `True`: nothing is
+    /// under way any more. Its files are free for another when the object is gone, too.
     fn close(&self, py: Python<'_>, seconds: f64) -> bool {
         let limit = duration(seconds);
         py.detach(|| self.blocks.manager().close(limit)).is_complete()
@@ -152,7 +155,11 @@ impl Blocks {
 }
 
 fn info(request: Option<u64>) -> RequestInfo {
-    RequestInfo { request: request.map(RequestId), hints: Hints::default() }
+    RequestInfo {
+        request: request.map(RequestId),
+        hints: Hints::default(),
+        ..RequestInfo::default()
+    }
 }
 
 /// Why a copy ended early.
@@ -172,7 +179,9 @@ impl Stopped {
     fn into_error(self) -> PyErr {
         match self {
             Self::ByManager(error) => of_manager(&error),
-            Self::OutOfBounds => classes::KvbmError::new_err("a block beyond the buffer: please report it"),
+            Self::OutOfBounds => {
+                classes::KvbmError::new_err("a block beyond the buffer: please report it")
+            }
         }
     }
 }

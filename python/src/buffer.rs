@@ -26,8 +26,8 @@ enum Owner {
 }
 
 impl HostBytes {
-    /// Of an object with a contiguous buffer, such as `bytes`, a `memoryview` or an array; of a tensor on the CPU; or
-    /// of `(address, bytes)`.
+    /// Of an object with a contiguous buffer, such as `bytes`, a `memoryview` or an array; of a
+    /// tensor on the CPU; or of `(address, bytes)`.
     pub(crate) fn of(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         if let Ok((address, bytes)) = object.extract::<(usize, usize)>() {
             return Ok(Self { address, bytes, is_readonly: false, _owner: Owner::Caller });
@@ -58,8 +58,9 @@ impl HostBytes {
         let capsule = tensor.call_method("__dlpack__", (), None::<&Bound<'_, PyDict>>)?;
         let held = capsule.cast::<PyCapsule>()?;
         let managed = held.pointer_checked(Some(c"dltensor"))?.cast::<DlManagedTensor>();
-        // SAFETY: a capsule of this name holds a DLManagedTensor (DLPack's Python specification), which lives as long as
-        // the capsule does, since we leave the name, and with it the duty to delete, to the capsule.
+        // SAFETY: a capsule of this name holds a DLManagedTensor (DLPack's Python specification),
+        // which lives as long as the capsule does, since we leave the name, and with it the duty to
+        // delete, to the capsule.
         #[allow(unsafe_code)]
         let layout = unsafe { managed.as_ref().tensor.layout() };
         let Some((address, bytes)) = layout else {
@@ -90,11 +91,13 @@ impl HostBytes {
         Ok(self)
     }
 
-    /// Copies `block` to where the `index`-th block of its length is. False: there is no such place.
+    /// Copies `block` to where the `index`-th block of its length is. False: there is no such
+    /// place.
     pub(crate) fn write(&self, index: usize, block: &[u8]) -> bool {
         let Some(to) = self.place(index, block.len()) else { return false };
-        // SAFETY: `place` is within memory that the owner keeps; nobody else may write it meanwhile, which the caller of
-        // the Python function promises as for any buffer, and a slot of ours does not overlap it.
+        // SAFETY: `place` is within memory that the owner keeps; nothing else may write it
+        // meanwhile, which the caller of the Python function promises as for any buffer, and a slot
+        // of ours does not overlap it.
         #[allow(unsafe_code)]
         unsafe {
             std::ptr::copy_nonoverlapping(block.as_ptr(), to as *mut u8, block.len());
@@ -149,16 +152,17 @@ impl DlTensor {
         let element = (usize::from(self.bits) * usize::from(self.lanes)).div_ceil(8);
         let numbers = |start: *const i64| {
             let is_there = count > 0 && !start.is_null();
-            // SAFETY: a DLTensor's shape has as many numbers as it has dimensions, and so have its strides, unless they
-            // are null: it is contiguous then. They live as long as it does.
+            // SAFETY: a DLTensor's shape has as many numbers as it has dimensions, and so have its
+            // strides, unless they are null: it is contiguous then. They live as long as it does.
             #[allow(unsafe_code)]
             is_there.then(|| unsafe { std::slice::from_raw_parts(start, count) })
         };
         let shape = numbers(self.shape).unwrap_or_default();
         let mut elements = 1_i64;
         for (axis, &length) in shape.iter().enumerate().rev() {
-            // Along an axis of one element nobody steps.
-            if numbers(self.strides).is_some_and(|strides| length > 1 && strides[axis] != elements) {
+            // An axis of one element is never stepped along.
+            if numbers(self.strides).is_some_and(|strides| length > 1 && strides[axis] != elements)
+            {
                 return None;
             }
             elements = elements.checked_mul(length)?;

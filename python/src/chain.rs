@@ -6,12 +6,11 @@ use pyo3::types::PyBytes;
 
 use crate::errors::of_manager;
 
-/// The hashes of a prompt's full blocks, root first: each commits to all tokens before its block's end. It grows as
-/// the request does.
+/// The hashes of a prompt's full blocks, root first: each commits to all tokens before its block's
+/// end. It grows as the request does.
 ///
-/// Args:
-///     hashes: an engine's own chained hashes, of at least 16 bytes each.
-///     salt: what the blocks depend on besides, and the hashes do not have: with another salt they are other blocks.
+/// Args: hashes: an engine's own chained hashes, of at least 16 bytes each. salt: what the blocks
+/// depend on besides, and the hashes do not have: with another salt they are other blocks.
 #[pyclass(module = "kvbm_rs")]
 #[derive(Debug, Default)]
 pub(crate) struct Chain {
@@ -36,7 +35,10 @@ impl Chain {
         let mut more = Vec::new();
         for hash in hashes.try_iter()? {
             let hash = hash?;
-            more.push(self.name(hash.cast::<PyBytes>()?.as_bytes()).map_err(|error| of_manager(&error))?);
+            more.push(
+                self.name(hash.cast::<PyBytes>()?.as_bytes())
+                    .map_err(|error| of_manager(&error))?,
+            );
         }
         self.hashes.append(&mut more);
         Ok(())
@@ -55,6 +57,10 @@ impl Chain {
 impl Chain {
     fn name(&self, hash: &[u8]) -> Result<BlockHash, kvbm::Error> {
         let own = BlockHash::from_engine(hash)?;
-        if self.salt.is_empty() { Ok(own) } else { BlockHash::from_engine(&[&self.salt, hash].concat()) }
+        if self.salt.is_empty() {
+            Ok(own)
+        } else {
+            BlockHash::from_engine(&[&self.salt, hash].concat())
+        }
     }
 }

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 
 /// What comes to a manager's tiers and leaves them, from `Manager.events` on.
 ///
-/// Whoever takes them too slowly loses the oldest: 65,536 wait.
+/// A reader that is too slow loses the oldest: 65,536 wait.
 #[pyclass(module = "kvbm_rs")]
 #[derive(Debug)]
 pub(crate) struct Events(pub(crate) kvbm::Events);
@@ -15,12 +15,15 @@ type Event = (&'static str, Option<&'static str>, Option<u128>, Option<u128>);
 
 #[pymethods]
 impl Events {
-    /// Those that wait, `limit` at most, oldest first: `(what, tier, block, parent)`. Blocks go by their `Chain.names`.
+    /// Those that wait, `limit` at most, oldest first: `(what, tier, block, parent)`. Blocks go by
+    /// their `Chain.names`.
     ///
-    /// `what` is `stored` or `removed`; `cleared`: a reset, and no tier holds anything any more; `lost`: some events
-    /// are, since this was called too late. The latter two have nothing else.
+    /// `what` is `stored` or `removed`; `cleared`: a reset, and no tier holds anything any more;
+    /// `lost`: some events are, since this was called too late. The latter two have nothing else.
     fn take(&mut self, py: Python<'_>, limit: usize) -> Vec<Event> {
-        py.detach(|| std::iter::from_fn(|| self.0.try_next()).take(limit).filter_map(event).collect())
+        py.detach(|| {
+            std::iter::from_fn(|| self.0.try_next()).take(limit).filter_map(event).collect()
+        })
     }
 }
 

@@ -14,7 +14,8 @@ impl FromPyObject<'_, '_> for Behind {
     fn extract(event: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
         let handle = event.getattr("cuda_event").and_then(|handle| handle.extract::<u64>());
         let handle = handle.map_err(|_| {
-            let message = "a fence is an event with `cuda_event`, such as torch.cuda.Event, or None";
+            let message =
+                "a fence is an event with `cuda_event`, such as torch.cuda.Event, or None";
             classes::InvalidError::new_err(message)
         })?;
         if handle == 0 {
@@ -22,8 +23,8 @@ impl FromPyObject<'_, '_> for Behind {
                 "the event was not recorded: record it behind the work",
             ));
         }
-        // SAFETY: the manager's docstring asks for an event of the memory's GPU, recorded outside of captures and not again;
-        // it lives as long as its Python object.
+        // SAFETY: the manager's docstring asks for an event of the memory's GPU, recorded outside
+        // of captures and not again; it lives as long as its Python object.
         #[allow(unsafe_code)]
         let fence = unsafe { Fence::event_kept_by(handle, event.to_owned().unbind()) };
         Ok(Self(fence))

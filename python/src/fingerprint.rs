@@ -6,8 +6,9 @@ use pyo3::types::PyDict;
 
 use crate::errors::classes;
 
-/// What the bytes of blocks depend on besides tokens, by the names of the fields of `kvbm::Fingerprint`: those of nested
-/// structures behind a dot. What is not given is the default; a name that does not exist is an error.
+/// What the bytes of blocks depend on besides tokens, by the names of the fields of
+/// `kvbm::Fingerprint`: those of nested structures behind a dot. What is not given is the default;
+/// a name that does not exist is an error.
 pub(crate) fn fingerprint(values: &Bound<'_, PyDict>) -> PyResult<Fingerprint> {
     let mut made = Fingerprint { ranks: Ranks::default(), ..Fingerprint::default() };
     let (Hashing { algorithm, seed }, Rope { theta, dimensions, scaling }) =
@@ -32,7 +33,8 @@ pub(crate) fn fingerprint(values: &Bound<'_, PyDict>) -> PyResult<Fingerprint> {
             "hash_seed" => *seed = value.extract()?,
             "epoch" => made.epoch = value.extract()?,
             unknown => {
-                let message = format!("a fingerprint has no {unknown:?}; valid: {}", NAMES.join(", "));
+                let message =
+                    format!("a fingerprint has no {unknown:?}; valid: {}", NAMES.join(", "));
                 return Err(classes::InvalidError::new_err(message));
             }
         }

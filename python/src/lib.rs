@@ -22,8 +22,8 @@
 //! | `tier` | chunks of vLLM's primary tier, kept below it |
 //! | `transfer` | loads and saves under way, and how they ended |
 //!
-//! What a class or function is for, its docstring says; their types are in `kvbm_rs/_native.pyi`, and a test compares
-//! the two.
+//! What a class or function is for, its docstring says; their types are in `kvbm_rs/_native.pyi`,
+//! and a test compares the two.
 #![deny(unsafe_code)]
 #![warn(clippy::disallowed_methods)]
 // Python's objects come by value, and docstrings are in Python's style.
@@ -36,8 +36,9 @@ mod errors;
 mod events;
 mod fence;
 mod fingerprint;
+mod groups;
 mod hints;
-mod hybrid;
+mod lease;
 mod logs;
 mod manager;
 mod memory;
@@ -65,14 +66,9 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<chain::Chain>()?;
     module.add_class::<events::Events>()?;
     module.add_class::<hints::Hints>()?;
-    module.add_class::<hybrid::CacheGroup>()?;
-    module.add_class::<hybrid::HybridLease>()?;
-    module.add_class::<hybrid::HybridLoad>()?;
-    module.add_class::<hybrid::HybridLoadEnd>()?;
-    module.add_class::<hybrid::HybridSave>()?;
-    module.add_class::<hybrid::HybridSaveEnd>()?;
+    module.add_class::<groups::CacheGroup>()?;
     module.add_class::<manager::Manager>()?;
-    module.add_class::<manager::Lease>()?;
+    module.add_class::<lease::Lease>()?;
     module.add_class::<memory::EngineMemory>()?;
     module.add_class::<rank::Rank>()?;
     module.add_class::<transfer::Load>()?;

@@ -1,8 +1,8 @@
-//! What the Rust side has to say, for Python's logging.
+//! What the Rust side logs, for Python's logging.
 //!
-//! It is said by any thread, also by one that holds the table's lock while another one, which has the interpreter, waits for that lock.
-//! So a thread that says something never waits for the interpreter: lines are queued, and a thread of their own hands them on, which
-//! holds no lock of ours meanwhile.
+//! Any thread may log, also one that holds the table's lock while another, which has the
+//! interpreter, waits for that lock. So a thread that logs never waits for the interpreter: lines
+//! are queued, and a thread of their own hands them on, holding no lock of ours meanwhile.
 
 use std::collections::HashMap;
 use std::fmt::{Debug, Write as _};
@@ -19,12 +19,13 @@ use tracing::level_filters::LevelFilter;
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
-/// Lines of one place in the code that are told in a period; the others are counted, and their number is told at its end.
+/// Lines from one place in the code that are logged in a period; the others are counted, and their
+/// number is logged at its end.
 const BURST: u32 = 5;
 const PERIOD: Duration = Duration::from_secs(10);
 /// Lines that may wait for the interpreter.
 const MAX_WAITING: usize = 1_000;
-/// For which a process that ends waits for its last lines.
+/// How long a process that ends waits for its last lines.
 const END_LIMIT: Duration = Duration::from_secs(5);
 
 pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -36,22 +37,23 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// What is called with a level of `logging`, a file, a line in it, and a text.
 static TELL: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
-/// Has `tell(level, file, line, text)` called, on a thread of its own, for what this module has to say from here on.
+/// Has `tell(level, file, line, text)` called, on a thread of its own, for what this module logs
+/// from here on.
 #[pyfunction]
 fn log_to(py: Python<'_>, tell: Py<PyAny>) {
     // The first one stays.
     let _ = TELL.set(py, tell);
-    // A program that embeds this module may listen by itself.
+    // A program that embeds this module may listen on its own.
     let _ = tracing::subscriber::set_global_default(LogSubscriber);
 }
 
-/// Waits until what was said is told, a few seconds at most.
+/// Waits until what was logged is handed on, a few seconds at most.
 #[pyfunction]
 fn flush_log(py: Python<'_>) {
     py.detach(|| queue().flush());
 }
 
-/// Tells the rest, and nothing from here on: the interpreter is about to end.
+/// Hands on the rest, and nothing from here on: the interpreter is about to end.
 #[pyfunction]
 fn end_log(py: Python<'_>) {
     py.detach(|| queue().end());
@@ -62,7 +64,9 @@ struct LogSubscriber;
 
 impl Subscriber for LogSubscriber {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.is_event() && *metadata.level() <= Level::INFO && metadata.target().starts_with("kvbm")
+        metadata.is_event()
+            && *metadata.level() <= Level::INFO
+            && metadata.target().starts_with("kvbm")
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {
@@ -72,7 +76,7 @@ impl Subscriber for LogSubscriber {
     fn event(&self, event: &Event<'_>) {
         let queue = queue();
         if queue.admits(event.metadata()) {
-            // With no lock taken: what is shown may have something to say itself.
+            // With no lock taken: what is formatted may log something itself.
             queue.push(event.metadata(), LogRecord::of(event));
         }
     }
@@ -106,7 +110,8 @@ impl LogRecord {
         };
         let mut text = EventText(String::new());
         event.record(&mut text);
-        let (file, line) = (metadata.file().unwrap_or_default(), metadata.line().unwrap_or_default());
+        let (file, line) =
+            (metadata.file().unwrap_or_default(), metadata.line().unwrap_or_default());
         Self { level, file, line, text: text.0 }
     }
 
@@ -132,8 +137,8 @@ impl Visit for EventText {
     }
 }
 
-/// Lines of a process on their way. A child of a fork has a queue of its own: it has no thread of its parent's, and of its locks
-/// copies that may stay locked.
+/// Lines of a process on their way. A child of a fork has a queue of its own: it has no thread of
+/// its parent's, and of its locks copies that may stay locked.
 struct LogQueue {
     process: u32,
     state: Mutex<LogQueueState>,
@@ -144,17 +149,17 @@ struct LogQueue {
 #[derive(Default)]
 struct LogQueueState {
     waiting: Vec<LogRecord>,
-    /// Said of late, by place in the code.
+    /// Logged of late, by place in the code.
     sites: HashMap<Identifier, LogSite>,
     /// Did not fit.
     lost: u64,
     has_thread: bool,
-    /// Lines are being told.
+    /// Lines are being handed on.
     is_telling: bool,
     is_over: bool,
 }
 
-/// A place in the code that had something to say.
+/// A place in the code that logged something.
 struct LogSite {
     since: Instant,
     admitted: u32,
@@ -175,10 +180,15 @@ fn queue() -> &'static LogQueue {
 
 impl LogQueue {
     fn new(process: u32) -> Self {
-        Self { process, state: Mutex::default(), changed: Condvar::new(), of_child: OnceLock::new() }
+        Self {
+            process,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            of_child: OnceLock::new(),
+        }
     }
 
-    /// Whether what is said there is to be told now. If not, it is counted.
+    /// Whether what is logged there is to be handed on now. If not, it is counted.
     fn admits(&self, metadata: &Metadata<'_>) -> bool {
         let mut state = self.state.lock();
         if state.is_over {
@@ -209,7 +219,7 @@ impl LogQueue {
         } else {
             state.lost += 1;
         }
-        // Without a thread, which the system may refuse, nobody hears of it.
+        // Without a thread, which the system may refuse, the message is lost.
         state.has_thread = state.has_thread || clock::spawn("kvbm-log", || self.serve()).is_ok();
         self.changed.notify_all();
     }
@@ -218,7 +228,9 @@ impl LogQueue {
         loop {
             let (lines, is_last) = self.next_lines();
             let tell = |py: Python<'_>| {
-                TELL.get(py).into_iter().for_each(|tell| lines.iter().for_each(|line| line.tell(py, tell)));
+                TELL.get(py)
+                    .into_iter()
+                    .for_each(|tell| lines.iter().for_each(|line| line.tell(py, tell)));
             };
             let has_told = lines.is_empty() || Python::try_attach(tell).is_some();
             let mut state = self.state.lock();
@@ -273,7 +285,7 @@ impl LogQueueState {
     fn site(&mut self, metadata: &Metadata<'_>) -> &mut LogSite {
         let now = clock::now();
         let site = self.sites.entry(metadata.callsite()).or_insert_with(|| LogSite::new(now));
-        // Those beyond are told first.
+        // Those beyond are handed on first.
         if site.more == 0 && now >= site.since + PERIOD {
             *site = LogSite::new(now);
         }
@@ -310,6 +322,9 @@ impl LogSite {
     fn counted(self, now: Instant) -> Option<LogRecord> {
         let seconds = now.duration_since(self.since).as_secs_f64();
         let last = self.last?;
-        Some(LogRecord { text: format!("{} more in {seconds:.0} s like: {}", self.more, last.text), ..last })
+        Some(LogRecord {
+            text: format!("{} more in {seconds:.0} s like: {}", self.more, last.text),
+            ..last
+        })
     }
 }

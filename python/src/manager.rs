@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kvbm::{Fence, Options, RankGroup, RequestId, SlotId, Tier};
+use kvbm::{Fence, Options, RankGroup, RequestId, RequestInfo, SaveRequest, Tier};
 use prometheus::{Registry, TextEncoder};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -14,8 +14,9 @@ use crate::errors::{classes, of_manager};
 use crate::events::Events;
 use crate::fence::Behind;
 use crate::fingerprint::fingerprint;
+use crate::groups::{self, CacheGroup, NamedSlots};
 use crate::hints::{Hints, request_info};
-use crate::hybrid::{self, CacheGroup, HybridLease, HybridLoad, HybridSave, Named};
+use crate::lease::Lease;
 use crate::memory::EngineMemory;
 use crate::opened::opened;
 use crate::settings::Settings;
@@ -24,23 +25,18 @@ use crate::transfer::{Load, Save, duration};
 
 /// Keeps an engine's KV blocks in tiers of DRAM, disk and objects, and gives them back.
 ///
-/// Args:
-///     settings: its tiers. `block_bytes` is that of the engine's memory, or of one rank's slice of it.
-///     memory: the engine's KV tensors.
-///     block_tokens: tokens in a block.
-///     fingerprint: what the bytes depend on besides tokens, such as `{"model": …, "weights": …}`. Without one nothing is
-///         found again after a restart.
-///     ranks: `(directory, world, seconds)` for the leader of so many ranks: where they meet, and how long it waits for
-///         them.
-///     groups: of a hybrid model, its layers that do not keep every block; `memory` is of those that do. They are numbered
-///         from 1 on. Its blocks are for `lease_hybrid`, `load_hybrid` and `save_hybrid`; the other calls are about full
-///         attention, but for `reset`, `drain` and `close`.
+/// Args: settings: its tiers. `block_bytes` is that of the engine's memory, or of one rank's slice
+/// of it. memory: the engine's KV tensors. block_tokens: tokens in a block. fingerprint: what the
+/// bytes depend on besides tokens, such as `{"model": …, "weights": …}`. Without one nothing is
+/// found again after a restart. ranks: `(directory, world, seconds)` for the leader of `world`
+/// ranks: where they meet, and how long it waits for them. groups: of a hybrid model, its layers
+/// that do not keep every block; `memory` is of those that do. They are numbered from 1 on.
 ///
 /// Opening takes memory and files, and blocks meanwhile.
 ///
-/// `ready` and `after` of its calls are events of CUDA's, such as `torch.cuda.Event`: of the GPU that the memory is on, recorded
-/// behind the engine's work and outside of captures, and not recorded again before the transfer has ended. What is not on
-/// this process's GPU takes none.
+/// `ready` and `after` of its calls are events of CUDA's, such as `torch.cuda.Event`: of the GPU
+/// that the memory is on, recorded behind the engine's work and outside of captures, and not
+/// recorded again before the transfer has ended. What is not on this process's GPU takes none.
 #[pyclass(module = "kvbm_rs", frozen)]
 #[derive(Debug)]
 pub(crate) struct Manager {
@@ -67,44 +63,27 @@ impl Manager {
             registry: registry.clone(),
             block_tokens,
             fingerprint: fingerprint.map(self::fingerprint).transpose()?,
-            ranks: ranks.map(|(dir, world, seconds)| RankGroup { dir, world, limit: duration(seconds) }),
+            ranks: ranks.map(|(dir, world, seconds)| RankGroup {
+                dir,
+                world,
+                limit: duration(seconds),
+            }),
+            engine: Some(memory.memory.clone()),
+            groups: groups::plain(&groups),
             ..Options::default()
         };
         let settings = settings.for_fingerprint(fingerprint)?;
-        let (memory, groups) = (memory.memory.clone(), hybrid::plain(&groups));
         let runtime = tokio::runtime::Builder::new_current_thread().build()?;
-        let opened = py.detach(|| {
-            // Only with groups do its metrics say of which they are.
-            if groups.is_empty() {
-                runtime.block_on(kvbm::Manager::open_with(settings, options, memory))
-            } else {
-                runtime.block_on(kvbm::Manager::open_hybrid(settings, options, memory, groups))
-            }
-        });
+        let opened = py.detach(|| runtime.block_on(kvbm::Manager::open(settings, options)));
         let manager = Arc::new(opened.map_err(|error| of_manager(&error))?);
         Ok(Self { inner: manager, registry, takes_events: memory_is_on_gpu })
     }
 
-    /// Pins the leading blocks of `chain` wherever they are, and counts as their use by `request`.
-    #[pyo3(signature = (chain, *, request=None, hints=None))]
-    fn lease(
-        &self,
-        py: Python<'_>,
-        chain: &Chain,
-        request: Option<u64>,
-        hints: Option<&Bound<'_, Hints>>,
-    ) -> Lease {
-        let info = request_info(request, hints.map(Bound::get));
-        let lease = py.detach(|| self.inner.lease_for(info, &chain.hashes));
-        let held = lease.held();
-        let by_tier = held.plan().map(|(tier, blocks)| (tier.name(), blocks.len())).collect();
-        Lease { blocks: held.worth_loading(), by_tier, held: Some(lease) }
-    }
-
-    /// Pins the leading blocks of `chain`, the first `most` at most, that all cache groups can give back, and counts as their
-    /// use by `request`. With `again`, which waits for room and has asked before: metrics do not count it once more.
+    /// Pins the leading blocks of `chain`, the first `most` at most, that all cache groups can give
+    /// back, wherever they are, and counts as their use by `request`. With `again`, which has asked
+    /// before, metrics do not count it once more.
     #[pyo3(signature = (chain, *, most=None, request=None, hints=None, again=false))]
-    fn lease_hybrid(
+    fn lease(
         &self,
         py: Python<'_>,
         chain: &Chain,
@@ -112,11 +91,10 @@ impl Manager {
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
         again: bool,
-    ) -> HybridLease {
-        let info = request_info(request, hints.map(Bound::get));
-        let chain = &chain.hashes[..most.map_or(chain.hashes.len(), |most| most.min(chain.hashes.len()))];
-        let lease = if again { kvbm::Manager::lease_hybrid_again } else { kvbm::Manager::lease_hybrid };
-        HybridLease::new(py.detach(|| lease(&self.inner, info, chain)))
+    ) -> Lease {
+        let info = RequestInfo { has_asked: again, ..request_info(request, hints.map(Bound::get)) };
+        let chain = &chain.hashes[..chain.hashes.len().min(most.unwrap_or(usize::MAX))];
+        Lease::new(py.detach(|| self.inner.lease_for(info, chain)))
     }
 
     /// How many leading blocks of `chain` each tier holds, without counting as their use.
@@ -126,121 +104,88 @@ impl Manager {
         by_tier.filter(|&(_, held)| held > 0).collect()
     }
 
-    /// Keeps what `lease` holds where it is, for `seconds` or until the next reset. The lease is used up.
+    /// Keeps what `lease` holds where it is, for `seconds` or until the next reset. The lease is
+    /// used up.
     fn pin(&self, py: Python<'_>, lease: &mut Lease, seconds: f64) -> PyResult<()> {
         let lease = lease.take()?;
         let ttl_ms = u64::try_from(duration(seconds).as_millis()).unwrap_or(u64::MAX);
         py.detach(|| self.inner.pin(lease, ttl_ms)).map_err(|error| of_manager(&error))
     }
 
-    /// Brings what `lease` holds further down up to the host tier, when nothing more urgent is to be done. The lease is
-    /// used up.
+    /// Brings what `lease` holds further down up to the host tier, when nothing more urgent is to
+    /// be done. The lease is used up.
     fn prefetch(&self, py: Python<'_>, lease: &mut Lease) -> PyResult<()> {
         let lease = lease.take()?;
-        // Whoever asks for the blocks later finds out what became of it.
+        // A later call for the blocks finds out what became of it.
         drop(py.detach(|| self.inner.prefetch(lease, Tier::Host)));
         Ok(())
     }
 
-    /// Copies the blocks from position `first` on that `lease` holds into `slots`, which nobody else may use until it has
-    /// ended. Work on a GPU that still uses the slots is behind `after`, a `torch.cuda.Event`. The lease is used up.
-    #[pyo3(signature = (lease, first, slots, *, after=None))]
+    /// Copies what `lease` holds into an engine's slots, which nothing else may use until it has
+    /// ended. `slots` has of each cache group its number (0: full attention), the position of the
+    /// first block and a slot for each from there on. Of a hybrid model they go to the lease's last
+    /// block: `Lease.wanted` says from where on, or later. Work on a GPU that still uses the slots
+    /// is behind `after`, a `torch.cuda.Event`. The lease is used up.
+    #[pyo3(signature = (lease, slots, *, after=None))]
     fn load_into(
         &self,
         py: Python<'_>,
         lease: &mut Lease,
-        first: usize,
-        slots: Vec<u32>,
+        slots: Vec<groups::Slots>,
         after: Option<Behind>,
     ) -> PyResult<Load> {
         let after = self.fence(after)?;
-        let taken = lease.take()?;
-        let slots: Vec<_> = slots.into_iter().map(SlotId).collect();
-        let blocks = first..first.saturating_add(slots.len());
-        Ok(Load(py.detach(|| self.inner.load_into(taken, blocks, &slots, after))))
+        let (taken, named) = (lease.take()?, NamedSlots::new(slots));
+        Ok(Load(py.detach(|| self.inner.load_into(taken, &named.slots(), &after))))
     }
 
-    /// Copies successive blocks of `chain`, from position `first` on, out of `slots`, which must not change until it has
-    /// ended. Those that are there already are not copied again; what has no block before it there is not kept. Work on a
-    /// GPU that still fills the slots is before `ready`, a `torch.cuda.Event`.
-    #[pyo3(signature = (chain, first, slots, *, request=None, hints=None, ready=None))]
+    /// Copies what a request has computed of `chain` out of `slots`, which must not change until it
+    /// has ended: of full attention the blocks, of the other cache groups checkpoints. `slots` has
+    /// of each group its number (0: full attention), the position of the first block and a slot for
+    /// each from there on. Blocks that are there already are not copied again; what has no block
+    /// before it there is not kept. With `is_end` a prompt or a turn ends with the last one of group 0. Work on a GPU that still
+    /// fills the slots is before `ready`, a `torch.cuda.Event`.
+    #[pyo3(signature = (chain, slots, *, is_end=false, request=None, hints=None, ready=None))]
     #[allow(clippy::too_many_arguments, reason = "they have names in Python")]
     fn save_from(
         &self,
         py: Python<'_>,
         chain: &Chain,
-        first: usize,
-        slots: Vec<u32>,
+        slots: Vec<groups::Slots>,
+        is_end: bool,
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
         ready: Option<Behind>,
     ) -> PyResult<Save> {
         let ready = self.fence(ready)?;
         let info = request_info(request, hints.map(Bound::get));
-        let slots: Vec<_> = slots.into_iter().map(SlotId).collect();
-        let end = first.saturating_add(slots.len()).min(chain.hashes.len());
-        Ok(Save(py.detach(|| self.inner.save_from(info, &chain.hashes[..end], first, &slots, ready))))
-    }
-
-    /// Copies what `lease` holds into an engine's slots, which nobody else may use until it has ended. `slots` has of each
-    /// cache group its number, the position of the first block and a slot for each from there to the lease's last one:
-    /// `HybridLease.wanted` says from where on, or later. Work on a GPU that still uses the slots is behind `after`, a
-    /// `torch.cuda.Event`. The lease is used up.
-    #[pyo3(signature = (lease, slots, *, after=None))]
-    fn load_hybrid(
-        &self,
-        py: Python<'_>,
-        lease: &mut HybridLease,
-        slots: Vec<hybrid::Slots>,
-        after: Option<Behind>,
-    ) -> PyResult<HybridLoad> {
-        let after = self.fence(after)?;
-        let (taken, named) = (lease.take()?, Named::new(slots));
-        Ok(HybridLoad(py.detach(|| self.inner.load_hybrid(taken, &named.slots(), &after))))
-    }
-
-    /// Copies what a request has computed of `chain` out of `slots`, which must not change until it has ended: of full
-    /// attention the blocks, of the other cache groups checkpoints. `slots` has of each group its number, the position of
-    /// the first block and a slot for each from there on. With `is_end` a prompt or a turn ends with the last one of group 0.
-    /// Work on a GPU that still fills the slots is before `ready`, a `torch.cuda.Event`.
-    #[pyo3(signature = (chain, slots, *, is_end=false, request=None, hints=None, ready=None))]
-    #[allow(clippy::too_many_arguments, reason = "they have names in Python")]
-    fn save_hybrid(
-        &self,
-        py: Python<'_>,
-        chain: &Chain,
-        slots: Vec<hybrid::Slots>,
-        is_end: bool,
-        request: Option<u64>,
-        hints: Option<&Bound<'_, Hints>>,
-        ready: Option<Behind>,
-    ) -> PyResult<HybridSave> {
-        let ready = self.fence(ready)?;
-        let info = request_info(request, hints.map(Bound::get));
-        let named = Named::new(slots);
+        let named = NamedSlots::new(slots);
         let slots = named.slots();
         let chain = &chain.hashes[..named.end_of_full().min(chain.hashes.len())];
-        let save = kvbm::HybridSave { info, chain, slots: &slots, is_end, ready };
-        Ok(HybridSave(py.detach(|| self.inner.save_hybrid(&save))))
+        let save = SaveRequest { info, chain: chain.into(), slots: &slots, is_end, ready };
+        Ok(Save(py.detach(|| self.inner.save_from(&save))))
     }
 
-    /// Says that a request has ended, and how many tokens it generated: policies learn from it. With `for_good`, that
-    /// nobody will continue it.
+    /// Says that a request has ended, and how many tokens it generated: policies learn from it.
+    /// With `for_good`, that no request will continue it.
     #[pyo3(signature = (request, output_tokens, *, for_good=false))]
     fn finished(&self, py: Python<'_>, request: u64, output_tokens: u32, for_good: bool) {
-        let finished = if for_good { kvbm::Manager::finished_for_good } else { kvbm::Manager::finished };
+        let finished =
+            if for_good { kvbm::Manager::finished_for_good } else { kvbm::Manager::finished };
         py.detach(|| finished(&self.inner, RequestId(request), output_tokens));
     }
 
-    /// Begins the next epoch: no block that was there before is found again. Returns its number. A later process goes on in this
-    /// epoch: blocks of weights that only this one has want names of their own (`Chain(salt=…)`).
+    /// Begins the next epoch: no block that was there before is found again. Returns its number. A
+    /// later process goes on in this epoch: blocks of weights that only this one has want names of
+    /// their own (`Chain(salt=…)`).
     fn reset(&self, py: Python<'_>) -> PyResult<u64> {
         let epoch = self.inner.epoch() + 1;
         py.detach(|| self.inner.reset(epoch)).map_err(|error| of_manager(&error))?;
         Ok(epoch)
     }
 
-    /// Writes what is to be written to the lower tiers, and waits for it, `seconds` at most. Whether nothing is left.
+    /// Writes what is to be written to the lower tiers, and waits for it, `seconds` at most.
+    /// Whether nothing is left.
     fn drain(&self, py: Python<'_>, seconds: f64) -> bool {
         let limit = duration(seconds);
         py.detach(|| self.inner.drain(limit)).is_complete()
@@ -248,18 +193,24 @@ impl Manager {
 
     /// Blocks of each tier that were found at the start, left there by an earlier process.
     fn recovered(&self) -> BTreeMap<&'static str, usize> {
-        self.inner.recovered().iter().map(|report| (report.tier.name(), report.blocks)).collect()
+        self.inner
+            .admin()
+            .recovered()
+            .iter()
+            .map(|report| (report.tier.name(), report.blocks))
+            .collect()
     }
 
-    /// What it has, in lines for a log: tiers, what an earlier process left in them, and the routes between them. Of a hybrid
-    /// model that is full attention's.
+    /// What it has, in lines for a log: tiers, what an earlier process left in them, and the routes
+    /// between them. Of a hybrid model that is full attention's.
     fn opened(&self, py: Python<'_>) -> Vec<String> {
         py.detach(|| opened(&self.inner))
     }
 
     /// Slots of each tier: in all, and with a block that can be read.
     fn occupancy(&self) -> BTreeMap<&'static str, (u32, u32)> {
-        let tiers = Tier::ALL.into_iter().map(|tier| (tier.name(), self.inner.counts(tier)));
+        let tiers =
+            Tier::ALL.into_iter().map(|tier| (tier.name(), self.inner.admin().counts(tier)));
         tiers
             .filter(|(_, counts)| counts.total > 0)
             .map(|(tier, counts)| (tier, (counts.total, counts.resident)))
@@ -271,7 +222,8 @@ impl Manager {
         Events(self.inner.events())
     }
 
-    /// Its counters and gauges of docs/metrics.md: name, meaning, whether it only grows, and values by labels.
+    /// Its counters and gauges of docs/metrics.md: name, meaning, whether it only grows, and values
+    /// by labels.
     fn samples(&self, py: Python<'_>) -> Vec<Samples> {
         py.detach(|| samples(&self.registry))
     }
@@ -282,7 +234,8 @@ impl Manager {
         text.map_err(|error| classes::KvbmError::new_err(error.to_string()))
     }
 
-    /// Ends everything, and waits `seconds` at most for what the media work on. `True`: nobody touches the memory any more.
+    /// Ends everything, and waits `seconds` at most for what the media work on. `True`: nothing
+    /// touches the memory any more.
     fn close(&self, py: Python<'_>, seconds: f64) -> bool {
         let limit = duration(seconds);
         py.detach(|| self.inner.close(limit)).is_complete()
@@ -299,24 +252,5 @@ impl Manager {
                 "the memory is not on a GPU of this process: call when the work has ended, without an event",
             )),
         }
-    }
-}
-
-/// The right to read a chain's leading blocks, until it is used up or dropped.
-#[pyclass(module = "kvbm_rs")]
-#[derive(Debug)]
-pub(crate) struct Lease {
-    /// Leading blocks that are worth loading.
-    #[pyo3(get)]
-    blocks: usize,
-    /// How many of the leading blocks come from which tier.
-    #[pyo3(get)]
-    by_tier: BTreeMap<&'static str, usize>,
-    held: Option<kvbm::Lease>,
-}
-
-impl Lease {
-    fn take(&mut self) -> PyResult<kvbm::Lease> {
-        self.held.take().ok_or_else(|| classes::InvalidError::new_err("the lease was used before"))
     }
 }

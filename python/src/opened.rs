@@ -1,11 +1,11 @@
-//! What a manager has, in lines for a log.
+//! Describes what a manager has, in lines for a log.
 
 use kvbm::{Manager, Tier};
 use kvbm_settings::Capacity;
 
 /// A line for each tier, and one for the routes between them.
 pub(crate) fn opened(manager: &Manager) -> Vec<String> {
-    let state = manager.state();
+    let state = manager.admin().state();
     let place = |tier| match tier {
         Tier::Device => None,
         Tier::Host => state.settings.get("host.persist"),
@@ -13,7 +13,13 @@ pub(crate) fn opened(manager: &Manager) -> Vec<String> {
         Tier::Object => state.settings.get("object.url"),
     };
     let found = |tier| -> usize {
-        manager.recovered().iter().filter(|report| report.tier == tier).map(|report| report.blocks).sum()
+        manager
+            .admin()
+            .recovered()
+            .iter()
+            .filter(|report| report.tier == tier)
+            .map(|report| report.blocks)
+            .sum()
     };
     let mut lines = Vec::new();
     for held in &state.tiers {
@@ -27,8 +33,10 @@ pub(crate) fn opened(manager: &Manager) -> Vec<String> {
         };
         lines.push(format!("{tier}: {blocks} blocks, {size}{place}{found}"));
     }
-    let routes =
-        state.routes.iter().map(|route| format!("{} to {} ({})", route.from, route.to, route.backend));
+    let routes = state
+        .routes
+        .iter()
+        .map(|route| format!("{} to {} ({})", route.from, route.to, route.backend));
     lines.push(format!("routes: {}", routes.collect::<Vec<_>>().join(", ")));
     lines
 }

@@ -1,4 +1,5 @@
-//! Our eviction for engines that keep a cache of their own: the native half of `kvbm_rs.vllm.policy`.
+//! Our eviction for engines that keep a cache of their own: the native half of
+//! `kvbm_rs.vllm.policy`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,7 +16,8 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ChunkPolicy>()
 }
 
-/// What a generated token takes, as a rule. Only the order of magnitude matters: the model learns what a length means.
+/// What a generated token takes, as a rule. Only the order of magnitude matters: the model learns
+/// what a length means.
 const TOKEN_MS: u64 = 20;
 
 /// Bytes of a key behind its hash, which name the cache group.
@@ -23,9 +25,9 @@ const GROUP_BYTES: usize = 4;
 
 /// Decides which chunks of an engine's own cache go.
 ///
-/// Keys are bytes: a chained hash of at least 16 bytes and four bytes that name the cache group. Which chunk follows which
-/// says `positions`: the keys of a request's chunks with the token behind each, in order within each group; what was told
-/// before is skipped.
+/// Keys are bytes: a chained hash of at least 16 bytes and four bytes that name the cache group.
+/// `positions` says which chunk follows which: the keys of a request's chunks with the token behind
+/// each, in order within each group; what was told before is skipped.
 ///
 /// Args:
 ///     capacity: chunks that the cache has room for.
@@ -139,13 +141,13 @@ impl ChunkPolicy {
         state.cache.busy(key(name));
     }
 
-    /// Nobody reads or writes the chunk any more.
+    /// Nothing reads or writes the chunk any more.
     fn mark_evictable(&self, name: &[u8]) {
         self.state.lock().cache.idle(key(name));
     }
 
-    /// Takes out `count` chunks, none of them in `protected`, in the order in which they go. `None` if not so many can go:
-    /// then all stay.
+    /// Takes out `count` chunks, none of them in `protected`, in the order in which they go. `None`
+    /// if fewer can go: then all stay.
     fn evict<'py>(
         &self,
         py: Python<'py>,
@@ -156,7 +158,8 @@ impl ChunkPolicy {
         let keep: Vec<_> = keep.collect::<PyResult<_>>()?;
         let mut state = self.state.lock();
         let Some(evicted) = state.cache.evict(count, keep) else { return Ok(None) };
-        let names = evicted.iter().filter_map(|key| state.chunks.remove(key)).map(|chunk| chunk.name);
+        let names =
+            evicted.iter().filter_map(|key| state.chunks.remove(key)).map(|chunk| chunk.name);
         PyList::new(py, names.collect::<Vec<_>>()).map(Some)
     }
 
@@ -169,9 +172,11 @@ impl ChunkPolicy {
     ) -> PyResult<()> {
         let now_ms = self.clock.now_ms();
         let mut state = self.state.lock();
-        let began = reused.first().and_then(|name| state.chunks.get(&key(name.as_bytes()))?.loaded_ms);
+        let began =
+            reused.first().and_then(|name| state.chunks.get(&key(name.as_bytes()))?.loaded_ms);
         let id = state.follow(request, positions, began.unwrap_or(now_ms))?;
-        let output = state.running.remove(request).map_or(0, |running| running.output_tokens(now_ms));
+        let output =
+            state.running.remove(request).map_or(0, |running| running.output_tokens(now_ms));
         state.cache.finish(id, output, now_ms);
         self.learn(&mut state);
         Ok(())
@@ -223,7 +228,12 @@ impl State {
     }
 
     /// Takes in what `positions` tells of the request that it did not tell before.
-    fn follow(&mut self, request: &str, positions: &Bound<'_, PyDict>, began_ms: u64) -> PyResult<RequestId> {
+    fn follow(
+        &mut self,
+        request: &str,
+        positions: &Bound<'_, PyDict>,
+        began_ms: u64,
+    ) -> PyResult<RequestId> {
         let mut is_new = false;
         let running = self.running.entry(request.to_owned()).or_insert_with(|| {
             is_new = true;
@@ -250,10 +260,12 @@ impl Running {
         Self { id, began_ms, told: 0, prompt_end: 0, end: 0, chunk: u64::MAX }
     }
 
-    /// What it generated, as near as can be told: to the chunk by its chunks, and within that by its time.
+    /// What it generated, as near as can be told: to the chunk by its chunks, and within that by
+    /// its time.
     fn output_tokens(&self, now_ms: u64) -> u32 {
         let by_time = now_ms.saturating_sub(self.began_ms) / TOKEN_MS;
-        // The prompt ended somewhere in the chunk behind those that it filled, and so did the output.
+        // The prompt ended somewhere in the chunk behind those that it filled, and so did the
+        // output.
         let chunks = self.end - self.prompt_end;
         let (least, most) = (chunks.saturating_sub(self.chunk), chunks.saturating_add(self.chunk));
         by_time.clamp(least, most).try_into().unwrap_or(u32::MAX)

@@ -8,21 +8,18 @@ use pyo3::types::PyDict;
 
 use crate::errors::of_manager;
 use crate::fingerprint::fingerprint;
-use crate::hybrid::{self, CacheGroup};
+use crate::groups::{self, CacheGroup};
 use crate::memory::EngineMemory;
 use crate::settings::Settings;
 use crate::transfer::duration;
 
-/// A tensor-parallel rank: it moves its slice of blocks as its leader, a `Manager` in another process, says, on a thread of
-/// its own.
+/// A tensor-parallel rank: it moves its slice of blocks as its leader, a `Manager` in another
+/// process, says, on a thread of its own.
 ///
-/// Args:
-///     settings: the leader's; capacities and `block_bytes` are of one rank's slice.
-///     memory: its KV tensors.
-///     group: `(directory, world, seconds)`: where leader and ranks meet, how many ranks there are, how long it waits.
-///     rank: its number, from 0.
-///     fingerprint: the leader's.
-///     groups: the leader's, each with this rank's KV tensors.
+/// Args: settings: the leader's; capacities and `block_bytes` are of one rank's slice. memory: its
+/// KV tensors. group: `(directory, world, seconds)`: where leader and ranks meet, how many ranks
+/// there are, how long it waits. rank: its number, from 0. fingerprint: the leader's. groups: the
+/// leader's, each with this rank's KV tensors.
 ///
 /// Blocks until the leader is there. Dropping it ends its service.
 #[pyclass(module = "kvbm_rs", frozen)]
@@ -48,15 +45,10 @@ impl Rank {
         let (dir, world, seconds) = group;
         let group = RankGroup { dir, world, limit: duration(seconds) };
         let fingerprint = fingerprint.map(self::fingerprint).transpose()?;
-        let options = RankOptions { group, rank, fingerprint, chaos: None };
-        let (settings, memory, groups) = (settings.plain(), memory.memory.clone(), hybrid::plain(&groups));
-        let joined = py.detach(|| {
-            if groups.is_empty() {
-                kvbm::Rank::join_with(&settings, options, &memory)
-            } else {
-                kvbm::Rank::join_hybrid(&settings, &options, &memory, groups)
-            }
-        });
+        let (engine, groups) = (Some(memory.memory.clone()), groups::plain(&groups));
+        let options = RankOptions { group, rank, engine, groups, fingerprint, chaos: None };
+        let settings = settings.plain();
+        let joined = py.detach(|| kvbm::Rank::join(&settings, options));
         joined.map(|rank| Self { rank }).map_err(|error| of_manager(&error))
     }
 }

@@ -18,19 +18,18 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// Settings of a manager, checked: docs/configuration.md lists them all.
 ///
-/// Sources override each other in this order: defaults, `toml` or `file`, `environment`, `values`. What is unknown or
-/// invalid is a `SettingsError` that names the nearest valid name and those beside it.
+/// Sources override each other in this order: defaults, `toml` or `file`, `environment`, `values`.
+/// What is unknown or invalid is a `SettingsError` that names the nearest valid name and those
+/// beside it.
 ///
-/// Args:
-///     values: by dotted path, or nested: `{"host.capacity": "1GiB"}` is `{"host": {"capacity": "1GiB"}}`. Values are
-///         booleans, numbers, strings, paths, lists of these, or `None` for what TOML writes as `"none"`.
-///     toml: the text of a settings file.
-///     file: the path of one.
-///     environment: variables, of which those that begin with `DYN_KVBM_` are read. The process's own are not, unless
-///         they are given here: `os.environ`, or `Settings.from_environment`.
+/// Args: values: by dotted path, or nested: `{"host.capacity": "1GiB"}` is `{"host": {"capacity":
+/// "1GiB"}}`. Values are booleans, numbers, strings, paths, lists of these, or `None` for what TOML
+/// writes as `"none"`. toml: the text of a settings file. file: the path of one. environment:
+/// variables, of which those that begin with `DYN_KVBM_` are read. The process's own are not,
+/// unless they are given here: `os.environ`, or `Settings.from_environment`.
 ///
-/// `settings["host.capacity"]` is the value as TOML writes it, without quotes; `"none"` where nothing was chosen, and
-/// `"(set)"` for a secret.
+/// `settings["host.capacity"]` is the value as TOML writes it, without quotes; `"none"` where
+/// nothing was chosen, and `"(set)"` for a secret.
 #[pyclass(module = "kvbm_rs", frozen, eq)]
 #[derive(Debug)]
 pub(crate) struct Settings(Loaded);
@@ -52,9 +51,12 @@ impl Settings {
         environment: Option<&Bound<'_, PyMapping>>,
     ) -> PyResult<Self> {
         if toml.is_some() && file.is_some() {
-            return Err(PyTypeError::new_err("settings come from `toml` or from `file`, not from both"));
+            return Err(PyTypeError::new_err(
+                "settings come from `toml` or from `file`, not from both",
+            ));
         }
-        let mut loader = Loader::new().environment(environment.map_or_else(|| Ok(Vec::new()), variables)?);
+        let mut loader =
+            Loader::new().environment(environment.map_or_else(|| Ok(Vec::new()), variables)?);
         if let Some(text) = toml {
             loader = loader.text(text);
         }
@@ -76,8 +78,8 @@ impl Settings {
         Self::load(Loader::new(), Some(values))
     }
 
-    /// Settings from the `DYN_KVBM_*` variables of this process and the file that `DYN_KVBM_CONFIG` names, overridden
-    /// by `values`.
+    /// Settings from the `DYN_KVBM_*` variables of this process and the file that `DYN_KVBM_CONFIG`
+    /// names, overridden by `values`.
     #[staticmethod]
     #[pyo3(signature = (values=None))]
     fn from_environment(py: Python<'_>, values: Option<&Bound<'_, PyMapping>>) -> PyResult<Self> {
@@ -92,7 +94,8 @@ impl Settings {
         self.0.rows().into_iter().map(|row| (row.key, row.value)).collect()
     }
 
-    /// Where the value of a setting came from: `default`, a file and line, a variable, or `argument`.
+    /// Where the value of a setting came from: `default`, a file and line, a variable, or
+    /// `argument`.
     fn origin(&self, path: &str) -> PyResult<String> {
         self.row(path).map(|row| row.origin.to_string())
     }
@@ -113,9 +116,10 @@ impl Settings {
         Self(part)
     }
 
-    /// Of one of several engines on a machine that are given the same settings, as those of data parallelism are, by its number.
-    /// What outlives the processes lies in a directory of its own below those that are named, such as `kvbm-dp1`, and
-    /// metrics are served at a port so many above the one that is named. The first one's are those that are named.
+    /// Of one of several engines on a machine that are given the same settings, as those of data
+    /// parallelism are, by its number. What outlives the processes lies in a directory of its own
+    /// below those that are named, such as `kvbm-dp1`, and metrics are served at the named port
+    /// plus this number. The first one's are those that are named.
     fn of_replica(&self, number: u16) -> Self {
         let mut own = Self(self.0.clone());
         if number > 0 {
@@ -141,7 +145,8 @@ impl Settings {
         self.0.settings.clone()
     }
 
-    /// The same for an engine that counts no epochs: it goes on in that of an object store, unless it is told otherwise.
+    /// The same for an engine that counts no epochs: it goes on in that of an object store, unless
+    /// it is told otherwise.
     pub(crate) fn without_epochs(&self) -> kvbm_settings::Settings {
         let mut settings = self.plain();
         if !self.0.origins.contains_key("object.older_epoch") {
@@ -155,7 +160,8 @@ impl Settings {
         &self,
         fingerprint: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<kvbm_settings::Settings> {
-        let counts_epochs = fingerprint.map(|fingerprint| fingerprint.contains("epoch")).transpose()?;
+        let counts_epochs =
+            fingerprint.map(|fingerprint| fingerprint.contains("epoch")).transpose()?;
         Ok(if counts_epochs == Some(true) { self.plain() } else { self.without_epochs() })
     }
 
@@ -164,7 +170,9 @@ impl Settings {
         if let Some(values) = values {
             flatten("", values, &mut arguments)?;
         }
-        let loader = arguments.into_iter().fold(loader, |loader, (path, value)| loader.argument(path, value));
+        let loader = arguments
+            .into_iter()
+            .fold(loader, |loader, (path, value)| loader.argument(path, value));
         let settings = loader.nixl_plugins(kvbm::installed_nixl_plugins).load();
         settings.map(Self).map_err(|error| of_settings(&error))
     }
@@ -204,7 +212,11 @@ fn variables(environment: &Bound<'_, PyMapping>) -> PyResult<Vec<(String, String
     Ok(ours)
 }
 
-fn flatten(above: &str, values: &Bound<'_, PyMapping>, into: &mut Vec<(String, Argument)>) -> PyResult<()> {
+fn flatten(
+    above: &str,
+    values: &Bound<'_, PyMapping>,
+    into: &mut Vec<(String, Argument)>,
+) -> PyResult<()> {
     for item in values.items()?.iter() {
         let (name, value): (String, Bound<'_, PyAny>) = item.extract()?;
         let path = if above.is_empty() { name } else { format!("{above}.{name}") };

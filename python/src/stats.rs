@@ -2,20 +2,25 @@
 
 use std::collections::BTreeMap;
 
-use kvbm::table::{SlotCounts, TierStats};
 use kvbm::{Manager, Tier};
+use kvbm::{SlotCounts, TierStats};
 use prometheus::Registry;
 use prometheus::proto::{Metric, MetricFamily, MetricType};
 
 /// By tier that is there and by name: slots now, and what happened since the start. All in blocks.
 pub(crate) fn by_tier(manager: &Manager) -> BTreeMap<&'static str, BTreeMap<&'static str, u64>> {
-    let tiers = Tier::ALL.into_iter().filter(|&tier| manager.counts(tier).total > 0);
-    tiers.map(|tier| (tier.name(), counts(manager.counts(tier), manager.stats(tier)))).collect()
+    let tiers = Tier::ALL.into_iter().filter(|&tier| manager.admin().counts(tier).total > 0);
+    tiers
+        .map(|tier| {
+            (tier.name(), counts(manager.admin().counts(tier), manager.admin().stats(tier)))
+        })
+        .collect()
 }
 
 fn counts(slots: SlotCounts, stats: TierStats) -> BTreeMap<&'static str, u64> {
     // Named one by one, so that none that is added is forgotten.
-    let SlotCounts { total, free, filling, resident, quarantined: in_quarantine, forgotten, lost } = slots;
+    let SlotCounts { total, free, filling, resident, quarantined: in_quarantine, forgotten, lost } =
+        slots;
     let slots = [
         ("total", total),
         ("free", free),
@@ -25,8 +30,16 @@ fn counts(slots: SlotCounts, stats: TierStats) -> BTreeMap<&'static str, u64> {
         ("forgotten", forgotten),
         ("lost", lost),
     ];
-    let TierStats { published, evicted, declined, full, quarantined, unreadable, flush_failures, unflushed } =
-        stats;
+    let TierStats {
+        published,
+        evicted,
+        declined,
+        full,
+        quarantined,
+        unreadable,
+        flush_failures,
+        unflushed,
+    } = stats;
     let since = [
         ("published", published),
         ("evicted", evicted),
@@ -43,7 +56,8 @@ fn counts(slots: SlotCounts, stats: TierStats) -> BTreeMap<&'static str, u64> {
 /// A metric: its name, what it means, whether it only grows, and its values by labels.
 pub(crate) type Samples = (String, String, bool, Vec<(BTreeMap<String, String>, f64)>);
 
-/// All counters and gauges of a registry. Not its histograms: whoever collects counts cannot add their buckets to his.
+/// All counters and gauges of a registry. Not its histograms: a collector of counts cannot add
+/// their buckets to its own.
 pub(crate) fn samples(registry: &Registry) -> Vec<Samples> {
     registry.gather().iter().filter_map(samples_of).collect()
 }
@@ -60,5 +74,9 @@ fn samples_of(family: &MetricFamily) -> Option<Samples> {
 }
 
 fn labels(metric: &Metric) -> BTreeMap<String, String> {
-    metric.get_label().iter().map(|label| (label.name().to_owned(), label.value().to_owned())).collect()
+    metric
+        .get_label()
+        .iter()
+        .map(|label| (label.name().to_owned(), label.value().to_owned()))
+        .collect()
 }

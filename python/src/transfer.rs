@@ -1,5 +1,6 @@
 //! Transfers under way, and how they ended.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use kvbm::{Loaded, Saved, Transfer, Writers};
@@ -25,7 +26,8 @@ impl Load {
         ended(py.detach(|| self.0.wait_for(limit)), LoadEnd::new)
     }
 
-    /// Waits, `seconds` at most, until the first `layers` layers of every block are there. `False`: they are not.
+    /// Waits, `seconds` at most, until the first `layers` layers of every block of full attention
+    /// are there. `False`: they are not.
     fn wait_layers(&self, py: Python<'_>, layers: u16, seconds: f64) -> bool {
         let limit = duration(seconds);
         py.detach(|| self.0.wait_layers(layers, limit))
@@ -41,24 +43,34 @@ impl Load {
 #[pyclass(module = "kvbm_rs", frozen)]
 #[derive(Debug)]
 pub(crate) struct LoadEnd {
-    /// Leading wanted blocks that are in their slots now.
+    /// Leading wanted blocks of full attention that are in their slots now.
     #[pyo3(get)]
     arrived: usize,
     /// Those behind them, whose slots hold nothing that can be used.
     #[pyo3(get)]
     failed: usize,
+    /// Everything that was asked for is in the engine's slots, of all cache groups. Else no window
+    /// and no state in them may be used.
+    #[pyo3(get)]
+    is_whole: bool,
+    /// Leading blocks that may be asked for next; those of full attention before these that were
+    /// asked for have arrived.
+    #[pyo3(get)]
+    usable: usize,
     writers: Writers,
 }
 
 impl LoadEnd {
     fn new(loaded: Loaded) -> Self {
-        Self { arrived: loaded.arrived, failed: loaded.failed, writers: loaded.writers }
+        let Loaded { arrived, failed, is_whole, usable, writers, .. } = loaded;
+        Self { arrived, failed, is_whole, usable, writers }
     }
 }
 
 #[pymethods]
 impl LoadEnd {
-    /// Whether no medium may still write the slots of those that failed: until then they must not be used.
+    /// Whether no medium may still write the slots of those that failed: until then they must not
+    /// be used.
     fn slots_are_free(&self) -> bool {
         self.writers.are_gone()
     }
@@ -106,20 +118,33 @@ pub(crate) struct SaveEnd {
     refused: usize,
     /// Failed, with those behind them.
     failed: usize,
+    /// By cache group beside full attention, of which the counts above are: checkpoints that could
+    /// be made, and those of them that are there now.
+    checkpoints: BTreeMap<u8, (usize, usize)>,
 }
 
 impl SaveEnd {
     fn new(saved: &Saved) -> Self {
         let &Saved { blocks, copied, duplicates, orphans, declined, refused, failed, .. } = saved;
-        Self { blocks, copied, duplicates, orphans, declined, refused, failed }
+        let of_groups = saved.checkpoints.iter();
+        let checkpoints =
+            of_groups.map(|group| (group.group, (group.checkpoints, group.whole))).collect();
+        Self { blocks, copied, duplicates, orphans, declined, refused, failed, checkpoints }
     }
 }
 
-pub(crate) fn ended<T, E>(answer: Option<kvbm::Result<T>>, end: impl FnOnce(T) -> E) -> PyResult<Option<E>> {
+pub(crate) fn ended<T, E>(
+    answer: Option<kvbm::Result<T>>,
+    end: impl FnOnce(T) -> E,
+) -> PyResult<Option<E>> {
     answer.transpose().map(|answer| answer.map(end)).map_err(|error| of_manager(&error))
 }
 
 /// Of what Python counts in seconds; what is no time is none.
 pub(crate) fn duration(seconds: f64) -> Duration {
-    Duration::try_from_secs_f64(seconds).unwrap_or(if seconds > 0.0 { Duration::MAX } else { Duration::ZERO })
+    Duration::try_from_secs_f64(seconds).unwrap_or(if seconds > 0.0 {
+        Duration::MAX
+    } else {
+        Duration::ZERO
+    })
 }

@@ -63,10 +63,10 @@ def test_what_is_saved_comes_back_into_other_slots(engine: Engine) -> None:
         torch.cuda.synchronize()
         slots, others = some(16), some(16)
         wanted = engine.blocks(slots)
-        assert engine.manager.save_from(chain(name, 16), 0, slots).wait(10.0).blocks == 16
+        assert engine.manager.save_from(chain(name, 16), [(0, 0, slots)]).wait(10.0).blocks == 16
         engine.fill()
         torch.cuda.synchronize()
-        loaded = engine.manager.load_into(engine.manager.lease(chain(name, 16)), 0, others).wait(10.0)
+        loaded = engine.manager.load_into(engine.manager.lease(chain(name, 16)), [(0, 0, others)]).wait(10.0)
         assert (loaded.arrived, loaded.failed) == (16, 0)
         assert are_equal(engine.blocks(others), wanted)
 
@@ -81,12 +81,12 @@ def test_a_save_waits_for_what_fills_its_slots(engine: Engine) -> None:
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
     engine.fill()
-    saved = engine.manager.save_from(chain(1, 16), 0, range(16), ready=recorded())
+    saved = engine.manager.save_from(chain(1, 16), [(0, 0, range(16))], ready=recorded())
     assert saved.poll() is None, "the GPU still sleeps"
     assert saved.wait(10.0).blocks == 16
     wanted = engine.blocks(list(range(16)))
     others = list(range(32, 48))
-    engine.manager.load_into(engine.manager.lease(chain(1, 16)), 0, others).wait(10.0)
+    engine.manager.load_into(engine.manager.lease(chain(1, 16)), [(0, 0, others)]).wait(10.0)
     assert are_equal(engine.blocks(others), wanted)
 
 
@@ -94,13 +94,13 @@ def test_a_load_waits_for_what_still_uses_its_slots(engine: Engine) -> None:
     engine.fill()
     torch.cuda.synchronize()
     wanted = engine.blocks(list(range(16)))
-    engine.manager.save_from(chain(1, 16), 0, range(16)).wait(10.0)
+    engine.manager.save_from(chain(1, 16), [(0, 0, range(16))]).wait(10.0)
     others = list(range(32, 48))
     torch.cuda._sleep(LONG)
     # A step that is queued writes there before the load may.
     for tensor in engine.tensors:
         tensor[32:48] = 0
-    load = engine.manager.load_into(engine.manager.lease(chain(1, 16)), 0, others, after=recorded())
+    load = engine.manager.load_into(engine.manager.lease(chain(1, 16)), [(0, 0, others)], after=recorded())
     assert load.poll() is None, "the GPU still sleeps"
     assert load.wait(10.0).arrived == 16
     assert are_equal(engine.blocks(others), wanted)
@@ -114,7 +114,7 @@ def test_a_capture_goes_on_beside_saves(engine: Engine) -> None:
     with torch.cuda.graph(graph):
         for name in range(4):
             total += 1
-            saves.append(engine.manager.save_from(chain(name, 16), 0, range(16)))
+            saves.append(engine.manager.save_from(chain(name, 16), [(0, 0, range(16))]))
     assert all(save.wait(10.0).failed == 0 for save in saves)
     graph.replay()
     torch.cuda.synchronize()
@@ -123,6 +123,6 @@ def test_a_capture_goes_on_beside_saves(engine: Engine) -> None:
 
 def test_what_is_no_fence_is_refused(engine: Engine) -> None:
     with pytest.raises(InvalidError, match="recorded"):
-        engine.manager.save_from(chain(1, 1), 0, [0], ready=torch.cuda.Event())
+        engine.manager.save_from(chain(1, 1), [(0, 0, [0])], ready=torch.cuda.Event())
     with pytest.raises(InvalidError, match="torch.cuda.Event"):
-        engine.manager.save_from(chain(1, 1), 0, [0], ready="now")
+        engine.manager.save_from(chain(1, 1), [(0, 0, [0])], ready="now")

@@ -62,7 +62,7 @@ def save(manager: Manager, memories: list[Memory]) -> None:
     sliding.fill(range(6), 30)
     states.fill(range(5, 6), 55)
     slots = [(0, 0, range(6)), (1, 1, range(1, 6)), (2, 5, range(5, 6))]
-    saved = manager.save_hybrid(chain(6), slots, is_end=True).wait(10.0)
+    saved = manager.save_from(chain(6), slots, is_end=True).wait(10.0)
     assert saved is not None and saved.blocks == 6
     # On the grid and at the end; of states there is only the one.
     assert saved.checkpoints == {1: (2, 2), 2: (1, 1)}
@@ -70,37 +70,37 @@ def save(manager: Manager, memories: list[Memory]) -> None:
 
 def test_what_is_saved_comes_back_to_other_slots(manager: Manager, memories: list[Memory]) -> None:
     save(manager, memories)
-    lease = manager.lease_hybrid(chain(8), request=1)
+    lease = manager.lease(chain(8), request=1)
     assert (lease.blocks, lease.by_tier) == (6, {"host": 6})
     assert [lease.wanted(group) for group in range(3)] == [(0, 6), (3, 6), (5, 6)]
     with pytest.raises(InvalidError, match="no cache group 3"):
         lease.wanted(3)
     # The engine has the first two blocks of full attention itself.
     slots = [(0, 2, range(12, 16)), (1, 3, range(13, 16)), (2, 5, range(15, 16))]
-    end = manager.load_hybrid(lease, slots).wait(10.0)
+    end = manager.load_into(lease, slots).wait(10.0)
     assert end is not None and end.is_whole and end.usable == 6 and end.slots_are_free()
     full, sliding, states = memories
     assert full.read(range(10, 17)) == [0, 0, 12, 13, 14, 15, 0]
     assert sliding.read(range(12, 17)) == [0, 33, 34, 35, 0]
     assert states.read(range(14, 17)) == [0, 55, 0]
     with pytest.raises(InvalidError, match="used before"):
-        manager.load_hybrid(lease, slots)
+        manager.load_into(lease, slots)
 
 
 def test_a_match_ends_where_all_groups_can_go_on(manager: Manager, memories: list[Memory]) -> None:
     save(manager, memories)
     assert manager.matches(chain(6)) == {"host": 6}
     # There is no state before the end.
-    assert manager.lease_hybrid(chain(6), most=5).blocks == 0
-    assert manager.lease_hybrid(chain(6), most=100).blocks == 6
+    assert manager.lease(chain(6), most=5).blocks == 0
+    assert manager.lease(chain(6), most=100).blocks == 6
 
 
 def test_slots_that_make_no_sense_are_an_error(manager: Manager, memories: list[Memory]) -> None:
     save(manager, memories)
     with pytest.raises(InvalidError, match="cache group 1"):
-        manager.load_hybrid(manager.lease_hybrid(chain(6)), [(0, 0, range(6))]).wait(10.0)
+        manager.load_into(manager.lease(chain(6)), [(0, 0, range(6))]).wait(10.0)
     with pytest.raises(InvalidError, match="no cache group 7"):
-        manager.save_hybrid(chain(6), [(0, 0, range(6)), (7, 0, range(6))]).wait(10.0)
+        manager.save_from(chain(6), [(0, 0, range(6)), (7, 0, range(6))]).wait(10.0)
 
 
 def test_samples_say_of_which_group_they_are(manager: Manager, memories: list[Memory]) -> None:

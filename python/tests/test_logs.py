@@ -69,7 +69,7 @@ def test_an_error_of_the_native_side_is_logged(tmp_path: Path) -> None:
     assert any("INFO kvbm_rs" in line and "blocks of an earlier process" in line for line in lines)
 
 
-def test_lines_of_one_place_are_limited_and_the_rest_is_counted(tmp_path: Path) -> None:
+def test_lines_of_one_place_are_limited_and_others_counted(tmp_path: Path) -> None:
     leave_corrupt(tmp_path, 40)
     lines = logged(
         tmp_path,

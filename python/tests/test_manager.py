@@ -36,7 +36,7 @@ def chain(name: int, blocks: int = 5) -> Chain:
 
 def save(manager: Manager, name: int) -> None:
     """Until it is on disk too, and others may take its room."""
-    saved = manager.save_from(chain(name), 0, range(5), hints=Hints(priority=10)).wait(10.0)
+    saved = manager.save_from(chain(name), [(0, 0, range(5))], hints=Hints(priority=10)).wait(10.0)
     assert saved is not None and saved.blocks == 5
     assert manager.drain(10.0)
 
@@ -48,7 +48,7 @@ def test_what_is_pinned_stays(manager: Manager) -> None:
     with pytest.raises(InvalidError, match="used before"):
         manager.pin(lease, 60.0)
     for name in (2, 3):
-        manager.save_from(chain(name), 0, range(5)).wait(10.0)
+        manager.save_from(chain(name), [(0, 0, range(5))]).wait(10.0)
         assert manager.drain(10.0)
     assert manager.matches(chain(1)) == {"host": 5, "disk": 5}
     manager.finished(1, 10, for_good=True)
@@ -58,7 +58,7 @@ def test_blocks_of_another_salt_are_others(manager: Manager) -> None:
     salted = [Chain((bytes([1, at]) * 16 for at in range(5)), salt=salt) for salt in (b"", b"one", b"other")]
     assert salted[0].names(0) == chain(1).names(0)
     assert len({name for one in salted for name in one.names(0)}) == 15
-    assert manager.save_from(salted[1], 0, range(5)).wait(10.0).blocks == 5
+    assert manager.save_from(salted[1], [(0, 0, range(5))]).wait(10.0).blocks == 5
     assert [manager.matches(one).get("host", 0) for one in salted] == [0, 5, 0]
 
 
@@ -114,4 +114,4 @@ def test_memory_of_a_cpu_takes_no_events(manager: Manager) -> None:
         cuda_event = 1
 
     with pytest.raises(InvalidError, match="not on a GPU"):
-        manager.save_from(chain(1), 0, range(5), ready=Event())
+        manager.save_from(chain(1), [(0, 0, range(5))], ready=Event())

@@ -55,7 +55,7 @@ def why(port: int, name: str) -> dict[str, object]:
     return found
 
 
-def test_an_engine_that_is_asked_to_serves_its_metrics_and_the_page(manager: Manager, port: int) -> None:
+def test_an_engine_serves_metrics_and_the_page_if_asked(manager: Manager, port: int) -> None:
     assert get(port, "/healthz") == "ok"
     assert json.loads(get(port, "/readyz")) == {"ready": True, "degraded": []}
     assert 'kvbm_slots{state="free",tier="disk"} 16' in get(port, "/metrics")
@@ -65,7 +65,7 @@ def test_an_engine_that_is_asked_to_serves_its_metrics_and_the_page(manager: Man
         get(port, "/healthz")
 
 
-def test_a_port_that_is_taken_is_an_error_that_names_the_variable(manager: Manager, port: int, tmp_path: Path) -> None:
+def test_a_taken_port_is_an_error_that_names_the_variable(manager: Manager, port: int, tmp_path: Path) -> None:
     with pytest.raises(KvbmError, match="DYN_KVBM_METRICS_PORT"):
         opened(port, tmp_path / "other")
 

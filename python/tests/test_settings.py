@@ -31,7 +31,7 @@ def test_lists_paths_and_none() -> None:
     assert "/a" in settings["disk.dirs"] and "/b" in settings["disk.dirs"]
 
 
-def test_a_replica_keeps_what_it_keeps_in_places_of_its_own(tmp_path: Path) -> None:
+def test_a_replica_keeps_its_files_in_its_own_places(tmp_path: Path) -> None:
     places = [tmp_path / name for name in ("disk", "other", "memory", "index")]
     told = {
         "disk": {"capacity": "1GiB", "dirs": places[:2], "keep": True},
@@ -90,7 +90,7 @@ def test_the_environment_counts_only_where_it_is_asked_for(monkeypatch: pytest.M
         ({"block_bytes": True}, ["block_bytes", "true"]),
     ],
 )
-def test_a_typo_is_a_value_error_that_lists_what_is_valid(values: dict[str, object], told: list[str]) -> None:
+def test_a_typo_is_a_value_error_that_lists_valid_ones(values: dict[str, object], told: list[str]) -> None:
     with pytest.raises(ValueError) as raised:
         Settings(values)
     assert isinstance(raised.value, SettingsError) and isinstance(raised.value, KvbmError)

@@ -161,7 +161,7 @@ def test_the_unit_may_write_where_vllm_and_the_tiers_do():
     assert f"Environment=HOME={cache} XDG_CACHE_HOME={cache}\n" in unit
 
 
-def test_the_users_of_image_and_pod_have_a_home_that_they_may_write_to():
+def test_users_of_image_and_pod_have_a_writable_home():
     text = (DEPLOY / "Containerfile").read_text()
     home, user = re.search(r"HOME=(\S+)", text)[1], re.search(r"^USER (\d+):(\d+)", text, re.MULTILINE)
     assert f"RUN install -d -o {user[1]} -g {user[2]} {home}\n" in text

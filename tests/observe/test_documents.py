@@ -180,7 +180,7 @@ def test_the_runbook_has_what_there_are_alerts_for():
         assert alert["annotations"]["summary"] and alert["labels"]["severity"] in ("critical", "warning", "info")
 
 
-def test_entries_of_the_runbook_say_where_to_look_and_what_to_do():
+def test_runbook_entries_say_where_to_look_and_what_to_do():
     text = (ROOT / "docs/runbook.md").read_text()
     for entry in text.split("\n### ")[1:]:
         name = entry.split("\n")[0]

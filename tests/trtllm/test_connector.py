@@ -114,7 +114,7 @@ def test_what_tokens_do_not_say(make):
     assert executor.loaded_tokens == 48
 
 
-def test_what_was_computed_with_an_adapter_is_found_by_the_same_engine_alone(make):
+def test_blocks_of_an_adapter_are_found_by_their_engine_alone(make):
     executor = make()
     for adapter in (None, 1):
         executor.generate(Request(PROMPT, lora_task_id=adapter), 2)

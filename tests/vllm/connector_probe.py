@@ -158,7 +158,7 @@ def load_times(engine, prompt: list[int], rounds: int) -> dict:
             lease = scheduler.manager.lease(Chain(hashes, salt=scheduler._weights))
             assert lease.by_tier == {"host": blocks}, lease.by_tier
             began = time.perf_counter()
-            end = scheduler.manager.load_into(lease, 0, slots).wait(10.0)
+            end = scheduler.manager.load_into(lease, [(0, 0, slots)]).wait(10.0)
             load.append(time.perf_counter() - began)
             assert end.arrived == blocks
             began = time.perf_counter()
@@ -300,7 +300,7 @@ class _Recorder:
 
     def __init__(self, manager):
         self._manager = manager
-        self.noted = {"lease_hybrid": [], "save_hybrid": [], "finished": []}
+        self.noted = {"lease": [], "save_from": [], "finished": []}
 
     def __getattr__(self, name):
         call = getattr(self._manager, name)

@@ -48,7 +48,7 @@ def test_generated_tokens_are_kept_unless_told_not_to(model):
             assert engine.generate(turn).scheduled == len(turn) - served + 7
 
 
-def test_a_process_that_was_killed_leaves_its_blocks_to_the_next(model, said, tmp_path):
+def test_a_killed_process_leaves_its_blocks_to_the_next(model, said, tmp_path):
     memory = tmp_path / "memory"
     tiers = host(64, **{"host.persist": str(memory), "host.persist_index": str(memory)})
     disk = {"disk.capacity": 256 * TINY_BLOCK_BYTES, "disk.dirs": str(tmp_path), "disk.keep": True}
@@ -103,7 +103,7 @@ def test_bytes_that_changed_are_computed_again(model, said, tmp_path):
 
 
 @pytest.mark.slow
-def test_where_a_load_that_fails_is_an_error_it_is_that_of_one_request(model, said, tmp_path):
+def test_a_failed_load_is_an_error_of_one_request(model, said, tmp_path):
     tiers = spoiled_disk(model, tmp_path)
     with Engine(model, **connector(tiers, failure_policy="fail")) as engine:
         answer = engine.generate(*(prompt(number, LENGTH) for number in range(4)))

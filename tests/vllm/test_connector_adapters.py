@@ -81,7 +81,7 @@ def test_a_number_that_stands_for_two_adapters_is_neithers(one, other):
     assert adapters.salt(request_for(one)) is None
 
 
-def test_what_may_have_changed_since_it_was_loaded_is_found_by_this_engine_alone(one):
+def test_what_may_have_changed_is_found_by_this_engine_alone(one):
     engines = [Adapters("options") for _ in range(2)]
     # By the first request it may be the one that the engine loaded before, or may not.
     models.write_adapter(one, 2)
@@ -99,7 +99,7 @@ def test_what_may_have_changed_since_it_was_loaded_is_found_by_this_engine_alone
     assert None not in salts and salts[0] != salts[1]
 
 
-def test_a_request_whose_adapter_changes_while_it_lives_is_neither_served_nor_kept(one):
+def test_a_request_whose_adapter_changes_is_neither_served_nor_kept(one):
     from kvbm_rs.vllm.connector.hints import Limits
     from kvbm_rs.vllm.connector.scheduler import _NOT_KEPT, Scheduler
 

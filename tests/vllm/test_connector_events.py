@@ -108,7 +108,7 @@ def test_a_router_learns_what_the_tiers_hold(model, tmp_path, router):
 
 
 @pytest.mark.slow
-def test_what_an_earlier_process_left_is_told_when_it_is_asked_for(model, tmp_path, router):
+def test_what_an_earlier_process_left_is_told_when_asked(model, tmp_path, router):
     with Engine(model, **connector(disk(tmp_path))) as engine:
         engine.generate(prompt(0, LENGTH))
         assert is_at_rest(engine) and probe(engine, "drain")

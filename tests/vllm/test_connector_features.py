@@ -116,7 +116,7 @@ def test_it_serves_beside_another_connector(model, said, ours_first):
         assert (cold.said, cold.scheduled) == ([said[0]], LENGTH + 7)
 
 
-def test_a_session_keeps_nothing_under_the_name_of_what_it_took_back(model):
+def test_a_session_keeps_nothing_under_names_it_took_back(model):
     """Of each chunk of a session but the last the token that was said is taken back: blocks are full of other tokens then."""
     chunks = [prompt(0, 4 * BLOCK - 1), prompt(1, 4 * BLOCK), prompt(2, 2 * BLOCK + 3)]
     whole = [token for chunk in chunks for token in chunk]
@@ -157,7 +157,7 @@ def test_salted_prompts_have_blocks_of_their_own(model, said):
 
 
 @pytest.mark.slow
-def test_layer_by_layer_is_refused_where_a_failure_would_be_heard_of_too_late(model):
+def test_layer_by_layer_is_refused_where_failures_come_too_late(model):
     guessing = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     with pytest.raises(EngineError, match="layerwise is not for speculative decoding"):
         Engine(model, **connector(host(64), layerwise=True), speculative_config=guessing)
@@ -188,7 +188,7 @@ def test_an_engine_that_produces_alone_does_not_start(model):
 
 
 @pytest.mark.slow
-def test_a_connector_around_it_that_produces_alone_does_not_start_either(model):
+def test_a_wrapping_connector_that_only_produces_does_not_start(model):
     arguments = connector(host(64))
     ours = arguments["kv_transfer_config"]
     del ours["kv_load_failure_policy"]
@@ -214,7 +214,7 @@ def test_context_parallelism_is_refused():
             _check_parallel(parallel)
 
 
-def test_what_steps_under_way_compute_of_a_token_that_was_taken_back_is_not_kept():
+def test_what_steps_compute_of_withdrawn_tokens_is_not_kept():
     """Under asynchronous scheduling, which CPUs have not, a step is under way with the token that a session takes back."""
     from types import SimpleNamespace
 
@@ -249,7 +249,7 @@ def test_what_steps_under_way_compute_of_a_token_that_was_taken_back_is_not_kept
 
 
 @pytest.mark.parametrize("status", ["RUNNING", "WAITING"])
-def test_a_session_that_lived_through_a_reset_is_not_kept_when_it_goes_on(status):
+def test_a_session_from_before_a_reset_is_not_kept(status):
     """Its blocks, and what is computed behind them, are of the weights of before."""
     from types import SimpleNamespace
 
@@ -281,7 +281,7 @@ def test_a_session_that_lived_through_a_reset_is_not_kept_when_it_goes_on(status
     assert known.saved == _ALL
 
 
-def test_a_reset_that_is_not_noted_everywhere_keeps_nothing_of_before():
+def test_a_partly_noted_reset_keeps_nothing_of_before():
     """A disk that cannot be written keeps no engine from going on, nor has it serve what it must not."""
     from types import SimpleNamespace
 

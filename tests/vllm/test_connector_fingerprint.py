@@ -77,7 +77,7 @@ def test_what_is_made_of_weights_counts_too(tmp_path):
     assert named("mine", model="owner/name") == named("mine")
 
 
-def test_how_long_prompts_may_be_counts_where_positions_go_by_it():
+def test_the_longest_prompt_counts_where_positions_use_it():
     def said(architecture: str, rope: str, longest: int, fitted: int | None = None) -> str:
         text = SimpleNamespace(rope_parameters={"rope_type": rope})
         generates = {"generation_config": "auto", "override_generation_config": {}, "original_max_model_len": fitted}

@@ -40,14 +40,14 @@ def test_hints_reach_the_manager_and_are_answered(model, said, tmp_path):
         }
         everything = {"tenant": 4, "priority": 100, "expected_output_tokens": 8, "will_not_return": True}
         recorded = probe(engine, "recorded_hints", expected=everything)
-        assert recorded == {"lease_hybrid": [True], "save_hybrid": [True], "finished": [True]}
+        assert recorded == {"lease": [True], "save_from": [True], "finished": [True]}
         # Who says nothing is answered nothing.
         assert probe(engine, "ask", prompt=prompt(1, LENGTH))["params"] is None
         assert is_at_rest(engine)
 
 
 @pytest.mark.slow
-def test_what_is_pinned_stays_and_what_is_asked_for_comes_up(model, said, tmp_path):
+def test_pinned_blocks_stay_and_those_asked_for_come_up(model, said, tmp_path):
     with Engine(model, **connector(host(44) | disk(tmp_path))) as engine:
         assert ask(engine, 0, pin_seconds=600)["pin_seconds"]["status"] == "accepted"
         # A quarter may be pinned: one block more.

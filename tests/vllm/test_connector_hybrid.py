@@ -141,7 +141,7 @@ def test_blocks_keep_their_names_where_vllm_hashes_more_often(hybrid):
 
 
 @pytest.mark.slow
-def test_a_process_that_was_killed_leaves_its_blocks_to_the_next(hybrid, said, tmp_path, shared_memory):
+def test_a_killed_process_leaves_its_blocks_to_the_next(hybrid, said, tmp_path, shared_memory):
     for tiers in (disk(tmp_path), host(8, **{"host.persist": str(shared_memory)})):
         with Engine(hybrid, **connector(tiers)) as engine:
             engine.generate(prompt(0, LENGTH))

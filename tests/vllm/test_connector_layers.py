@@ -43,7 +43,7 @@ def test_what_lies_in_memory_is_loaded_while_the_engine_computes(model, said):
 
 
 @pytest.mark.slow
-def test_a_load_that_fails_while_the_engine_computes_is_computed_again(model, said, shared_memory):
+def test_a_load_that_fails_amid_work_is_computed_again(model, said, shared_memory):
     # Nobody finds what is bad but who asks for it.
     tiers = host(64, **{"host.persist": str(shared_memory), "transfer.scrub_mib_per_second": 0})
     with Engine(model, **connector(tiers)) as engine:

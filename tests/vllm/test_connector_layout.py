@@ -21,7 +21,7 @@ def layers(order: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
-def test_a_block_is_a_piece_of_each_layer_in_any_order_of_its_numbers(order):
+def test_a_block_has_pieces_of_layers_in_any_order(order):
     tensors = layers(order)
     adopt(tensors, BLOCKS, (PIECE,) * LAYERS, LAYERS)
     for tensor in tensors:
@@ -33,7 +33,7 @@ def test_a_block_is_a_piece_of_each_layer_in_any_order_of_its_numbers(order):
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
-def test_a_block_that_kernels_take_in_parts_is_one_block_if_their_size_does_not_order_it(layout):
+def test_a_block_in_kernel_parts_is_one_in_any_order(layout):
     """As vLLM shows it to a backend that has no kernel for so many tokens, such as FlashInfer's for more than 64."""
     from vllm.config import VllmConfig
     from vllm.v1.core import kv_cache_utils

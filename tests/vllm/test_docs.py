@@ -50,7 +50,7 @@ def test_the_quick_start_serves_the_second_process(place):
 
 
 @pytest.mark.slow
-def test_the_connectors_quick_start_is_served_from_memory_and_from_disk(place, shared_memory):
+def test_the_connectors_quick_start_is_served_from_both_tiers(place, shared_memory):
     lines = [
         re.fullmatch(r"served: ({.*?}) said: (\[.*\])", line) for line in follow("connector.py", place, shared_memory)
     ]

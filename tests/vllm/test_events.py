@@ -36,7 +36,7 @@ def request(name: str, blocks: int) -> SimpleNamespace:
 
 def save(manager: Manager, asked: SimpleNamespace) -> Chain:
     chain = Chain(asked.block_hashes)
-    assert manager.save_from(chain, 0, list(range(len(chain)))).wait(10.0).blocks == len(chain)
+    assert manager.save_from(chain, [(0, 0, list(range(len(chain))))]).wait(10.0).blocks == len(chain)
     return chain
 
 
@@ -109,7 +109,7 @@ def test_blocks_without_tokens_are_told_when_these_are_known(manager):
     assert (more.block_hashes, more.parent_block_hash) == (names(asked)[2:], names(asked)[1])
 
 
-def test_where_events_are_lost_nothing_is_claimed_until_it_is_found(manager):
+def test_after_lost_events_nothing_is_claimed_until_found(manager):
     publisher, asked = Publisher(manager, TOKENS, 0), request("a", 5)
     chain = Chain(asked.block_hashes)
     publisher.note(asked, asked.block_hashes, chain, 0)

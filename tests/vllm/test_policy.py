@@ -64,7 +64,7 @@ def test_an_insertion_may_say_for_which_request_it_is() -> None:
 
 
 @pytest.mark.slow
-def test_all_of_it_holds_with_the_manager_of_vllm_0_33() -> None:
+def test_it_all_holds_with_the_vllm_0_33_manager() -> None:
     sources = sources_of("0.33.0")
     if sources is None:
         print("SKIPPED: the wheel of vLLM 0.33.0 cannot be had")
@@ -81,7 +81,7 @@ def test_all_of_it_holds_with_the_manager_of_vllm_0_33() -> None:
     said("-m", "pytest", __file__, "-k", "not engine and not published and not 0_33", "-p", "no:cacheprovider", "-q")
 
 
-def test_what_was_stored_is_found_and_the_tail_of_the_oldest_goes_first() -> None:
+def test_stored_blocks_are_found_and_the_oldest_tail_leaves_first() -> None:
     manager = manager_of(6)
     old, new = keys_of(1, 3), keys_of(2, 5)
     assert serve(manager, "a", old) == 0

@@ -82,7 +82,7 @@ def test_chunks_of_a_prefill_are_stored_one_by_one(below):
     assert below.serves(keys) == 30
 
 
-def test_a_prefix_that_the_primary_tier_has_already_is_not_loaded_again(below):
+def test_a_prefix_in_the_primary_tier_is_not_reloaded(below):
     keys = chain(1, 20)
     below.save(keys)
     below.forget_primary()
@@ -200,7 +200,7 @@ def test_what_comes_before_a_bad_chunk_is_served(tmp_path):
         assert below.serves(keys) == 10
 
 
-def test_a_failed_load_is_a_miss_for_the_request_that_asked(below):
+def test_a_failed_load_is_a_miss_for_its_request(below):
     keys = chain(1, 8)
     below.save(keys)
     below.forget_primary()
@@ -234,7 +234,7 @@ def test_a_reset_of_vllms_caches_forgets(tmp_path):
         assert below.serves(keys) == 10
 
 
-def test_a_request_that_waits_through_a_reset_is_kept_by_its_new_names(tmp_path):
+def test_a_request_waiting_through_a_reset_gets_new_names(tmp_path):
     keys, others = chain(1, 10), chain(2, 5)
     with Offloading(tier(tmp_path), row=ROW) as below:
         below.save(keys)
@@ -282,7 +282,7 @@ def test_weights_that_never_change_outlive_a_reset(tmp_path):
         assert below.tier.stats()["epoch"] == 0
 
 
-def test_a_prefix_larger_than_the_primary_tier_is_served_as_far_as_it_fits(tmp_path):
+def test_a_prefix_beyond_the_primary_tier_is_served_in_part(tmp_path):
     keys = chain(1, 48)
     with Offloading(tier(tmp_path), row=ROW) as below:
         below.save(keys)

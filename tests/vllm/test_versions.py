@@ -48,7 +48,7 @@ def test_what_an_old_version_does_not_show_is_refused(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_a_connector_that_is_shown_the_pool_alone_keeps_what_ends(model: Path, said: list[list[int]]) -> None:
+def test_a_connector_shown_only_the_pool_keeps_what_ends(model: Path, said: list[list[int]]) -> None:
     """As vLLM 0.29 has it, without tables of requests that run: blocks are saved when their request ends."""
     arguments = connector(host(64))
     arguments["kv_transfer_config"] |= {"kv_connector": "OldConnector", "kv_connector_module_path": "old_connector"}

@@ -38,7 +38,7 @@ def test_what_exchanged_weights_computed_serves_no_later_process(model, said, tm
 
 
 @pytest.mark.slow
-def test_weights_that_never_change_are_found_after_a_reset_and_a_restart(model, said, tmp_path):
+def test_unchanged_weights_are_found_after_resets_and_restarts(model, said, tmp_path):
     tiers = connector(disk(tmp_path), weights_never_change=True)
     with Engine(model, **tiers) as engine:
         engine.generate(prompt(0, LENGTH))
@@ -52,7 +52,7 @@ def test_weights_that_never_change_are_found_after_a_reset_and_a_restart(model, 
         assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
 
 
-def test_what_exchanged_weights_left_in_a_tier_serves_no_later_process(model, said, tmp_path):
+def test_blocks_of_exchanged_weights_serve_no_later_process(model, said, tmp_path):
     (tmp_path / "disk").mkdir()
     # As it was made: `auto` halves it.
     arguments = {"dtype": "float32"}

@@ -9,23 +9,26 @@ use crate::fence::{Fence, Fences, Layers, Mark};
 /// Moves blocks between regions.
 ///
 /// # Safety
-/// An implementation completes each operation of a batch exactly once, and only when neither it nor the
-/// hardware behind it can touch the operation's slots any more. It keeps the regions alive until then. It
-/// never writes outside the destination slots, and `Ok` means that all bytes of the block arrived.
+/// An implementation completes each operation of a batch exactly once, and only when neither it nor
+/// the hardware behind it can touch the operation's slots any more. It keeps the regions alive
+/// until then. It never writes outside the destination slots, and `Ok` means that all bytes of the
+/// block arrived.
 ///
-/// Callers promise in turn that a slot named by a submitted operation is written by nobody else, and a
-/// destination read by nobody, until its completion.
+/// Callers promise in turn that until an operation completes nothing else writes a slot that it
+/// names, and nothing reads its destination.
 ///
 /// # What upholds the callers' promise
-/// [`submit`](Self::submit) is a safe function although it asks this, so strictly it is unsound: safe code can make an
-/// operation for slots that it has no slot handle to. No type or borrow can rule that out, since an operation is plain data
-/// and may come from another process; and an `unsafe fn` would move the promise into the `kvbm` crate, which forbids
-/// `unsafe` code. It is kept by convention, in one place. The only safe ways to a slot's bytes ask for its
-/// [`Frame`](crate::Frame) or a [`Loan`](crate::Loan) of its pool's; a frame is made once per slot and cannot be cloned;
-/// and the scheduler of the `kvbm` crate, the only caller outside tests and benches, keeps the destinations' frames and
-/// pins the sources from before the submission until the completion. An operation that never completes keeps them for
-/// ever. Backends check that slots exist, not who holds them: a mistake there is a wrong block that
-/// [`Verified`](crate::Verified) catches, never an access outside a region.
+/// [`submit`](Self::submit) is a safe function although it asks this, so strictly it is unsound:
+/// safe code can make an operation for slots that it has no slot handle to. No type or borrow can
+/// rule that out, since an operation is plain data and may come from another process; and an
+/// `unsafe fn` would move the promise into the `kvbm` crate, which forbids `unsafe` code. It is
+/// kept by convention, in one place. The only safe ways to a slot's bytes ask for its
+/// [`Frame`](crate::Frame) or a [`Loan`](crate::Loan) of its pool's; a frame is made once per slot
+/// and cannot be cloned; and the scheduler of the `kvbm` crate, the only caller outside tests and
+/// benches, keeps the destinations' frames and pins the sources from before the submission until
+/// the completion. An operation that never completes keeps them for ever. Backends check that slots
+/// exist, not who holds them: a mistake there is a wrong block that [`Verified`](crate::Verified)
+/// catches, never an access outside a region.
 pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// Short name for reports: `memcpy`, `io_uring`, `threads` …
     fn name(&self) -> &'static str;
@@ -33,8 +36,8 @@ pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// The routes that it serves.
     fn routes(&self) -> &[Route];
 
-    /// Starts the copies. Must return quickly; reports through `done`, possibly before it returns, and together what ended
-    /// together.
+    /// Starts the copies. Must return quickly; reports through `done`, possibly before it returns,
+    /// and together what ended together.
     fn submit(&self, batch: Vec<CopyOp>, done: Done);
 
     /// The same, in order with an engine's work: call [`submit`] instead. By default
@@ -63,8 +66,8 @@ unsafe impl<B: Backend + ?Sized> Backend for Arc<B> {
     }
 }
 
-/// Submits a batch that keeps this order. A backend that knows nothing of fences gets it when the engine has raised
-/// the fence; if only a GPU knows when that is, every operation is refused.
+/// Submits a batch that keeps this order. A backend that knows nothing of fences gets it when the
+/// engine has raised the fence; if only a GPU knows when that is, every operation is refused.
 pub fn submit(backend: &Arc<dyn Backend>, batch: Vec<CopyOp>, fences: Fences, done: Done) {
     match fences.after {
         Fence::Host(fence) => {
@@ -93,7 +96,8 @@ struct WaitingBatch {
 impl WaitingBatch {
     fn submit(mut self) {
         if let Some((ops, done)) = self.batch.take() {
-            let fences = Fences { after: Fence::Done, mark: self.mark.take(), layers: self.layers.take() };
+            let fences =
+                Fences { after: Fence::Done, mark: self.mark.take(), layers: self.layers.take() };
             self.backend.submit_fenced(ops, fences, done);
         }
     }
@@ -208,7 +212,7 @@ mod tests {
     #[test]
     fn a_backend_without_a_gpu_refuses_to_wait_for_one() {
         let fixture = FenceFixture::new();
-        // SAFETY: nobody uses the handle.
+        // SAFETY: nothing uses the handle.
         fixture.save(unsafe { Fence::event(1) });
         let error = fixture.reports.recv().unwrap().unwrap_err();
         assert_eq!(error.kind(), CopyErrorKind::Refused);

@@ -16,9 +16,9 @@ use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done};
 use crate::fence::Layers;
 use crate::fork::{ProcessBound, ServiceThread};
 
-/// A pool of threads in which every thread takes the next few operations of the oldest batch until none is
-/// left: a large batch occupies all threads, and a slow operation holds up nobody. Batches of one load in layers go
-/// together.
+/// A pool of threads in which every thread takes the next few operations of the oldest batch until
+/// none is left: a large batch occupies all threads, and a slow operation holds up no other.
+/// Batches of one load in layers go together.
 #[derive(Debug)]
 pub(crate) struct CopyThreads {
     // Before the threads, which finish what was submitted.
@@ -31,7 +31,7 @@ pub(crate) struct CopyThreads {
 /// Executes one operation, or a share of it, to its end.
 pub(crate) type ExecuteFn = dyn Fn(&CopyOp, Share) -> Result<(), CopyError> + Send + Sync;
 
-/// One of so many equal shares of a block's bytes: a layer, or all of it.
+/// One of several equal shares of a block's bytes: a layer, or all of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Share {
     number: u16,
@@ -68,13 +68,14 @@ impl fmt::Debug for ThreadBatch {
     }
 }
 
-/// The batches that go layer by layer and have units left, oldest first. An engine waits for the first layer of all
-/// blocks of a load, and so much of it may have come when the load's next batch does.
+/// The batches that go layer by layer and have units left, oldest first. An engine waits for the
+/// first layer of all blocks of a load, and much of that may be there by the time the load's next
+/// batch comes.
 #[derive(Debug, Default)]
 struct LayeredBatches(Mutex<Vec<Arc<ThreadBatch>>>);
 
-/// The state of a batch that goes layer by layer. What a thread takes at a time, a unit, is a layer of `grain` blocks;
-/// units are numbered layer by layer.
+/// The state of a batch that goes layer by layer. What a thread takes at a time, a unit, is a layer
+/// of `grain` blocks; units are numbered layer by layer.
 struct LayeredState {
     layers: Layers,
     /// Units that each layer still lacks.
@@ -94,7 +95,8 @@ impl CopyThreads {
     ) -> io::Result<Self> {
         let (queue, batches) = crossbeam_channel::unbounded();
         let (grain, layered) = (grain.max(1), Arc::<LayeredBatches>::default());
-        let mut pool = Self { queue: ProcessBound::new(queue), layered, threads: Vec::new(), grain };
+        let mut pool =
+            Self { queue: ProcessBound::new(queue), layered, threads: Vec::new(), grain };
         for number in 0..threads.max(1) {
             let (batches, execute) = (batches.clone(), Arc::clone(execute));
             let layered = Arc::clone(&pool.layered);
@@ -109,11 +111,14 @@ impl CopyThreads {
         let batch = Arc::new(ThreadBatch::new(ops, layers, self.grain, done));
         self.layered.add(&batch);
         for _ in 0..batch.units().min(self.threads.len()) {
-            // One message per helper and not per operation: each takes a grain of what is left when it comes, so
-            // that a slow one holds up nobody.
+            // One message per helper and not per operation: each takes a grain of what is left when
+            // it comes, so that a slow one holds up no other.
             if self.queue.send(Arc::clone(&batch)).is_err() {
-                // Panics end no thread, but if all were gone nobody else would complete the rest.
-                let dead = |_: &CopyOp, _| Err(CopyError::new(CopyErrorKind::Refused, "copy threads died"));
+                // Panics end no thread, but if all threads were gone nothing else would complete
+                // the rest.
+                let dead = |_: &CopyOp, _| {
+                    Err(CopyError::new(CopyErrorKind::Refused, "copy threads died"))
+                };
                 self.layered.work(&batch, &dead);
             }
         }
@@ -174,7 +179,7 @@ impl ThreadBatch {
         self.grains() * layers
     }
 
-    /// The next one that nobody has taken.
+    /// The next one that is not taken yet.
     fn next_unit(&self) -> Option<usize> {
         let unit = self.next.fetch_add(1, Ordering::Relaxed);
         (unit < self.units()).then_some(unit)
@@ -202,7 +207,8 @@ impl ThreadBatch {
     }
 
     fn copy_blocks(&self, grain: usize, execute: &ExecuteFn) {
-        let ended = self.ops_of(grain).map(|(index, op)| (index, caught(op, Share::WHOLE, execute)));
+        let ended =
+            self.ops_of(grain).map(|(index, op)| (index, caught(op, Share::WHOLE, execute)));
         self.done.report(ended.collect());
     }
 
@@ -217,7 +223,8 @@ impl ThreadBatch {
         layered.layer_copied(layer, self.ops.len());
         if layered.of_grain[grain].fetch_sub(1, Ordering::AcqRel) == 1 {
             let outcome = |index| layered.failed.lock().get(&index).cloned().map_or(Ok(()), Err);
-            self.done.report(self.ops_of(grain).map(|(index, _)| (index, outcome(index))).collect());
+            self.done
+                .report(self.ops_of(grain).map(|(index, _)| (index, outcome(index))).collect());
         }
     }
 }
@@ -271,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_that_panics_is_an_error_and_the_rest_goes_on() {
+    fn a_copy_that_panics_is_an_error_and_others_continue() {
         let pool = pool();
         for _ in 0..3 {
             let (report, reports) = mpsc::channel();
@@ -287,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_that_panics_ends_neither_the_thread_nor_the_batch() {
+    fn a_panicking_report_ends_neither_the_thread_nor_the_batch() {
         let (pool, panics) = (pool(), Done::panics());
         for _ in 0..3 {
             let (report, reports) = mpsc::channel();
@@ -307,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_layer_of_all_blocks_comes_before_the_second_of_any() {
+    fn all_first_layers_come_before_any_second_one() {
         let copied = Arc::new(Mutex::new(Vec::new()));
         let log = Arc::clone(&copied);
         let execute: Arc<ExecuteFn> = Arc::new(move |op: &CopyOp, share: Share| {
@@ -321,15 +328,20 @@ mod tests {
             layers.lock().push((layer, so_far.lock().len()));
         });
         let (report, reports) = mpsc::channel();
-        pool.submit(ops(), Some(layers), each(move |op, result| report.send((op, result)).unwrap()));
+        pool.submit(
+            ops(),
+            Some(layers),
+            each(move |op, result| report.send((op, result)).unwrap()),
+        );
         assert_eq!(reports.into_iter().filter(|(_, result)| result.is_ok()).count(), 64);
-        let expected: Vec<_> = (0..4).flat_map(|layer| (0..64).map(move |slot| (layer, slot))).collect();
+        let expected: Vec<_> =
+            (0..4).flat_map(|layer| (0..64).map(move |slot| (layer, slot))).collect();
         assert_eq!(*copied.lock(), expected);
         assert_eq!(*arrived.lock(), [(0, 64), (1, 128), (2, 192), (3, 256)]);
     }
 
     #[test]
-    fn the_first_layer_of_a_loads_next_batch_comes_before_what_is_left_of_the_one_before() {
+    fn a_next_batchs_first_layer_precedes_the_last_ones_rest() {
         let copied = Arc::new(Mutex::new(Vec::new()));
         let (begun, begins) = mpsc::channel();
         let (go_on, waits) = mpsc::channel::<()>();
@@ -366,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_fails_in_a_layer_fails_alone_and_no_later_layer_is_whole() {
+    fn a_block_fails_alone_and_no_later_layer_is_whole() {
         let execute: Arc<ExecuteFn> = Arc::new(|op: &CopyOp, share: Share| {
             assert!((share.number, op.from.slot.0) != (2, 5), "as the test wants");
             Ok(())
@@ -375,10 +387,16 @@ mod tests {
         for _ in 0..3 {
             let arrived = Arc::new(Mutex::new(Vec::new()));
             let layers = Arc::clone(&arrived);
-            let layers = Layers::new(NonZeroU16::new(4).unwrap(), move |layer, _| layers.lock().push(layer));
+            let layers =
+                Layers::new(NonZeroU16::new(4).unwrap(), move |layer, _| layers.lock().push(layer));
             let (report, reports) = mpsc::channel();
-            pool.submit(ops(), Some(layers), each(move |op, result| report.send((op, result)).unwrap()));
-            let failed: Vec<_> = reports.into_iter().filter(|(_, result)| result.is_err()).collect();
+            pool.submit(
+                ops(),
+                Some(layers),
+                each(move |op, result| report.send((op, result)).unwrap()),
+            );
+            let failed: Vec<_> =
+                reports.into_iter().filter(|(_, result)| result.is_err()).collect();
             assert_eq!(failed.iter().map(|&(op, _)| op).collect::<Vec<_>>(), [5]);
             assert!(!arrived.lock().contains(&2), "{arrived:?}");
         }
@@ -388,7 +406,8 @@ mod tests {
     fn the_shares_of_a_block_are_all_of_it() {
         for (bytes, layers) in [(4096, 32), (100, 7), (5, 5), (3, 1)] {
             let of = NonZeroU16::new(layers).unwrap();
-            let shares: Vec<_> = (0..layers).map(|number| Share { number, of }.of_bytes(bytes)).collect();
+            let shares: Vec<_> =
+                (0..layers).map(|number| Share { number, of }.of_bytes(bytes)).collect();
             assert!(shares.windows(2).all(|pair| pair[0].end == pair[1].start));
             assert_eq!((shares[0].start, shares[shares.len() - 1].end), (0, bytes));
         }

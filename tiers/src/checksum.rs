@@ -8,13 +8,13 @@ use parking_lot::Mutex;
 use crate::copy::SlotId;
 use crate::stream;
 
-/// The crc32c (Castagnoli) of the block in each slot of one tier. Four bytes per slot, in chunks that come
-/// into being when a slot of theirs is first written.
+/// The crc32c (Castagnoli) of the block in each slot of one tier. Four bytes per slot, in chunks
+/// that come into being when a slot of theirs is first written.
 #[derive(Debug, Default)]
 pub struct Checksums {
     known: Mutex<SlotChecksums>,
-    /// How many checksums are an earlier process's, and have not been compared with their blocks. Changed with `known`
-    /// locked; read without, so that it costs nothing when there are none.
+    /// How many checksums are an earlier process's, and have not been compared with their blocks.
+    /// Changed with `known` locked; read without, so that it costs nothing when there are none.
     inherited: AtomicU32,
 }
 
@@ -35,8 +35,8 @@ impl Checksums {
 
     /// The block that is, or is about to be, in `slot`; `None`: nothing was recorded.
     ///
-    /// Zero stands for that. A block whose checksum really is zero, one in four billion, counts as corrupt
-    /// when it is read: a miss, which is safe.
+    /// Zero stands for that. A block whose checksum really is zero, one in four billion, counts as
+    /// corrupt when it is read: a miss, which is safe.
     pub fn get(&self, slot: SlotId) -> Option<u32> {
         self.known.lock().get(slot)
     }
@@ -57,8 +57,8 @@ impl Checksums {
         self.settle(&mut known, slot);
     }
 
-    /// Notes the checksum that the block in `slot` has if it is what an earlier process left there. What reads it
-    /// compares them first, once: see [`verify_inherited`](Self::verify_inherited).
+    /// Notes the checksum that the block in `slot` has if it is what an earlier process left there.
+    /// What reads it compares them first, once: see [`verify_inherited`](Self::verify_inherited).
     pub fn inherit(&self, slot: SlotId, crc: u32) {
         let mut known = self.known.lock();
         known.set(slot, crc);
@@ -77,9 +77,9 @@ impl Checksums {
         self.inherited() > 0 && self.known.lock().is_marked(slot)
     }
 
-    /// Compares the block in `slot`, which nobody writes meanwhile, with a checksum that is inherited, if it is. Who
-    /// comes while another compares does so too; who comes later need not. A block that is not what it was said to be
-    /// is so for everybody, until its slot is written.
+    /// Compares the block in `slot`, which nothing writes meanwhile, with its checksum if that is
+    /// inherited. A caller that comes while another compares does so too; later callers need not. A
+    /// block that does not match stays corrupt for all callers until its slot is written.
     ///
     /// # Errors
     /// What was expected, unless nothing was, and what `block` has.
@@ -163,8 +163,8 @@ pub fn checksum(block: &[u8]) -> u32 {
     crc_fast::crc32_iscsi(block)
 }
 
-/// So much is copied, then summed: the source must still lie in the first caches. From memory the sum alone
-/// would take as long as the copy.
+/// Bytes that are copied, then summed: the source must still lie in the first caches. From memory
+/// the sum alone would take as long as the copy.
 const STEP_BYTES: usize = 4 << 10;
 
 /// Copies the pieces of a block one after the other, and sums them on the way.
@@ -206,7 +206,8 @@ impl SummedCopy {
 
     /// All pieces are copied: the checksum of the block.
     pub(crate) fn finish(self) -> u32 {
-        // Streaming stores pass the caches unordered: they are fenced before anybody is told that the block is there.
+        // Streaming stores pass the caches unordered: they are fenced before the block is reported
+        // as there.
         stream::finish();
         self.0.finalize() as u32
     }
@@ -250,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_inherited_is_verified_once_and_what_is_written_anew_never() {
+    fn inherited_slots_are_verified_once_and_rewritten_ones_never() {
         let checksums = Checksums::new();
         let [good, bad, written, forgotten, zero] = [1, 2, 300, 4, 5].map(SlotId);
         for slot in [good, bad, written, forgotten, good] {
@@ -270,7 +271,11 @@ mod tests {
         assert!(checksums.verify_inherited(zero, b"").is_err(), "nothing is known of it");
         assert_eq!(checksums.inherited(), 2);
         for slot in [good, written, forgotten] {
-            assert_eq!(checksums.verify_inherited(slot, b"anything"), Ok(()), "nobody says otherwise");
+            assert_eq!(
+                checksums.verify_inherited(slot, b"anything"),
+                Ok(()),
+                "nobody says otherwise"
+            );
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Time and threads, from one place: clippy refuses the standard library's elsewhere.
 //!
-//! Media are judged by real time. A caller that wants another time for its own decisions, as a replay does, has a
-//! clock of its own above this crate.
+//! Media are judged by real time. A caller that wants another time for its own decisions, as a
+//! replay does, has a clock of its own above this crate.
 
 use std::io;
 use std::thread::{Builder, JoinHandle};

@@ -57,7 +57,8 @@ impl fmt::Display for Tier {
 #[serde(transparent)]
 pub struct SlotId(pub u32);
 
-/// A slot of a tier in one of its lives: the generation changes each time that the slot changes hands.
+/// A slot of a tier in one of its lives: the generation changes each time that the slot changes
+/// hands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct SlotRef {
     /// The tier.
@@ -74,8 +75,8 @@ impl fmt::Display for SlotRef {
     }
 }
 
-/// The name of a block's content: its cache group and the chained hash that commits to all tokens up to its
-/// end. Opaque here; stores that describe themselves (objects) write it down.
+/// The name of a block's content: its cache group and the chained hash that commits to all tokens
+/// up to its end. Opaque here; stores that describe themselves (objects) write it down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct BlockKey {
     /// Chained hash.
@@ -85,33 +86,37 @@ pub struct BlockKey {
 }
 
 impl BlockKey {
-    /// All of it in 64 bits, for tables and samples that mix them further and can bear two blocks of one name. Both
-    /// halves of the hash count, since an engine may bring hashes of which one half is the same everywhere.
+    /// All of it in 64 bits, for tables and samples that mix them further and can bear two blocks
+    /// of one name. Both halves of the hash count, since an engine may bring hashes of which one
+    /// half is the same everywhere.
     pub const fn folded(self) -> u64 {
         self.hash as u64 ^ (self.hash >> 64) as u64 ^ (self.group as u64) << 56
     }
 }
 
-/// Whose block it is: who brought it first. A tenant that was forgotten and comes back has another life.
+/// Whose block it is: who brought it first. A tenant that was forgotten and comes back has another
+/// life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Owner {
-    /// The tenant, as requests name him.
+    /// The tenant, as requests name it.
     pub tenant: u32,
-    /// How often this process forgot him before the block came.
+    /// How often this process forgot it before the block came.
     pub life: u32,
 }
 
 /// From which tier to which.
 pub type Route = (Tier, Tier);
 
-/// Copy one block from one slot to another. Plain data: it can be sent to an executor in another process.
+/// Copy one block from one slot to another. Plain data: it can be sent to an executor in another
+/// process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CopyOp {
     /// What is copied.
     pub block: BlockKey,
-    /// Hash of the block before it in its chain, for stores that describe themselves; `None`: it is the first.
+    /// Hash of the block before it in its chain, for stores that describe themselves; `None`: it is
+    /// the first.
     pub parent: Option<u128>,
-    /// Whose key seals it, where blocks are encrypted; `None`: nobody's in particular.
+    /// Whose key seals it, where blocks are encrypted; `None`: no particular tenant's.
     pub owner: Option<Owner>,
     /// Source slot.
     pub from: SlotRef,
@@ -130,7 +135,8 @@ impl CopyOp {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum CopyErrorKind {
-    /// The medium failed at this block, or returned fewer bytes than it has. What was read is not there any more.
+    /// The medium failed at this block, or returned fewer bytes than it has. What was read is not
+    /// there any more.
     Io,
     /// The bytes read are not those written. Quarantine the source.
     Corrupt,
@@ -152,27 +158,33 @@ pub type CopyError = Failure<CopyErrorKind>;
 /// The end of an operation of a batch: which one, and what became of it.
 pub type Completion = (usize, Result<(), CopyError>);
 
-/// Where a backend reports the ends of a batch's operations. Cheap to clone; called from any thread.
+/// Where a backend reports the ends of a batch's operations. Cheap to clone; called from any
+/// thread.
 ///
-/// A backend reports together what ended together: whoever listens takes its locks once for a report, not once for a block.
+/// A backend reports together what ended together: the listener takes its locks once for each
+/// report, not once for each block.
 #[derive(Clone)]
 pub struct Done(Arc<dyn Fn(Vec<Completion>) + Send + Sync>);
 
 impl Done {
-    /// `listen` hears of each operation of the batch once, together with those that ended with it. It must not block.
+    /// `listen` is told of each operation of the batch once, together with those that ended with
+    /// it. It must not block.
     pub fn new(listen: impl Fn(Vec<Completion>) + Send + Sync + 'static) -> Self {
         Self(Arc::new(listen))
     }
 
     /// These operations of the batch ended, and nothing touches their slots any more.
     ///
-    /// A listener that panics is logged and counted ([`panics`](Self::panics)), and the panic goes no further: the thread
-    /// that called has operations of other callers to look after, and a ring's thread would take all of them along.
+    /// A listener that panics is logged and counted ([`panics`](Self::panics)), and the panic goes
+    /// no further: the thread that called has operations of other callers to look after, and a
+    /// ring's thread would take all of them along.
     pub fn report(&self, ended: Vec<Completion>) {
         // Unwind safety is asserted: nothing of the report is used afterwards.
         if !ended.is_empty() && catch_unwind(AssertUnwindSafe(|| (self.0)(ended))).is_err() {
             PANICS.fetch_add(1, Ordering::Relaxed);
-            tracing::error!("what listens to the ends of copies panicked; its callers may wait in vain");
+            tracing::error!(
+                "what listens to the ends of copies panicked; its callers may wait in vain"
+            );
         }
     }
 
@@ -182,7 +194,8 @@ impl Done {
         self.report(ops.into_iter().map(|op| (op, Err(refused.clone()))).collect());
     }
 
-    /// The same, for a part of the batch whose operations are numbered anew: `number_of` knows their numbers in the batch.
+    /// The same, for a part of the batch whose operations are numbered anew: `number_of` knows
+    /// their numbers in the batch.
     #[must_use]
     pub fn renumbered(self, number_of: impl Fn(usize) -> usize + Send + Sync + 'static) -> Self {
         Self::new(move |ended| {
@@ -204,8 +217,8 @@ impl fmt::Debug for Done {
     }
 }
 
-/// What a backend finds ended at one wake-up, of several batches perhaps. Dropping it reports it: who panics on the way
-/// loses nothing that has ended.
+/// What a backend finds ended at one wake-up, of several batches perhaps. Dropping it reports it:
+/// who panics on the way loses nothing that has ended.
 #[derive(Debug, Default)]
 pub(crate) struct Endings(Vec<(Done, Vec<Completion>)>);
 

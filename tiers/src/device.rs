@@ -17,10 +17,11 @@ pub enum Space {
     Cuda(u32),
 }
 
-/// Slots on the device, whose blocks may lie in pieces: our own allocation, or an engine's KV cache, adopted.
+/// Slots on the device, whose blocks may lie in pieces: our own allocation, or an engine's KV
+/// cache, adopted.
 ///
-/// An adopted region is the engine's: we copy to and from its slots when asked and remember nothing about
-/// what lies there.
+/// An adopted region is the engine's: we copy to and from its slots when asked and remember nothing
+/// about what lies there.
 pub struct DeviceRegion {
     segments: SegmentMap,
     space: Space,
@@ -34,9 +35,9 @@ impl DeviceRegion {
     /// Takes over memory that `owner` keeps alive.
     ///
     /// # Safety
-    /// Until `owner` is dropped, every byte of `segments` stays allocated in `space` at the same address,
-    /// aligned as its base is, readable and writable; nobody accesses a slot while a copy that names it is in
-    /// flight, except to read its source.
+    /// Until `owner` is dropped, every byte of `segments` stays allocated in `space` at the same
+    /// address, aligned as its base is, readable and writable; nothing accesses a slot while a copy
+    /// that names it is in flight, except to read its source.
     pub unsafe fn adopt(segments: SegmentMap, space: Space, owner: impl Any + Send + Sync) -> Self {
         let (pool, pool_given) = (PoolId::fresh(), AtomicBool::new(false));
         Self { segments, space, pool, pool_given, _owner: Box::new(owner) }

@@ -1,7 +1,7 @@
 //! Regions in memory: the host tier, and the device tier where there is no GPU.
 //!
-//! Memory is the process's own and goes with it, or lies, in part, in a file on tmpfs or hugetlbfs: then the next
-//! process attaches to it and finds every byte where it was.
+//! Memory is the process's own and goes with it, or lies, in part, in a file on tmpfs or hugetlbfs:
+//! then the next process attaches to it and finds every byte where it was.
 
 mod file;
 mod mount;
@@ -43,12 +43,13 @@ pub(crate) static SETTINGS: SettingNames = SettingNames {
 };
 
 /// Memory, cut into slots, every page of it present before it is first used: registering untouched
-/// memory with a ring or a GPU takes tens of seconds per GiB. Small pages of a file, which are there, are mapped in the
-/// background.
+/// memory with a ring or a GPU takes tens of seconds per GiB. Small pages of a file, which are
+/// there, are mapped in the background.
 ///
-/// Children that the process forks do not get it: the kernel must copy pages that hardware was given, at the
-/// fork and for every child (measured: 450 ms for 512 MiB registered with a ring, 431 MiB of them copied and
-/// all huge pages broken up; without them 0.6 ms). A child that touches a slot is killed by SIGSEGV.
+/// Children that the process forks do not get it: the kernel must copy pages that hardware was
+/// given, at the fork and for every child (measured: 450 ms for 512 MiB registered with a ring, 431
+/// MiB of them copied and all huge pages broken up; without them 0.6 ms). A child that touches a
+/// slot is killed by SIGSEGV.
 #[derive(Debug)]
 pub struct DramRegion {
     tier: Tier,
@@ -75,7 +76,7 @@ pub struct PersistOptions {
     pub dir: PathBuf,
     /// Names all that the bytes of the blocks depend on: letters, digits, `-` and `_`.
     pub namespace: String,
-    /// So many slots, the first ones, are to outlive the process.
+    /// Slots that are to outlive the process: the first ones.
     pub slots: u32,
 }
 
@@ -107,17 +108,19 @@ impl DramRegion {
         Self::open(Tier::Device, options)
     }
 
-    /// A host tier whose first slots are found again after the end of the process, however that comes. The file is
-    /// `kvbm-<namespace>.memory`, of exactly the size of these slots (on hugetlbfs rounded up to whole pages), which is
-    /// all there before this returns. Waits up to 15 s for a file that is in use.
+    /// A host tier whose first slots are found again after the end of the process, however that
+    /// comes. The file is `kvbm-<namespace>.memory`, of exactly the size of these slots (on
+    /// hugetlbfs rounded up to whole pages), which is all there before this returns. Waits up to 15
+    /// s for a file that is in use.
     ///
-    /// What lies in the slots is as the last process left it, in mid-copy if it was killed: each slot's block is to be
-    /// compared with a checksum before it is used.
+    /// What lies in the slots is as the last process left it, in mid-copy if it was killed: each
+    /// slot's block is to be compared with a checksum before it is used.
     ///
     /// # Errors
-    /// `NoSpace`: the mount, or the system, has not that much memory to give. `Invalid`: the directory is not in
-    /// memory, the namespace is no file name, or the file is of another size. `NotWritable`: what lies there is not a
-    /// file of this user's that is closed to all others. `InUse`: another process has it.
+    /// `NoSpace`: the mount, or the system, has not that much memory to give. `Invalid`: the
+    /// directory is not in memory, the namespace is no file name, or the file is of another size.
+    /// `NotWritable`: what lies there is not a file of this user's that is closed to all others.
+    /// `InUse`: another process has it.
     pub fn persistent(options: DramOptions, place: &PersistOptions) -> Result<Self, SetupError> {
         Self::persistent_within(options, place, LockWait::FOR_A_DEAD_RING)
     }
@@ -134,17 +137,23 @@ impl DramRegion {
         Self::build(tier, options, None)
     }
 
-    fn build(tier: Tier, options: DramOptions, file: Option<MemoryFile>) -> Result<Self, SetupError> {
+    fn build(
+        tier: Tier,
+        options: DramOptions,
+        file: Option<MemoryFile>,
+    ) -> Result<Self, SetupError> {
         let DramOptions { geometry, huge_pages, fault_threads } = options;
         let too_large = |why: &str| too_large(tier, geometry.bytes(), why);
         let private = geometry.bytes().saturating_sub(file.as_ref().map_or(0, MemoryFile::bytes));
-        if let Some(available) = available_memory().filter(|&available| private as u64 > available) {
+        if let Some(available) = available_memory().filter(|&available| private as u64 > available)
+        {
             return Err(too_large(&format!("{} MiB are available", available >> 20)));
         }
         let (bytes, alignment) = file.as_ref().map_or((geometry.bytes(), HUGE_PAGE), |file| {
             (geometry.bytes().max(file.bytes()), file.page_bytes().max(HUGE_PAGE))
         });
-        let (mut map, base) = reserve(bytes, alignment, huge_pages).map_err(|error| too_large(&error))?;
+        let (mut map, base) =
+            reserve(bytes, alignment, huge_pages).map_err(|error| too_large(&error))?;
         file.iter().try_for_each(|file| file.map_over(&mut map, base, huge_pages))?;
         // Before anything registers the pages, and before they are there.
         if let Err(error) = map.advise(Advice::DontFork) {
@@ -154,23 +163,40 @@ impl DramRegion {
         let there = file.as_ref().map_or(0, MemoryFile::bytes);
         let later = file.as_ref().is_some_and(|file| !file.may_be_huge());
         prefault(&map, base, if later { 0 } else { there }, fault_threads, PageKind::There)
-            .and_then(|()| prefault(&map, base + there, bytes - there, fault_threads, PageKind::Private))
+            .and_then(|()| {
+                prefault(&map, base + there, bytes - there, fault_threads, PageKind::Private)
+            })
             .map_err(|error| too_large(&error.to_string()))?;
         let mapper = later.then(|| PageMapper::start(Arc::clone(&map), base, there)).transpose();
         let mapper = mapper.map_err(|error| no_thread(tier, error))?;
-        // The kernel's report is long where a process has many mappings: it is read only where it can say something.
-        let says_something = huge_pages || file.as_ref().is_some_and(|file| file.page_bytes() >= HUGE_PAGE);
+        // The kernel's report is long where a process has many mappings: it is read only where it
+        // can help.
+        let says_something =
+            huge_pages || file.as_ref().is_some_and(|file| file.page_bytes() >= HUGE_PAGE);
         let start = map.as_ptr() as usize + base;
-        let huge_bytes = if says_something { huge_bytes(start, bytes).min(geometry.bytes()) } else { 0 };
+        let huge_bytes =
+            if says_something { huge_bytes(start, bytes).min(geometry.bytes()) } else { 0 };
         let (mapper, map) = (ManuallyDrop::new(mapper), ManuallyDrop::new(map));
         let (pool, maker) = (PoolId::fresh(), MakerProcess::this_process());
         let checksums = (tier == Tier::Host).then(Arc::default);
         let pool_given = AtomicBool::new(false);
-        Ok(Self { tier, geometry, mapper, map, maker, base, huge_bytes, checksums, pool, pool_given, file })
+        Ok(Self {
+            tier,
+            geometry,
+            mapper,
+            map,
+            maker,
+            base,
+            huge_bytes,
+            checksums,
+            pool,
+            pool_given,
+            file,
+        })
     }
 
-    /// The file that its first slots lie in, and whether an earlier process made it; `None`: all of it goes with this
-    /// process.
+    /// The file that its first slots lie in, and whether an earlier process made it; `None`: all of
+    /// it goes with this process.
     pub fn persists(&self) -> Option<(&Path, bool)> {
         self.file.as_ref().map(|file| (file.path(), file.was_there()))
     }
@@ -193,10 +219,12 @@ impl DramRegion {
         Some(FramePool::with_id(self.pool, self.tier, self.slots()))
     }
 
-    /// The block in the frame's slot; `None`: the frame is not of this region's [`frames`](Self::frames).
+    /// The block in the frame's slot; `None`: the frame is not of this region's
+    /// [`frames`](Self::frames).
     pub fn read<'a>(&'a self, frame: &'a Frame) -> Option<&'a [u8]> {
         let slot = self.own_slot(frame.pool(), frame.slot())?;
-        // SAFETY: the frame is the slot's only slot handle, and it is borrowed for as long as the slice lives.
+        // SAFETY: the frame is the slot's only slot handle, and it is borrowed for as long as the
+        // slice lives.
         Some(unsafe { std::slice::from_raw_parts(slot.as_ptr(), self.block_bytes()) })
     }
 
@@ -204,12 +232,13 @@ impl DramRegion {
     pub fn write<'a>(&'a self, frame: &'a mut Frame) -> Option<&'a mut [u8]> {
         let slot = self.own_slot(frame.pool(), frame.slot())?;
         forget_checksum(self, frame.slot());
-        // SAFETY: the frame is the slot's only slot handle, and it is borrowed mutably for as long as the slice lives.
+        // SAFETY: the frame is the slot's only slot handle, and it is borrowed mutably for as long
+        // as the slice lives.
         Some(unsafe { std::slice::from_raw_parts_mut(slot.as_ptr(), self.block_bytes()) })
     }
 
-    /// All bytes of the frame's slot, to be written: the block, and what room there is behind it; `None` as for
-    /// [`read`](Self::read).
+    /// All bytes of the frame's slot, to be written: the block, and what room there is behind it;
+    /// `None` as for [`read`](Self::read).
     pub(crate) fn write_slot<'a>(&'a self, frame: &'a mut Frame) -> Option<&'a mut [u8]> {
         let slot = self.own_slot(frame.pool(), frame.slot())?;
         forget_checksum(self, frame.slot());
@@ -217,8 +246,9 @@ impl DramRegion {
         Some(unsafe { std::slice::from_raw_parts_mut(slot.as_ptr(), self.stride()) })
     }
 
-    /// The block in the frame's slot was written by way of [`write`](Self::write), all of it: where this region
-    /// remembers checksums it is summed, while it lies in the caches, and need not be when it leaves.
+    /// The block in the frame's slot was written by way of [`write`](Self::write), all of it: where
+    /// this region remembers checksums it is summed, while it lies in the caches, and need not be
+    /// when it leaves.
     pub fn remember_checksum(&self, frame: &Frame) {
         if let (Some(checksums), Some(block)) = (&self.checksums, self.read(frame)) {
             checksums.record(frame.slot(), checksum(block));
@@ -228,8 +258,8 @@ impl DramRegion {
     /// The block in a slot that its pool lent; `None` as for [`read`](Self::read).
     pub fn read_loan<'a>(&'a self, loan: &'a Loan) -> Option<&'a [u8]> {
         let slot = self.own_slot(loan.pool(), loan.slot())?;
-        // SAFETY: while a slot is lent its pool gives out no slot handle to it, so nobody writes it; the loan is
-        // borrowed for as long as the slice lives.
+        // SAFETY: while a slot is lent its pool gives out no slot handle to it, so nothing writes
+        // it; the loan is borrowed for as long as the slice lives.
         Some(unsafe { std::slice::from_raw_parts(slot.as_ptr(), self.block_bytes()) })
     }
 
@@ -238,13 +268,16 @@ impl DramRegion {
         self.checksums.as_ref()
     }
 
-    /// Compares the block in a slot that its pool lent with the checksum that an earlier process had of it, if the block
-    /// is that process's and has not been compared before: so whoever reads it by [`read_loan`](Self::read_loan) must.
+    /// Compares the block in a slot that its pool lent with the checksum that an earlier process
+    /// had of it, if the block is that process's and has not been compared before. A caller that
+    /// reads it by [`read_loan`](Self::read_loan) must do this.
     ///
     /// # Errors
     /// `Corrupt`: the block is not what it was.
     pub fn verify_loan(&self, loan: &Loan) -> Result<(), CopyError> {
-        let (Some(checksums), Some(block)) = (&self.checksums, self.read_loan(loan)) else { return Ok(()) };
+        let (Some(checksums), Some(block)) = (&self.checksums, self.read_loan(loan)) else {
+            return Ok(());
+        };
         checksums.verify_inherited(loan.slot(), block).map_err(|(expected, actual)| {
             let slot = SlotRef { tier: self.tier, slot: loan.slot(), generation: 0 };
             corrupt(slot, expected, actual)
@@ -262,7 +295,7 @@ impl DramRegion {
 impl Drop for DramRegion {
     fn drop(&mut self) {
         if self.maker.is_this_process() {
-            // SAFETY: the region is going, so nobody uses the two any more.
+            // SAFETY: the region is going, so nothing uses the two any more.
             unsafe {
                 ManuallyDrop::drop(&mut self.mapper);
                 ManuallyDrop::drop(&mut self.map);
@@ -271,9 +304,10 @@ impl Drop for DramRegion {
     }
 }
 
-// SAFETY: the mapping belongs to the region, never moves, starts the slots on a huge page boundary and is longer than
-// they need by what that takes. Its bytes are handed out to holders of frames only. A file behind it is of its full
-// size and locked, and closed to other users: nobody cuts it off or changes it who is not bound to do what we do.
+// SAFETY: the mapping belongs to the region, never moves, starts the slots on a huge page boundary
+// and is longer than they need by what that takes. Its bytes are handed out to holders of frames
+// only. A file behind it is of its full size and locked, and closed to other users: only programs
+// bound by the same rules can cut it off or change it.
 unsafe impl Memory for DramRegion {
     fn tier(&self) -> Tier {
         self.tier
@@ -299,7 +333,7 @@ unsafe impl Memory for DramRegion {
     }
 }
 
-/// Addresses for so many bytes, and where in them the first boundary lies; no memory yet.
+/// Addresses for `bytes` bytes, and where in them the first boundary lies; no memory yet.
 fn reserve(bytes: usize, alignment: usize, huge_pages: bool) -> Result<(MmapMut, usize), String> {
     let all = bytes.checked_add(alignment).ok_or("no such address")?;
     let map = MmapMut::map_anon(all).map_err(|error| error.to_string())?;
@@ -329,8 +363,10 @@ fn too_large(tier: Tier, bytes: usize, why: &str) -> SetupError {
 }
 
 fn no_thread(tier: Tier, error: io::Error) -> SetupError {
-    let message =
-        format!("{}: cannot start a thread that maps it: raise the limit on processes", label(tier));
+    let message = format!(
+        "{}: cannot start a thread that maps it: raise the limit on processes",
+        label(tier)
+    );
     SetupError::caused(SetupErrorKind::Unavailable, message, error)
 }
 

@@ -4,7 +4,8 @@ use std::error::Error;
 use std::fmt;
 use std::sync::Arc;
 
-/// Something that did not happen. The message says what, where and, if known, what to do; a caller acts on `K`.
+/// Something that did not happen. The message says what, where and, if known, what to do; a caller
+/// acts on `K`.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure<K: fmt::Debug> {
@@ -21,7 +22,11 @@ impl<K: Copy + fmt::Debug> Failure<K> {
     }
 
     /// An error caused by `source`.
-    pub fn caused(kind: K, message: impl Into<String>, source: impl Error + Send + Sync + 'static) -> Self {
+    pub fn caused(
+        kind: K,
+        message: impl Into<String>,
+        source: impl Error + Send + Sync + 'static,
+    ) -> Self {
         Self { kind, message: message.into(), source: Some(Arc::new(source)) }
     }
 
@@ -31,7 +36,8 @@ impl<K: Copy + fmt::Debug> Failure<K> {
     }
 }
 
-/// A region or backend that did not open. The message names the setting to change where there is one.
+/// A region or backend that did not open. The message names the setting to change where there is
+/// one.
 pub type SetupError = Failure<SetupErrorKind>;
 
 /// What a caller can do about a region or backend that did not open.

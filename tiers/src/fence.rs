@@ -1,9 +1,9 @@
-//! Order with an engine's own work: what a copy waits for before it touches the engine's memory, and what the
-//! engine waits for before it uses what a copy brought.
+//! Order with an engine's own work: what a copy waits for before it touches the engine's memory,
+//! and what the engine waits for before it uses what a copy brought.
 //!
-//! An engine starts its kernels long before they run. Slots that it hands over are often still being written, and
-//! slots that it wants filled still being read, by work that waits in a stream. A fence names that work, so
-//! that nobody has to wait for it on a CPU.
+//! An engine starts its kernels long before they run. Slots that it hands over are often still
+//! being written, and slots that it wants filled still being read, by work that waits in a stream.
+//! A fence names that work, so that no CPU thread has to wait for it.
 
 use std::any::Any;
 use std::fmt;
@@ -26,18 +26,19 @@ pub enum Fence {
 }
 
 impl Fence {
-    /// An event of CUDA's (`CUevent`, `cudaEvent_t`), which an engine recorded behind its work. Where the engine has
-    /// only a stream, `cuda::Gpu::fence_behind` records one.
+    /// An event of CUDA's (`CUevent`, `cudaEvent_t`), which an engine recorded behind its work.
+    /// Where the engine has only a stream, `cuda::Gpu::fence_behind` records one.
     ///
     /// # Safety
-    /// The handle is of an event of the GPU that the copies are on. It is not destroyed before every batch that
-    /// waits for it has ended, and it was not recorded inside a stream capture: that would draw the copies into the
-    /// engine's graph.
+    /// The handle is of an event of the GPU that the copies are on. It is not destroyed before
+    /// every batch that waits for it has ended, and it was not recorded inside a stream capture:
+    /// that would draw the copies into the engine's graph.
     pub const unsafe fn event(handle: u64) -> Self {
         Self::Event(EventFence { handle, _keeper: None })
     }
 
-    /// As [`event`](Self::event), with what keeps the event: it is dropped when nobody waits for it any more.
+    /// As [`event`](Self::event), with what keeps the event: it is dropped when nothing waits for
+    /// it any more.
     ///
     /// # Safety
     /// As for [`event`](Self::event), but the handle lives as long as its keeper.
@@ -45,7 +46,7 @@ impl Fence {
         Self::Event(EventFence::kept(handle, Arc::new(keeper)))
     }
 
-    /// Whether nobody needs to wait, as far as can be told without asking a GPU.
+    /// Whether no wait is needed, as far as can be told without asking a GPU.
     pub fn is_done(&self) -> bool {
         match self {
             Self::Done => true,
@@ -68,7 +69,8 @@ impl EventFence {
         Self { handle, _keeper: Some(keeper) }
     }
 
-    /// The `CUevent`, for an engine that waits for it with calls of its own. It lives as long as the fence.
+    /// The `CUevent`, for an engine that waits for it with calls of its own. It lives as long as
+    /// the fence.
     pub const fn handle(&self) -> u64 {
         self.handle
     }
@@ -80,7 +82,8 @@ impl fmt::Debug for EventFence {
     }
 }
 
-/// A flag that a thread raises when its work has ended. What still waits when the last clone is dropped is refused.
+/// A flag that a thread raises when its work has ended. What still waits when the last clone is
+/// dropped is refused.
 #[derive(Clone, Default)]
 pub struct HostFence(Arc<Mutex<FenceFlag>>);
 
@@ -89,7 +92,7 @@ enum FenceFlag {
     Down(Vec<ParkedJobs>),
 }
 
-/// What waits for a thread. Whoever parks it hears of its being dropped instead of called.
+/// What waits for a thread. The code that parks it learns when it is dropped instead of called.
 type ParkedJobs = Box<dyn FnOnce() + Send>;
 
 impl Default for FenceFlag {
@@ -118,7 +121,8 @@ impl HostFence {
         matches!(*self.0.lock(), FenceFlag::Raised)
     }
 
-    /// Does `work` when it is raised, at once if it is already. Drops it if nobody can raise it any more.
+    /// Does `work` when it is raised, at once if it is already. Drops it if nothing can raise it
+    /// any more.
     pub fn park(&self, work: impl FnOnce() + Send + 'static) {
         if let FenceFlag::Down(parked) = &mut *self.0.lock() {
             return parked.push(Box::new(work));
@@ -143,22 +147,23 @@ impl Mark {
         Self::default()
     }
 
-    /// What to wait for: for the copies alone, which may fail, so that their outcome counts too before anything
-    /// that was computed from them. `None`: not started yet, or the backend gives no fence; their report is the sign.
+    /// What to wait for: for the copies alone, which may fail, so that their outcome counts too
+    /// before anything that was computed from them. `None`: not started yet, or the backend gives
+    /// no fence; their report is the sign.
     pub fn fence(&self) -> Option<Fence> {
         self.0.get().cloned()
     }
 
     #[cfg(feature = "cuda")]
     pub(crate) fn leave(&self, fence: Fence) {
-        // One batch, one mark: whoever passes it twice gets the first.
+        // One batch, one mark: a second call gets the first one's.
         let _ = self.0.set(fence);
     }
 }
 
-/// In which order a load brings its blocks to an engine that computes layer by layer: the first layer of all blocks,
-/// then the second. A layer is an equal share of a block's bytes. A load may come in several batches, of which each has a
-/// clone of this.
+/// In which order a load brings its blocks to an engine that computes layer by layer: the first
+/// layer of all blocks, then the second. A layer is an equal share of a block's bytes. A load may
+/// come in several batches, of which each has a clone of this.
 #[derive(Clone)]
 pub struct Layers {
     count: NonZeroU16,
@@ -166,9 +171,9 @@ pub struct Layers {
 }
 
 impl Layers {
-    /// `arrived(n, blocks)` hears that layer `n` of every block of a batch is there, and how many these are, from any
-    /// thread, not always in the order of the layers, and not at all from a backend that copies block by block. It must
-    /// not block.
+    /// `arrived(n, blocks)` hears that layer `n` of every block of a batch is there, and how many
+    /// these are, from any thread, not always in the order of the layers, and not at all from a
+    /// backend that copies block by block. It must not block.
     pub fn new(count: NonZeroU16, arrived: impl Fn(u16, usize) + Send + Sync + 'static) -> Self {
         Self { count, arrived: Arc::new(arrived) }
     }

@@ -1,7 +1,8 @@
 //! What the children that this process forks must leave alone.
 //!
-//! Engines fork: workers, data loaders, probes of libraries. A child has a copy of every value here, but none of the
-//! threads, not the memory that is kept from children, and its files and locks on them are still the parent's.
+//! Engines fork: workers, data loaders, probes of libraries. A child has a copy of every value
+//! here, but none of the threads, not the memory that is kept from children, and its files and
+//! locks on them are still the parent's.
 
 use std::io;
 use std::mem::{self, ManuallyDrop};
@@ -10,10 +11,11 @@ use std::thread::{self, JoinHandle};
 
 use crate::clock;
 
-/// The process that made a value. In any other one its destructor must not join threads (they are not there: it
-/// would wait for ever), unlock files (the parent would lose its lock), remove what the parent uses, unmap memory
-/// that is not there (something else of the child's may have its addresses), or close channels, whose locks a
-/// thread of the parent may have held at the moment of the fork.
+/// The process that made a value. In any other one its destructor must not join threads (they are
+/// not there: it would wait for ever), unlock files (the parent would lose its lock), remove what
+/// the parent uses, unmap memory that is not there (something else of the child's may have its
+/// addresses), or close channels, whose locks a thread of the parent may have held at the moment of
+/// the fork.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MakerProcess(u32);
 
@@ -27,7 +29,8 @@ impl MakerProcess {
     }
 }
 
-/// What only the process that made it drops: the sending end of its threads' queue. A forked child leaves it as it is.
+/// What only the process that made it drops: the sending end of its threads' queue. A forked child
+/// leaves it as it is.
 #[derive(Debug)]
 pub(crate) struct ProcessBound<T> {
     value: ManuallyDrop<T>,
@@ -57,8 +60,8 @@ impl<T> Drop for ProcessBound<T> {
     }
 }
 
-/// A thread that serves a value. Dropping it waits for its end, so what tells it to end goes first: a field of the same
-/// value that stands before it, for one.
+/// A thread that serves a value. Dropping it waits for its end, so what tells it to end goes first:
+/// a field of the same value that stands before it, for one.
 #[derive(Debug)]
 pub(crate) struct ServiceThread {
     /// `None` only while dropping.
@@ -68,7 +71,10 @@ pub(crate) struct ServiceThread {
 
 impl ServiceThread {
     /// The system refuses where a process may have no more.
-    pub(crate) fn spawn(name: impl Into<String>, work: impl FnOnce() + Send + 'static) -> io::Result<Self> {
+    pub(crate) fn spawn(
+        name: impl Into<String>,
+        work: impl FnOnce() + Send + 'static,
+    ) -> io::Result<Self> {
         Ok(Self { handle: Some(clock::spawn(name, work)?), maker: MakerProcess::this_process() })
     }
 
@@ -85,7 +91,8 @@ impl Drop for ServiceThread {
             return mem::forget(handle);
         }
         let name = handle.thread().name().unwrap_or_default().to_owned();
-        // A completion may have dropped the last handle of what it serves: a thread cannot wait for itself.
+        // A completion may have dropped the last handle of what it serves: a thread cannot wait for
+        // itself.
         if handle.thread().id() != thread::current().id() && handle.join().is_err() {
             tracing::error!(name, "a thread died of a panic");
         }
@@ -102,7 +109,7 @@ mod tests {
     use crate::testing::{fill_pattern, has_pattern, holds_in_a_child, host, order, run};
 
     #[test]
-    fn a_child_drops_a_pool_of_threads_without_waiting_for_it() {
+    fn a_child_drops_a_thread_pool_without_waiting() {
         let memory = Arc::new(host(2, 4096));
         let mut frames = memory.frames().unwrap();
         let (mut from, to) = (frames.take().unwrap(), frames.take().unwrap());

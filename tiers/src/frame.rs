@@ -6,11 +6,11 @@ use crate::copy::{SlotId, SlotRef, Tier};
 use crate::geometry::MAX_SLOTS;
 use crate::huge::{Ahead, HugeVec};
 
-/// The sole slot handle to one slot of one tier, for one of the slot's lives. It cannot be copied: whoever has it
-/// may write the slot, and nobody else may.
+/// The sole slot handle to one slot of one tier, for one of the slot's lives. It cannot be copied:
+/// its holder alone may write the slot.
 ///
-/// It ends in [`FramePool::give_back`] or [`FramePool::deposit`]. One that is dropped instead, or kept by a copy that
-/// never ends, leaves its slot [`out`](FramePool::out) for ever.
+/// It ends in [`FramePool::give_back`] or [`FramePool::deposit`]. One that is dropped instead, or
+/// kept by a copy that never ends, leaves its slot [`out`](FramePool::out) for ever.
 #[derive(Debug)]
 #[must_use = "a dropped frame leaves its slot unusable"]
 pub struct Frame {
@@ -57,12 +57,12 @@ impl PoolId {
 
 /// The slot allocator of a tier's slots: it mints each slot's [`Frame`] and never two at a time.
 ///
-/// A slot is *free*; or *out*, its frame in somebody's hands; or *resident*, its slot handle kept here for a block
-/// table that remembers no more than the slot's number. `take`: free → out; `deposit`: out → resident; `withdraw`:
-/// resident → out; `give_back`: out → free.
+/// A slot is *free*; or *out*, its frame held by a caller; or *resident*, its slot handle kept here
+/// for a block table that remembers no more than the slot's number. `take`: free → out; `deposit`:
+/// out → resident; `withdraw`: resident → out; `give_back`: out → free.
 ///
-/// Four bytes per slot that was ever used, so that a nominally huge tier costs nothing until it fills. Not
-/// synchronised: the lock of the table that owns it guards it.
+/// Four bytes per slot that was ever used, so that a nominally huge tier costs nothing until it
+/// fills. Not synchronised: the lock of the table that owns it guards it.
 #[derive(Debug)]
 pub struct FramePool {
     id: PoolId,
@@ -79,9 +79,9 @@ pub struct FramePool {
     resident: u32,
 }
 
-/// Numbers the lives of a pool's slots: a slot's generation is its life's number. After the last number the first comes
-/// again. That tells lives of one slot apart, since it has no new one while anybody names its old one; which of two slots
-/// was taken earlier it does not tell.
+/// Numbers the lives of a pool's slots: a slot's generation is its life's number. After the last
+/// number the first comes again. That tells lives of one slot apart, since a slot starts no new one
+/// while anything names its old one; which of two slots was taken earlier it does not tell.
 #[derive(Clone, Copy, Debug)]
 struct Lives {
     latest: u32,
@@ -95,7 +95,7 @@ impl Lives {
     }
 }
 
-/// Every so many-th slot: those of one medium, where a tier has several. They come and go together.
+/// Every n-th slot: those of one medium, where a tier has several. They come and go together.
 #[derive(Debug)]
 struct FrameShard {
     /// The first of its free slots that were used before.
@@ -106,7 +106,8 @@ struct FrameShard {
     is_closed: bool,
 }
 
-/// A slot's state in the upper two bits; below them the next free slot of a free one, else the generation.
+/// A slot's state in the upper two bits; below them the next free slot of a free one, else the
+/// generation.
 #[derive(Clone, Copy, Debug)]
 struct SlotEntry(u32);
 
@@ -120,7 +121,7 @@ enum SlotState {
 
 const PAYLOAD_BITS: u32 = 30;
 const PAYLOAD: u32 = (1 << PAYLOAD_BITS) - 1;
-/// Addresses are reserved for so many slots at the start, and for more when they are needed.
+/// Addresses are reserved for this many slots at the start, and for more when they are needed.
 const RESERVED: u32 = 1 << 24;
 /// Ends the chain of free slots.
 const LAST: u32 = PAYLOAD;
@@ -140,7 +141,8 @@ impl SlotEntry {
     }
 }
 
-/// The right to read one resident slot. While it is out, the slot's slot handle cannot be withdrawn.
+/// The right to read one resident slot. While it is out, the slot's slot handle cannot be
+/// withdrawn.
 #[derive(Debug)]
 #[must_use = "a loan that is not settled keeps its slot from being evicted"]
 pub struct Loan {
@@ -160,7 +162,8 @@ impl Loan {
 }
 
 impl FramePool {
-    /// The slot allocator of a tier of `slots` slots (at most [`MAX_SLOTS`]; more are not used), all free.
+    /// The slot allocator of a tier of `slots` slots (at most [`MAX_SLOTS`]; more are not used),
+    /// all free.
     ///
     /// The frames of a pool made here open no [`Memory`](crate::Memory): those come from
     /// [`DramRegion::frames`](crate::DramRegion::frames).
@@ -200,14 +203,15 @@ impl FramePool {
         }
     }
 
-    /// Counts lives from a number drawn at random. Where others remember lives for longer than this process, one that it
-    /// counts is then none of an earlier one's, but for one in a billion.
+    /// Counts lives from a number drawn at random. Where others remember lives for longer than this
+    /// process, one that it counts is then none of an earlier one's, but for one in a billion.
     #[must_use]
     pub fn in_random_lives(self) -> Self {
         Self { lives: Lives { latest: fastrand::u32(..) & PAYLOAD, ..self.lives }, ..self }
     }
 
-    /// Numbers no more than so many lives before it begins anew, by default a billion: tests see that nobody minds.
+    /// Numbers at most `lives` lives before it begins anew, by default a billion: tests check that
+    /// nothing depends on it.
     #[must_use]
     pub fn with_lives(self, lives: u32) -> Self {
         Self { lives: Lives { latest: 0, last: lives.clamp(1, PAYLOAD) }, ..self }
@@ -228,8 +232,9 @@ impl FramePool {
         Some(self.frame(slot))
     }
 
-    /// Takes certain slots, each in a new life; `None` for one that is not free, or that there is not. Goes over all slots
-    /// that were ever used, so it is for the start, when what an earlier process stored is found again.
+    /// Takes certain slots, each in a new life; `None` for one that is not free, or that there is
+    /// not. Goes over all slots that were ever used, so it is for the start, when what an earlier
+    /// process stored is found again.
     pub fn take_these(&mut self, slots: &[SlotId]) -> Vec<Option<Frame>> {
         let ours = slots.iter().filter(|slot| slot.0 < self.own_slots);
         let used = ours.map(|slot| slot.0 as usize + 1).max().unwrap_or(0);
@@ -270,8 +275,9 @@ impl FramePool {
         *head = slot;
     }
 
-    /// Takes the last slots for good, `count` of them or as many as have never been used: they are out, and must not be
-    /// given back. So the others keep their numbers, however many are set aside.
+    /// Takes the last slots for good, `count` of them or as many as have never been used: they are
+    /// out, and must not be given back. So the others keep their numbers, however many are set
+    /// aside.
     pub fn set_aside(&mut self, count: u32) -> Vec<Frame> {
         let end = self.own_slots;
         self.own_slots = end.saturating_sub(count).max(self.states.len() as u32);
@@ -307,7 +313,8 @@ impl FramePool {
         slot
     }
 
-    /// Gives out the slot handle of a slot deposited before; `None`: there is no deposit for it, or it is lent.
+    /// Gives out the slot handle of a slot deposited before; `None`: there is no deposit for it, or
+    /// it is lent.
     pub fn withdraw(&mut self, slot: SlotId) -> Option<Frame> {
         self.resident_ref(slot).filter(|_| !self.loans.contains(&slot))?;
         self.mark(slot, SlotState::Out);
@@ -318,11 +325,13 @@ impl FramePool {
 
     /// The name of a resident slot, as a copy order's source needs it; `None`: it is not resident.
     pub fn resident_ref(&self, slot: SlotId) -> Option<SlotRef> {
-        let entry = self.states.get(slot.0 as usize).filter(|entry| entry.is(SlotState::Resident))?;
+        let entry =
+            self.states.get(slot.0 as usize).filter(|entry| entry.is(SlotState::Resident))?;
         Some(SlotRef { tier: self.tier, slot, generation: entry.payload() })
     }
 
-    /// Lends a resident slot for reading; `None`: it is not resident. End it with [`settle`](Self::settle).
+    /// Lends a resident slot for reading; `None`: it is not resident. End it with
+    /// [`settle`](Self::settle).
     pub fn lend(&mut self, slot: SlotId) -> Option<Loan> {
         self.resident_ref(slot)?;
         self.loans.push(slot);
@@ -336,7 +345,8 @@ impl FramePool {
     #[expect(clippy::needless_pass_by_value, reason = "the loan ends here")]
     pub fn settle(&mut self, loan: Loan) {
         assert_eq!(loan.pool, self.id, "slot {} was lent by another pool", loan.slot.0);
-        // A list and no count per slot: few loans exist at a time, and four bytes a slot would be paid by all.
+        // A list and no count per slot: few loans exist at a time, and four bytes a slot would be
+        // paid by all.
         if let Some(place) = self.loans.iter().position(|&lent| lent == loan.slot) {
             self.loans.swap_remove(place);
         }
@@ -404,7 +414,7 @@ impl FramePool {
         self.shards.iter().filter(|shard| shard.is_closed).map(|shard| shard.free).sum()
     }
 
-    /// Slots whose frame is in somebody's hands.
+    /// Slots whose frame is held by a caller.
     pub const fn out(&self) -> u32 {
         self.out
     }
@@ -422,7 +432,8 @@ impl FramePool {
         Some(slot)
     }
 
-    /// Slots are numbered in order of first use, so that the slot allocator grows with what is used.
+    /// Slots are numbered in order of first use, so that the slot allocator grows with what is
+    /// used.
     fn first_use(&mut self, shard: usize) -> Option<u32> {
         let slot = self.shards[shard].unused;
         if slot >= self.own_slots {
@@ -433,7 +444,8 @@ impl FramePool {
         Some(slot)
     }
 
-    /// Has a state for each of the first `slots` slots. Those of other shards among them are unused still.
+    /// Has a state for each of the first `slots` slots. Those of other shards among them are unused
+    /// still.
     fn use_up_to(&mut self, slots: usize) {
         let used = self.states.len();
         if slots > self.states.capacity() {
@@ -560,7 +572,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn slots_asked_for_are_taken_once_and_the_others_stay_free(
+        fn slots_asked_for_are_taken_once_and_others_stay_free(
             slots in 1..40u32, before in 0..40usize, asked in prop::collection::vec(0..50u32, 0..60),
         ) {
             let mut pool = FramePool::new(Tier::Host, slots);
@@ -608,7 +620,8 @@ mod tests {
     #[test]
     fn what_is_set_aside_leaves_the_others_their_numbers() {
         let mut pool = FramePool::new(Tier::Host, 5);
-        let numbers = |frames: &[Frame]| frames.iter().map(|frame| frame.slot().0).collect::<Vec<_>>();
+        let numbers =
+            |frames: &[Frame]| frames.iter().map(|frame| frame.slot().0).collect::<Vec<_>>();
         let aside = pool.set_aside(2);
         assert_eq!((numbers(&aside), pool.out(), pool.free()), (vec![3, 4], 2, 3));
         assert!(pool.take_these(&[SlotId(3)])[0].is_none(), "nor are they taken by number");

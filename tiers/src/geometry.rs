@@ -3,14 +3,15 @@
 use crate::copy::SlotId;
 use crate::error::{SetupError, SetupErrorKind};
 
-/// Slots start at multiples of this many bytes, in memory and on disk: a page, and enough for `O_DIRECT`.
+/// Slots start at multiples of this many bytes, in memory and on disk: a page, and enough for
+/// `O_DIRECT`.
 pub const ALIGNMENT: usize = 4096;
 
 /// The most slots a region can have: a slot's number fits into 30 bits.
 pub const MAX_SLOTS: u32 = (1 << 30) - 8;
 
-/// Equal slots, `stride` bytes apart: `block_bytes` rounded up to [`ALIGNMENT`], or more. The bytes between belong to
-/// the slot before them and mean nothing.
+/// Equal slots, `stride` bytes apart: `block_bytes` rounded up to [`ALIGNMENT`], or more. The bytes
+/// between belong to the slot before them and mean nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     slots: u32,
@@ -29,16 +30,20 @@ impl Geometry {
             return invalid(format!("a tier of {slots} blocks: choose between 1 and {MAX_SLOTS}"));
         }
         if block_bytes == 0 {
-            return invalid("block_bytes is 0: set the bytes of one KV block, all layers together".into());
+            return invalid(
+                "block_bytes is 0: set the bytes of one KV block, all layers together".into(),
+            );
         }
         let stride = block_bytes.checked_next_multiple_of(ALIGNMENT);
         let Some(stride) = stride.filter(|&stride| fits(stride, slots)) else {
-            return invalid(format!("{slots} blocks of {block_bytes} bytes exceed the address space"));
+            return invalid(format!(
+                "{slots} blocks of {block_bytes} bytes exceed the address space"
+            ));
         };
         Ok(Self { slots, block_bytes, stride })
     }
 
-    /// The same slots, each with room for so many bytes behind its block, as for a seal.
+    /// The same slots, each with room for `bytes` bytes behind its block, as for a seal.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -98,7 +103,9 @@ mod tests {
 
     #[test]
     fn impossible_sizes_are_errors() {
-        for (slots, bytes) in [(0, 4096), (1, 0), (u32::MAX, 1), (1, usize::MAX), (MAX_SLOTS, 1 << 40)] {
+        for (slots, bytes) in
+            [(0, 4096), (1, 0), (u32::MAX, 1), (1, usize::MAX), (MAX_SLOTS, 1 << 40)]
+        {
             assert_eq!(Geometry::new(slots, bytes).unwrap_err().kind(), SetupErrorKind::Invalid);
         }
     }

@@ -1,5 +1,6 @@
-//! Arrays in huge pages, for tables that are read at random: with pages of 4 KiB most such reads also miss the
-//! address translation cache, which costs as much again (measured: 25–30 % of a match in a million blocks).
+//! Arrays in huge pages, for tables that are read at random: with pages of 4 KiB most such reads
+//! also miss the address translation cache, which costs as much again (measured: 25–30 % of a match
+//! in a million blocks).
 
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::fmt;
@@ -7,7 +8,9 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap_anonymous, mremap_fixed, munmap};
+use rustix::mm::{
+    Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap_anonymous, mremap_fixed, munmap,
+};
 use rustix::param::page_size;
 
 const HUGE_PAGE: usize = 2 << 20;
@@ -15,27 +18,31 @@ const HUGE_PAGE: usize = 2 << 20;
 /// Bytes in the mappings of all arrays.
 static MAPPED: AtomicUsize = AtomicUsize::new(0);
 
-/// Bytes that this process has in arrays of 2 MiB and more, room to grow included: no allocator counts them.
+/// Bytes that this process has in arrays of 2 MiB and more, room to grow included: no allocator
+/// counts them.
 pub fn mapped_bytes() -> usize {
     MAPPED.load(Ordering::Relaxed)
 }
 
-/// A growing array of plain values. From 2 MiB on it is a mapping of its own, starts on a huge page boundary and asks
-/// the kernel for huge pages; where there are none it is an ordinary array. It never shrinks.
+/// A growing array of plain values. From 2 MiB on it is a mapping of its own, starts on a huge page
+/// boundary and asks the kernel for huge pages; where there are none it is an ordinary array. It
+/// never shrinks.
 ///
-/// Such a mapping grows without copying: the kernel gives its pages a larger place, so that appending a value takes
-/// next to no time in proportion to the array.
+/// Such a mapping grows without copying: the kernel gives its pages a larger place, so that
+/// appending a value takes next to no time in proportion to the array.
 ///
-/// The first use of a huge page takes milliseconds in a virtual machine: the kernel clears it, and the machine below has
-/// to find it first. Whoever appends under a lock has [`ahead`](Self::ahead) provided outside of it before.
+/// The first use of a huge page takes milliseconds in a virtual machine: the kernel clears it, and
+/// the machine below has to find it first. A caller that appends under a lock provides memory
+/// [`ahead`](Self::ahead) before it takes the lock.
 ///
-/// Unlike the slots of a region it is not kept from children that the process forks. No hardware is given its
-/// pages, so a fork shares them and copies page tables only.
+/// Unlike the slots of a region it is not kept from children that the process forks. No hardware is
+/// given its pages, so a fork shares them and copies page tables only.
 pub struct HugeVec<T: Copy> {
     start: NonNull<T>,
     len: usize,
     capacity: usize,
-    /// Bytes from the start on whose pages were named by [`ahead`](Self::ahead) or are there already.
+    /// Bytes from the start on whose pages were named by [`ahead`](Self::ahead) or are there
+    /// already.
     provided: usize,
 }
 
@@ -45,7 +52,8 @@ unsafe impl<T: Copy + Send> Send for HugeVec<T> {}
 unsafe impl<T: Copy + Sync> Sync for HugeVec<T> {}
 
 impl HugeVec<u64> {
-    /// `len` zeroes. Large arrays are not written to: their pages come into being when they are first used.
+    /// `len` zeroes. Large arrays are not written to: their pages come into being when they are
+    /// first used.
     pub fn zeroed(len: usize) -> Self {
         let mut array = Self::with_capacity(len);
         if matches!(place_of::<u64>(len), Some(ArrayPlace::Mapped(_))) {
@@ -83,8 +91,9 @@ impl<T: Copy> HugeVec<T> {
         self
     }
 
-    /// Names the pages of the next `values` values, as far as there is room for these, which have not been used or named
-    /// before. `None`: there are none, or the array is none of its own pages.
+    /// Names the pages of the next `values` values, as far as there is room for these, which have
+    /// not been used or named before. `None`: there are none, or the array is none of its own
+    /// pages.
     pub fn ahead(&mut self, values: usize) -> Option<Ahead> {
         let Some(ArrayPlace::Mapped(bytes)) = place_of::<T>(self.capacity) else { return None };
         let used = (self.len * size_of::<T>()).next_multiple_of(HUGE_PAGE);
@@ -154,16 +163,19 @@ pub struct Ahead {
 }
 
 impl Ahead {
-    /// Has the kernel provide them, which takes milliseconds for each 2 MiB. Where it cannot (before Linux 5.14, or memory
-    /// is short) nothing is lost, and nothing happens where the array has moved meanwhile.
+    /// Has the kernel provide them, which takes milliseconds for each 2 MiB. Where it cannot
+    /// (before Linux 5.14, or memory is short) nothing is lost, and nothing happens where the array
+    /// has moved meanwhile.
     pub fn provide(self) {
-        // A page at a time: whoever maps memory meanwhile, perhaps with a lock, waits for no more than one.
+        // A page at a time: a thread that maps memory meanwhile, perhaps with a lock, waits for no
+        // more than one.
         for from in (0..self.bytes).step_by(HUGE_PAGE) {
             let bytes = HUGE_PAGE.min(self.bytes - from);
-            // SAFETY: this advice changes no content of any memory, whoever's it is by now; of memory that is not mapped
-            // it says so.
-            let provided =
-                unsafe { madvise((self.start + from) as *mut _, bytes, Advice::LinuxPopulateWrite) };
+            // SAFETY: this advice changes no content of any memory, whatever its owner is by now;
+            // of memory that is not mapped it says so.
+            let provided = unsafe {
+                madvise((self.start + from) as *mut _, bytes, Advice::LinuxPopulateWrite)
+            };
             if let Err(error) = provided {
                 return tracing::debug!(bytes, %error, "memory is not provided ahead of its use");
             }
@@ -175,7 +187,7 @@ impl Ahead {
 #[derive(Clone, Copy, Debug)]
 enum ArrayPlace {
     Allocated(Layout),
-    /// So many bytes, whole pages.
+    /// Whole pages; their bytes.
     Mapped(usize),
 }
 
@@ -226,21 +238,24 @@ fn remap(start: NonNull<u8>, old: usize, new: usize) -> NonNull<u8> {
     if old == new {
         return start;
     }
-    // The kernel moves whole huge pages only between places that are both aligned to them, and chooses none itself.
+    // The kernel moves whole huge pages only between places that are both aligned to them, and
+    // chooses none itself.
     let target = map_aligned(new, ProtFlags::empty());
-    // SAFETY: `start` is a mapping of `old` bytes that nobody uses any more, and `target` one of `new` bytes that
-    // nobody has used yet.
+    // SAFETY: `start` is a mapping of `old` bytes that nothing uses any more, and `target` one of
+    // `new` bytes that nothing has used yet.
     let moved = unsafe {
         mremap_fixed(start.as_ptr().cast(), old, new, MremapFlags::MAYMOVE, target.as_ptr().cast())
     };
-    let Some(moved) = moved.ok().and_then(|moved| NonNull::new(moved.cast())) else { out_of_memory(new) };
+    let Some(moved) = moved.ok().and_then(|moved| NonNull::new(moved.cast())) else {
+        out_of_memory(new)
+    };
     advise(moved, new);
     MAPPED.fetch_add(new - old, Ordering::Relaxed);
     moved
 }
 
-/// New private memory from a huge page boundary on. It need not be there before it is used: the process is not charged
-/// for room to grow.
+/// New private memory from a huge page boundary on. It need not be there before it is used: the
+/// process is not charged for room to grow.
 fn map_aligned(bytes: usize, access: ProtFlags) -> NonNull<u8> {
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
     // SAFETY: the kernel chooses a place that is free.
@@ -254,7 +269,7 @@ fn map_aligned(bytes: usize, access: ProtFlags) -> NonNull<u8> {
     NonNull::new(start).unwrap_or_else(|| out_of_memory(bytes))
 }
 
-/// Whole pages of ours that nobody uses again.
+/// Whole pages of ours that nothing uses again.
 fn unmap(start: *mut u8, bytes: usize) {
     if bytes > 0 {
         // SAFETY: callers own the range and forget it.
@@ -276,7 +291,9 @@ fn out_of_memory(bytes: usize) -> ! {
 
 impl<T: Copy> Drop for HugeVec<T> {
     fn drop(&mut self) {
-        place_of::<T>(self.capacity).into_iter().for_each(|place| place.give_back(self.start.cast()));
+        place_of::<T>(self.capacity)
+            .into_iter()
+            .for_each(|place| place.give_back(self.start.cast()));
     }
 }
 
@@ -357,7 +374,8 @@ mod tests {
     #[test]
     fn what_is_ahead_is_provided_once_and_elsewhere() {
         let mut array = HugeVec::<u64>::with_capacity(8 * HUGE_PAGE / 8);
-        let end_of = |pages: usize, array: &HugeVec<u64>| array.start.addr().get() + pages * HUGE_PAGE - 1;
+        let end_of =
+            |pages: usize, array: &HugeVec<u64>| array.start.addr().get() + pages * HUGE_PAGE - 1;
         assert!(!is_there(end_of(1, &array)));
         array.ahead(1).expect("nothing has been used").provide();
         assert!(is_there(end_of(1, &array)) && !is_there(end_of(2, &array)));
@@ -368,7 +386,10 @@ mod tests {
         std::thread::spawn(|| ahead.provide()).join().unwrap();
         assert!(is_there(end_of(8, &array)));
         assert!(array.iter().all(|&value| value == 7));
-        assert!(HugeVec::<u64>::with_capacity(8).ahead(8).is_none(), "it is of the allocator's pages");
+        assert!(
+            HugeVec::<u64>::with_capacity(8).ahead(8).is_none(),
+            "it is of the allocator's pages"
+        );
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! Where KV blocks live and how they move: the physical half of the KV block manager.
 //!
-//! A *region* is a tier's storage, cut into slots of one block each. A [`Backend`] moves blocks between
-//! slots of two regions. Nothing here knows what a block means: which block lies in which slot, who may
-//! evict it and when it is visible is the business of the `kvbm` crate, which holds the slot handles to the slots
-//! of a [`CopyOp`] from its submission until its completion.
+//! A *region* is a tier's storage, cut into slots of one block each. A [`Backend`] moves blocks
+//! between slots of two regions. Nothing here knows what a block means: which block lies in which
+//! slot, who may evict it and when it is visible is the business of the `kvbm` crate, which holds
+//! the slot handles to the slots of a [`CopyOp`] from its submission until its completion.
 //!
 //! | region | slots lie in | reached by |
 //! |---|---|---|
@@ -12,11 +12,11 @@
 //! | [`DiskRegion`] | slot files, one per directory | [`UringBackend`], [`ThreadsBackend`], `cuda::GdsBackend` |
 //! | [`object`] | segments in an object store | its own backend |
 //!
-//! [`Verified`] around a backend checksums what leaves memory and verifies what returns; the host tier
-//! remembers checksums from the moment that a block arrives. [`VerifiedOnce`] verifies what an earlier process left in
-//! memory. [`FramePool`] mints a [`Frame`], the sole slot handle,
-//! for each slot; whoever has one may read and write the slot's memory. [`transform`] rearranges blocks between the
-//! layouts of engines. [`sealed`] encrypts what lies below memory.
+//! [`Verified`] around a backend checksums what leaves memory and verifies what returns; the host
+//! tier remembers checksums from the moment that a block arrives. [`VerifiedOnce`] verifies what an
+//! earlier process left in memory. [`FramePool`] mints a [`Frame`], the sole slot handle, for each
+//! slot; its holder may read and write the slot's memory. [`transform`] rearranges blocks between
+//! the layouts of engines. [`sealed`] encrypts what lies below memory.
 //!
 //! [`index`] remembers in a file what lies in the slots of a tier that outlives its process.
 //!
@@ -24,11 +24,12 @@
 //!
 //! [`chaos`] makes media fail on purpose, around any backend and any object store.
 //!
-//! With the feature `baselines` there is `raw`, what all this is measured against. With the feature `testing`, the
-//! module of that name offers doubles of all this and the suite that a new backend must pass.
+//! With the feature `baselines` there is `raw`, what all this is measured against. With the feature
+//! `testing`, the module of that name offers doubles of all this and the suite that a new backend
+//! must pass.
 //!
-//! Most `unsafe` code of the workspace is here. The rest adopts memory: in the Python package, in a bench and in examples
-//! of the pages.
+//! Most `unsafe` code of the workspace is here. The rest adopts memory: in the Python package, in a
+//! bench and in examples of the pages.
 
 #![deny(unsafe_op_in_unsafe_fn)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
@@ -76,7 +77,8 @@ pub mod verify;
 pub use backend::Backend;
 pub use checksum::Checksums;
 pub use copy::{
-    BlockKey, Completion, CopyError, CopyErrorKind, CopyOp, Done, Owner, Route, SlotId, SlotRef, Tier,
+    BlockKey, Completion, CopyError, CopyErrorKind, CopyOp, Done, Owner, Route, SlotId, SlotRef,
+    Tier,
 };
 pub use device::{DeviceRegion, Space};
 pub use disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend, is_of_directory};

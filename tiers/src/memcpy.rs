@@ -25,13 +25,15 @@ impl MemcpyBackend {
     /// Copies among all of `regions` with `threads` threads (at least one).
     ///
     /// # Errors
-    /// `Invalid`: two regions are of one tier, or their blocks differ in size. `Unavailable`: no threads.
+    /// `Invalid`: two regions are of one tier, or their blocks differ in size. `Unavailable`: no
+    /// threads.
     pub fn new(regions: Vec<Arc<dyn Memory>>, threads: usize) -> Result<Self, SetupError> {
         let block_bytes = regions.first().map_or(GRAIN_BYTES, |region| region.block_bytes());
         Self::start(CpuMemories::new(regions)?, block_bytes, threads)
     }
 
-    /// Copies between `memory` and the slots of a device that the CPU can address, such as an engine's tensors.
+    /// Copies between `memory` and the slots of a device that the CPU can address, such as an
+    /// engine's tensors.
     ///
     /// # Errors
     /// Those of [`new`](Self::new). `Invalid` too: the CPU cannot address the device.
@@ -44,12 +46,17 @@ impl MemcpyBackend {
         Self::start(CpuMemories::new(vec![memory])?.and_device(device)?, block_bytes, threads)
     }
 
-    fn start(memories: CpuMemories, block_bytes: usize, threads: usize) -> Result<Self, SetupError> {
+    fn start(
+        memories: CpuMemories,
+        block_bytes: usize,
+        threads: usize,
+    ) -> Result<Self, SetupError> {
         let grain = GRAIN_BYTES / block_bytes;
         let (routes, memories) = (memories.routes(), Arc::new(memories));
         let between = Arc::clone(&memories);
         // SAFETY: executes submitted operations only, whose submitter answers for their slots.
-        let copy: Arc<ExecuteFn> = Arc::new(move |op: &CopyOp, part| unsafe { between.copy(op, part) });
+        let copy: Arc<ExecuteFn> =
+            Arc::new(move |op: &CopyOp, part| unsafe { between.copy(op, part) });
         let threads = CopyThreads::start("kvbm-copy", threads, grain, &copy).map_err(|error| {
             let message =
                 "cannot start copy threads; lower transfer.copy_threads (DYN_KVBM_TRANSFER_COPY_THREADS)";
@@ -59,8 +66,9 @@ impl MemcpyBackend {
     }
 }
 
-// SAFETY: every thread copies the operations that it took, one by one, and completes each after the last of its bytes;
-// `CpuMemories` keeps the regions alive and copies whole blocks between slots that exist.
+// SAFETY: every thread copies the operations that it took, one by one, and completes each after the
+// last of its bytes; `CpuMemories` keeps the regions alive and copies whole blocks between slots
+// that exist.
 unsafe impl Backend for MemcpyBackend {
     fn name(&self) -> &'static str {
         "memcpy"
@@ -104,7 +112,11 @@ mod tests {
             let device = Arc::new(DramRegion::emulated_device(options).unwrap());
             let memory = Arc::new(host(slots, block_bytes));
             let regions = vec![device as Arc<dyn Memory>, Arc::clone(&memory) as _];
-            Pair { memory, other: Tier::Device, backend: Arc::new(MemcpyBackend::new(regions, 2).unwrap()) }
+            Pair {
+                memory,
+                other: Tier::Device,
+                backend: Arc::new(MemcpyBackend::new(regions, 2).unwrap()),
+            }
         });
     }
 
@@ -114,7 +126,8 @@ mod tests {
             conformance::check(|slots, block_bytes| {
                 let memory = Arc::new(host(slots, block_bytes));
                 let device = Arc::new(Tensors::new(slots, block_bytes, cut).into_region());
-                let backend = MemcpyBackend::with_device(Arc::clone(&memory) as _, device, 2).unwrap();
+                let backend =
+                    MemcpyBackend::with_device(Arc::clone(&memory) as _, device, 2).unwrap();
                 Pair { memory, other: Tier::Device, backend: Arc::new(backend) }
             });
         }
@@ -160,7 +173,8 @@ mod tests {
         let (mut a, b) = (frames.take().unwrap(), frames.take().unwrap());
         memory.write(&mut a).unwrap().fill(7);
         let backend = MemcpyBackend::new(vec![Arc::clone(&memory) as _], 1).unwrap();
-        let batch = vec![order(0, a.slot_ref(), b.slot_ref()), order(1, a.slot_ref(), a.slot_ref())];
+        let batch =
+            vec![order(0, a.slot_ref(), b.slot_ref()), order(1, a.slot_ref(), a.slot_ref())];
         let results = run(&backend, batch);
         assert!(results[0].is_ok());
         assert_eq!(results[1].as_ref().unwrap_err().kind(), CopyErrorKind::Refused);

@@ -15,13 +15,14 @@ use crate::geometry::Geometry;
 use crate::segments::{Piece, Segment, pieces};
 use crate::stream;
 
-/// A region of memory that the CPU reads and writes directly, cut into slots that lie one after another.
+/// A region of memory that the CPU reads and writes directly, cut into slots that lie one after
+/// another.
 ///
 /// # Safety
 /// [`base`](Self::base) is aligned to [`ALIGNMENT`](crate::geometry::ALIGNMENT) and points to
-/// `geometry().bytes()` bytes that stay mapped, readable and writable, at the same address, until the region
-/// drops. Neither value ever changes, [`slot`](Self::slot) agrees with them, and nothing but the holder of a
-/// slot's slot handle accesses the slot's bytes.
+/// `geometry().bytes()` bytes that stay mapped, readable and writable, at the same address, until
+/// the region drops. Neither value ever changes, [`slot`](Self::slot) agrees with them, and nothing
+/// but the holder of a slot's slot handle accesses the slot's bytes.
 pub unsafe trait Memory: Send + Sync + fmt::Debug {
     /// Which tier it is.
     fn tier(&self) -> Tier;
@@ -47,21 +48,22 @@ pub unsafe trait Memory: Send + Sync + fmt::Debug {
         self.geometry().stride()
     }
 
-    /// The checksums of the blocks in its slots, as far as they are known, if it remembers any. Whoever writes
-    /// to a slot records its block's checksum or forgets the old one.
+    /// The checksums of the blocks in its slots, as far as they are known, if it remembers any. A
+    /// writer to a slot records its block's checksum or forgets the old one.
     fn checksums(&self) -> Option<&Checksums> {
         None
     }
 
-    /// The file whose lock says that the memory may still be written to, if it outlives its process. Hardware that
-    /// writes to memory after the end of the process must keep this file open meanwhile, as rings do with files that
-    /// they have registered: the next process waits for the lock.
+    /// The file whose lock says that the memory may still be written to, if it outlives its
+    /// process. Hardware that writes to memory after the end of the process must keep this file
+    /// open meanwhile, as rings do with files that they have registered: the next process waits for
+    /// the lock.
     fn lock(&self) -> Option<&File> {
         None
     }
 
-    /// The `stride()` bytes of a slot, of which the first `block_bytes()` are the block's: `O_DIRECT` needs
-    /// the rest. `None`: there is no such slot.
+    /// The `stride()` bytes of a slot, of which the first `block_bytes()` are the block's:
+    /// `O_DIRECT` needs the rest. `None`: there is no such slot.
     fn slot(&self, slot: SlotId) -> Option<NonNull<[u8]>> {
         let offset = self.geometry().offset(slot)?;
         // SAFETY: the offset of a slot that exists lies within the region, which is one mapping.
@@ -96,7 +98,11 @@ impl MemoryPart {
     }
 
     /// Where these bytes of a slot's block lie; `None`: there is no such slot.
-    fn end(&self, slot: SlotId, bytes: Range<usize>) -> Option<CopyEnd<impl Iterator<Item = Segment> + '_>> {
+    fn end(
+        &self,
+        slot: SlotId,
+        bytes: Range<usize>,
+    ) -> Option<CopyEnd<impl Iterator<Item = Segment> + '_>> {
         match self {
             Self::Whole(memory) => {
                 let start = memory.slot(slot)?.as_ptr().cast::<u8>().expose_provenance();
@@ -114,7 +120,7 @@ enum CopyEnd<I> {
     InPieces(I),
 }
 
-/// What a copy of so many bytes comes down to.
+/// What a copy of this many bytes comes down to.
 fn for_each_piece<I: Iterator<Item = Segment>>(
     ends: (CopyEnd<I>, CopyEnd<I>),
     bytes: usize,
@@ -123,10 +129,12 @@ fn for_each_piece<I: Iterator<Item = Segment>>(
     match ends {
         (CopyEnd::Whole(from), CopyEnd::Whole(to)) => copy(Piece { from, to, bytes }),
         // The pieces of the one end are those of the copy: a block has dozens, of a few KiB each.
-        (CopyEnd::Whole(mut from), CopyEnd::InPieces(to)) => to.for_each(|Segment { address: to, bytes }| {
-            copy(Piece { from, to, bytes });
-            from += bytes;
-        }),
+        (CopyEnd::Whole(mut from), CopyEnd::InPieces(to)) => {
+            to.for_each(|Segment { address: to, bytes }| {
+                copy(Piece { from, to, bytes });
+                from += bytes;
+            });
+        }
         (CopyEnd::InPieces(from), CopyEnd::Whole(mut to)) => {
             from.for_each(|Segment { address: from, bytes }| {
                 copy(Piece { from, to, bytes });
@@ -185,7 +193,8 @@ impl CpuMemories {
         }
     }
 
-    /// The block of a slot; `None`: its tier is not memory of ours, has no such slot, or has blocks in pieces.
+    /// The block of a slot; `None`: its tier is not memory of ours, has no such slot, or has blocks
+    /// in pieces.
     pub(crate) fn block(&self, slot: SlotRef) -> Option<NonNull<[u8]>> {
         let MemoryPart::Whole(region) = self.0[slot.tier.index()].as_ref()? else { return None };
         let start = region.slot(slot.slot)?.cast();
@@ -210,8 +219,8 @@ impl CpuMemories {
         self.checksums(tier).is_some()
     }
 
-    /// Copies a block or a share of it from memory to memory, and sums it on the way where the destination remembers
-    /// checksums.
+    /// Copies a block or a share of it from memory to memory, and sums it on the way where the
+    /// destination remembers checksums.
     ///
     /// # Safety
     /// The caller answers for what [`Backend::submit`](crate::Backend::submit) asks of its callers.
@@ -222,8 +231,9 @@ impl CpuMemories {
             let message = format!("{} cannot be copied onto itself", op.from);
             return Err(CopyError::new(CopyErrorKind::Refused, message));
         }
-        // SAFETY: the pieces are those of slots that exist, of blocks of one size, and distinct, hence disjoint;
-        // nobody else writes the source or touches the destination, as the caller promises.
+        // SAFETY: the pieces are those of slots that exist, of blocks of one size, and distinct,
+        // hence disjoint; nothing else writes the source or touches the destination, as the caller
+        // promises.
         let open = |piece| unsafe { opened(piece) };
         match self.checksums(op.to.tier) {
             Some(checksums) => {
@@ -247,14 +257,17 @@ impl CpuMemories {
 }
 
 /// # Safety
-/// Both ends are memory of this process that stays allocated; nobody writes the source or touches the
-/// destination, which are disjoint, as long as the slices are used.
+/// Both ends are memory of this process that stays allocated; nothing writes the source or touches
+/// the destination, which are disjoint, as long as the slices are used.
 unsafe fn opened<'a>(piece: Piece) -> (&'a [u8], &'a mut [u8]) {
     let from = std::ptr::with_exposed_provenance(piece.from);
     let to = std::ptr::with_exposed_provenance_mut(piece.to);
     // SAFETY: as the caller promises.
     unsafe {
-        (std::slice::from_raw_parts(from, piece.bytes), std::slice::from_raw_parts_mut(to, piece.bytes))
+        (
+            std::slice::from_raw_parts(from, piece.bytes),
+            std::slice::from_raw_parts_mut(to, piece.bytes),
+        )
     }
 }
 

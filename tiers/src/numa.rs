@@ -1,14 +1,16 @@
-//! Memory near a device. Copies between a GPU and memory of another socket cross the link between sockets, which both
-//! directions and all GPUs share.
+//! Memory near a device. Copies between a GPU and memory of another socket cross the link between
+//! sockets, which both directions and all GPUs share.
 
 use std::path::Path;
 use std::{fs, io};
 
-/// Runs `allocate` with a preference for memory of this node: pages that it, and threads that it starts, touch first
-/// come from there while there are any. On a machine with one node, where the process was started with a choice of its
-/// own (`numactl`), or where the kernel refuses, it changes nothing.
+/// Runs `allocate` with a preference for memory of this node: pages that it, and threads that it
+/// starts, touch first come from there while there are any. On a machine with one node, where the
+/// process was started with a choice of its own (`numactl`), or where the kernel refuses, it
+/// changes nothing.
 pub fn near<T>(node: Option<u32>, allocate: impl FnOnce() -> T) -> T {
-    let _preferred = node.filter(|_| node_count(Path::new("/sys")) > 1).and_then(PreferredNode::new);
+    let _preferred =
+        node.filter(|_| node_count(Path::new("/sys")) > 1).and_then(PreferredNode::new);
     allocate()
 }
 
@@ -22,7 +24,7 @@ fn node_count(sysfs: &Path) -> usize {
     ranges.sum()
 }
 
-/// The whole kernel fits its nodes in so many words of a mask.
+/// Words of a mask that holds all nodes of any kernel.
 const MASK_WORDS: usize = 16;
 
 /// A preference of this thread, and of those that it starts meanwhile.
@@ -67,8 +69,9 @@ fn policy() -> Option<libc::c_int> {
     let mut mode = 0;
     let none = std::ptr::null::<u64>();
     // SAFETY: the kernel writes the mode only.
-    let outcome =
-        unsafe { libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, none, 0_usize, none, 0_usize) };
+    let outcome = unsafe {
+        libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, none, 0_usize, none, 0_usize)
+    };
     (outcome == 0).then_some(mode)
 }
 
@@ -89,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_preference_holds_for_threads_that_it_starts_and_ends_with_it() {
+    fn a_preference_holds_for_its_threads_and_ends_with_it() {
         match PreferredNode::new(0) {
             None => crate::testing::skip("numa", &"the kernel sets no policy"),
             Some(preferred) => {

@@ -1,5 +1,6 @@
-//! Where the pieces of a block lie, if not in one: an engine's KV cache is a tensor per layer, with keys and
-//! values apart, and a block is a piece of each. Plain arithmetic on addresses, which need not be the CPU's.
+//! Where the pieces of a block lie, if not in one: an engine's KV cache is a tensor per layer, with
+//! keys and values apart, and a block is a piece of each. Plain arithmetic on addresses, which need
+//! not be the CPU's.
 
 use std::ops::Range;
 
@@ -27,8 +28,8 @@ pub struct Segment {
     pub bytes: usize,
 }
 
-/// Where each slot's block lies: its bytes are those of its pieces, in the order of the parts. No two pieces
-/// overlap, of whichever slots.
+/// Where each slot's block lies: its bytes are those of its pieces, in the order of the parts. No
+/// two pieces overlap, of whichever slots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SegmentMap {
     slots: u32,
@@ -39,12 +40,13 @@ pub struct SegmentMap {
 }
 
 impl SegmentMap {
-    /// Blocks of `slots` slots in these parts. Parts that follow each other in every slot are joined.
+    /// Blocks of `slots` slots in these parts. Parts that follow each other in every slot are
+    /// joined.
     ///
     /// # Errors
-    /// `Invalid`: no slot or too many, no part, a piece without bytes or larger than its stride, parts that
-    /// overlap (as far as can be told without looking at each piece: parts of different strides must not be
-    /// interleaved) or exceed the address space.
+    /// `Invalid`: no slot or too many, no part, a piece without bytes or larger than its stride,
+    /// parts that overlap (as far as can be told without looking at each piece: parts of different
+    /// strides must not be interleaved) or exceed the address space.
     pub fn new(slots: u32, parts: &[Part]) -> Result<Self, SetupError> {
         check_slots(slots)?;
         let mut extents = Vec::with_capacity(parts.len());
@@ -105,7 +107,8 @@ impl SegmentMap {
         self.cut(slot, 0..self.block_bytes)
     }
 
-    /// The pieces of these bytes of a slot's block, in order; `None`: there is no such slot, or the block is shorter.
+    /// The pieces of these bytes of a slot's block, in order; `None`: there is no such slot, or the
+    /// block is shorter.
     pub fn cut(
         &self,
         slot: SlotId,
@@ -127,7 +130,7 @@ impl SegmentMap {
 }
 
 impl Part {
-    /// Bytes from its first to its last, of so many slots.
+    /// Bytes from its first to its last, of `slots` slots.
     #[cfg(feature = "cuda")]
     pub(crate) const fn extent_bytes(&self, slots: usize) -> usize {
         self.stride * (slots - 1) + self.bytes
@@ -136,7 +139,8 @@ impl Part {
     /// From its first to its last byte: `[start, end)`.
     fn extent(&self, slots: u32) -> Result<(usize, usize), SetupError> {
         if self.bytes == 0 || self.bytes > self.stride {
-            let message = format!("a part with pieces of {} bytes, {} apart", self.bytes, self.stride);
+            let message =
+                format!("a part with pieces of {} bytes, {} apart", self.bytes, self.stride);
             return Err(invalid(&message));
         }
         let last = self.stride.checked_mul(slots as usize - 1);
@@ -157,7 +161,9 @@ impl Part {
 
 fn check_slots(slots: u32) -> Result<(), SetupError> {
     if slots == 0 || slots > MAX_SLOTS {
-        return Err(invalid(&format!("a tier of {slots} blocks: choose between 1 and {MAX_SLOTS}")));
+        return Err(invalid(&format!(
+            "a tier of {slots} blocks: choose between 1 and {MAX_SLOTS}"
+        )));
     }
     Ok(())
 }
@@ -204,7 +210,8 @@ pub struct Piece {
     pub bytes: usize,
 }
 
-/// What a copy of a block comes down to: cuts both ends wherever one of them is cut. Ends with the shorter.
+/// What a copy of a block comes down to: cuts both ends wherever one of them is cut. Ends with the
+/// shorter.
 pub fn pieces(
     from: impl Iterator<Item = Segment>,
     to: impl Iterator<Item = Segment>,
@@ -232,11 +239,12 @@ mod tests {
 
     use super::*;
 
-    /// Keys and values of `layers` layers as an engine lays them out: each layer a tensor `[2, slots, bytes]`.
+    /// Keys and values of `layers` layers as an engine lays them out: each layer a tensor `[2,
+    /// slots, bytes]`.
     fn tensors(layers: usize, slots: u32, bytes: usize) -> Vec<Part> {
         let tensor = 2 * slots as usize * bytes;
-        let halves =
-            (0..layers).flat_map(|layer| [layer * (tensor + 64), layer * (tensor + 64) + tensor / 2]);
+        let halves = (0..layers)
+            .flat_map(|layer| [layer * (tensor + 64), layer * (tensor + 64) + tensor / 2]);
         halves.map(|base| Part { base: 4096 + base, stride: bytes, bytes }).collect()
     }
 
@@ -316,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_of_an_engine_is_a_piece_of_each_tensor() {
+    fn an_engines_block_is_a_piece_of_each_tensor() {
         let map = SegmentMap::new(10, &tensors(3, 10, 256)).unwrap();
         assert_eq!(map.block_bytes(), 6 * 256);
         let segments: Vec<_> = map.segments(SlotId(7)).unwrap().collect();
@@ -332,7 +340,10 @@ mod tests {
         let part = |base| Part { base, stride: 100, bytes: 30 };
         let map = SegmentMap::new(5, &[part(0), part(50)]).unwrap();
         assert_eq!(map.parts().len(), 2);
-        assert_eq!(map.segments(SlotId(1)).unwrap().nth(1), Some(Segment { address: 150, bytes: 30 }));
+        assert_eq!(
+            map.segments(SlotId(1)).unwrap().nth(1),
+            Some(Segment { address: 150, bytes: 30 })
+        );
     }
 
     #[test]

@@ -1,11 +1,14 @@
-//! Copies to memory that nobody reads soon.
+//! Copies to memory that is not read soon.
 //!
-//! A block that goes to the host tier is one of thousands: its destination is in no cache and need not be. An
-//! ordinary store would first fetch the line that it overwrites; a streaming store does not, which saves a
-//! third of the traffic. With that the copy and the checksum together take less time than `memcpy` does.
+//! A block that goes to the host tier is one of thousands: its destination is in no cache and need
+//! not be. An ordinary store would first fetch the line that it overwrites; a streaming store does
+//! not, which saves a third of the traffic. With that the copy and the checksum together take less
+//! time than `memcpy` does.
 
 #[cfg(target_arch = "x86_64")]
-use std::arch::x86_64::{__m128i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_stream_si128};
+use std::arch::x86_64::{
+    __m128i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_stream_si128,
+};
 
 /// Bytes that are moved together: a cache line.
 const LINE: usize = 64;
@@ -13,14 +16,15 @@ const LINE: usize = 64;
 #[cfg(target_arch = "x86_64")]
 const AHEAD_BYTES: usize = 2 << 10;
 
-/// Copies `from` to `to`, past the caches where the processor can. Other threads may rely on the bytes only after
-/// [`finish`].
+/// Copies `from` to `to`, past the caches where the processor can. Other threads may rely on the
+/// bytes only after [`finish`].
 ///
 /// # Panics
 /// If the sizes differ.
 pub(crate) fn copy(from: &[u8], to: &mut [u8]) {
     assert_eq!(from.len(), to.len(), "blocks of one size");
-    // An engine's tensors start anywhere, and an ordinary copy of all of it would take as long again.
+    // An engine's tensors start anywhere, and an ordinary copy of all of it would take as long
+    // again.
     let head = to.as_ptr().align_offset(LINE).min(to.len());
     let (from_head, from) = from.split_at(head);
     let (to_head, to) = to.split_at_mut(head);
@@ -34,14 +38,17 @@ pub(crate) fn copy(from: &[u8], to: &mut [u8]) {
 
 /// Both are whole lines of one number, and `to` starts at a line.
 #[cfg(target_arch = "x86_64")]
-#[expect(clippy::cast_ptr_alignment, reason = "loads need no alignment, and the destination has it")]
+#[expect(
+    clippy::cast_ptr_alignment,
+    reason = "loads need no alignment, and the destination has it"
+)]
 fn copy_lines(from: &[u8], to: &mut [u8]) {
     for (from, to) in from.as_chunks::<LINE>().0.iter().zip(to.as_chunks_mut::<LINE>().0) {
         let (from, to) = (from.as_ptr().cast::<__m128i>(), to.as_mut_ptr().cast::<__m128i>());
-        // Word by word, without `map` or a loop: where debug assertions are on these become calls, which take five times
-        // as long as the copy.
-        // SAFETY: SSE2 is part of x86-64. A prefetch may name any address. The line is read and written within
-        // its 64 bytes, and the destination is aligned to as many.
+        // Word by word, without `map` or a loop: where debug assertions are on these become calls,
+        // which take five times as long as the copy. SAFETY: SSE2 is part of x86-64. A prefetch may
+        // name any address. The line is read and written within its 64 bytes, and the destination
+        // is aligned to as many.
         unsafe {
             _mm_prefetch::<_MM_HINT_T0>(from.cast::<i8>().wrapping_add(AHEAD_BYTES));
             let first = _mm_loadu_si128(from);

@@ -1,10 +1,11 @@
-//! Rearranging the bytes of blocks: engines order heads and tokens, layers and blocks in different ways, and
-//! split heads over ranks. What goes where is said here once; [`Transform::apply`] does it on the CPU and is
-//! the reference for the kernel that does it on a GPU.
+//! Rearranging the bytes of blocks: engines order heads and tokens, layers and blocks in different
+//! ways, and split heads over ranks. What goes where is said here once; [`Transform::apply`] does
+//! it on the CPU and is the reference for the kernel that does it on a GPU.
 //!
-//! The innermost unit is a *row*: the values of one head of one token, in whatever type (it is never looked at).
-//! NHD and HND differ in the order of [`LayoutAxis::Token`] and [`LayoutAxis::Head`]; an engine's *layer-first* tensors have
-//! [`LayoutAxis::Layer`] outside [`LayoutAxis::Block`], blocks that lie whole have it inside.
+//! The innermost unit is a *row*: the values of one head of one token, in whatever type (it is
+//! never looked at). NHD and HND differ in the order of [`LayoutAxis::Token`] and
+//! [`LayoutAxis::Head`]; an engine's *layer-first* tensors have [`LayoutAxis::Layer`] outside
+//! [`LayoutAxis::Block`], blocks that lie whole have it inside.
 
 use std::ops::Range;
 
@@ -80,7 +81,8 @@ impl Layout {
     /// `shape` in this order.
     ///
     /// # Errors
-    /// `Invalid`: an axis is missing, of extent 0 or above 2³², or it all exceeds the address space.
+    /// `Invalid`: an axis is missing, of extent 0 or above 2³², or it all exceeds the address
+    /// space.
     pub fn new(shape: Shape, order: [LayoutAxis; 5]) -> Result<Self, SetupError> {
         let all = [Block, Layer, Kv, Token, Head];
         if let Some(missing) = all.into_iter().find(|axis| !order.contains(axis)) {
@@ -124,7 +126,8 @@ impl Layout {
     }
 
     fn view(&self, heads: Range<usize>) -> View {
-        let extents = INNER.map(|axis| if axis == Head { heads.len() } else { self.shape.extent(axis) });
+        let extents =
+            INNER.map(|axis| if axis == Head { heads.len() } else { self.shape.extent(axis) });
         View {
             offset: heads.start * self.stride(Head),
             blocks: self.shape.blocks,
@@ -190,7 +193,8 @@ impl Transform {
         (self.from.bytes, self.to.bytes)
     }
 
-    /// The same copy in the longest rows: axes that lie innermost and dense at both ends become part of the row.
+    /// The same copy in the longest rows: axes that lie innermost and dense at both ends become
+    /// part of the row.
     #[must_use]
     pub fn with_long_rows(mut self) -> Self {
         while let Some(axis) = (0..INNER.len()).find(|&axis| self.is_dense(axis)) {
@@ -205,16 +209,24 @@ impl Transform {
 
     fn is_dense(&self, axis: usize) -> bool {
         let row = self.from.row_bytes;
-        self.from.extents[axis] > 1 && self.from.strides[axis] == row && self.to.strides[axis] == row
+        self.from.extents[axis] > 1
+            && self.from.strides[axis] == row
+            && self.to.strides[axis] == row
     }
 
     /// Copies the blocks `(source, destination)` on the CPU, row by row.
     ///
     /// # Errors
     /// `Invalid`: an array is not as large as its layout, or there is no such block.
-    pub fn apply(&self, from: &[u8], to: &mut [u8], blocks: &[(u32, u32)]) -> Result<(), SetupError> {
+    pub fn apply(
+        &self,
+        from: &[u8],
+        to: &mut [u8],
+        blocks: &[(u32, u32)],
+    ) -> Result<(), SetupError> {
         if from.len() != self.from.bytes || to.len() != self.to.bytes {
-            let message = format!("arrays of {} and {} bytes are not of these layouts", from.len(), to.len());
+            let message =
+                format!("arrays of {} and {} bytes are not of these layouts", from.len(), to.len());
             return Err(invalid(message));
         }
         self.check(blocks)?;
@@ -233,8 +245,9 @@ impl Transform {
     /// # Errors
     /// `Invalid`: one does not.
     pub fn check(&self, blocks: &[(u32, u32)]) -> Result<(), SetupError> {
-        let exists =
-            |&(from, to): &(u32, u32)| (from as usize) < self.from.blocks && (to as usize) < self.to.blocks;
+        let exists = |&(from, to): &(u32, u32)| {
+            (from as usize) < self.from.blocks && (to as usize) < self.to.blocks
+        };
         match blocks.iter().find(|pair| !exists(pair)) {
             Some(pair) => Err(invalid(format!("{pair:?}: no such blocks"))),
             None => Ok(()),
@@ -290,7 +303,8 @@ pub(crate) struct TransformPlan {
 
 impl View {
     fn row(&self, block: u32, indices: [usize; INNER.len()]) -> Range<usize> {
-        let inside: usize = indices.iter().zip(self.strides).map(|(index, stride)| index * stride).sum();
+        let inside: usize =
+            indices.iter().zip(self.strides).map(|(index, stride)| index * stride).sum();
         let start = self.offset + block as usize * self.block_stride + inside;
         start..start + self.row_bytes
     }
@@ -340,7 +354,8 @@ mod tests {
 
     /// Where a row starts, straight from the definition: the axes are the digits of its number.
     fn address(layout: &Layout, index: impl Fn(LayoutAxis) -> usize) -> usize {
-        let number = layout.order.iter().fold(0, |n, &axis| n * layout.shape.extent(axis) + index(axis));
+        let number =
+            layout.order.iter().fold(0, |n, &axis| n * layout.shape.extent(axis) + index(axis));
         number * layout.shape.row_bytes
     }
 
@@ -403,21 +418,25 @@ mod tests {
         }
     }
 
-    const SHAPE: Shape = Shape { blocks: 3, layers: 2, kv: 2, tokens: 16, heads: 8, row_bytes: 256 };
+    const SHAPE: Shape =
+        Shape { blocks: 3, layers: 2, kv: 2, tokens: 16, heads: 8, row_bytes: 256 };
 
     #[test]
     fn one_order_inside_makes_one_row_of_a_tensor() {
-        let [blocks, layers] =
-            [Layout::BLOCKS_NHD, Layout::LAYERS_NHD].map(|order| Layout::new(SHAPE, order).unwrap().whole());
+        let [blocks, layers] = [Layout::BLOCKS_NHD, Layout::LAYERS_NHD]
+            .map(|order| Layout::new(SHAPE, order).unwrap().whole());
         let transform = Transform::new(blocks, layers).unwrap().with_long_rows();
-        assert_eq!((transform.from.extents, transform.from.row_bytes), ([2, 2, 1, 1], 16 * 8 * 256));
+        assert_eq!(
+            (transform.from.extents, transform.from.row_bytes),
+            ([2, 2, 1, 1], 16 * 8 * 256)
+        );
     }
 
     #[test]
     fn a_row_of_heads_moves_as_nhd_becomes_hnd() {
         let shape = Shape { blocks: 1, layers: 1, kv: 1, tokens: 2, heads: 3, row_bytes: 1 };
-        let [nhd, hnd] =
-            [Layout::BLOCKS_NHD, Layout::BLOCKS_HND].map(|order| Layout::new(shape, order).unwrap().whole());
+        let [nhd, hnd] = [Layout::BLOCKS_NHD, Layout::BLOCKS_HND]
+            .map(|order| Layout::new(shape, order).unwrap().whole());
         assert_eq!(transformed(nhd, hnd, &[0, 1, 2, 10, 11, 12]), [0, 10, 1, 11, 2, 12]);
     }
 

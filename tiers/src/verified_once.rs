@@ -6,20 +6,21 @@ use std::sync::Arc;
 
 use crate::backend::Backend;
 use crate::checksum::{Checksums, checksum};
-use crate::copy::{Completion, CopyError, CopyOp, Done, Route, SlotId, SlotRef};
+use crate::copy::{Completion, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef};
 use crate::error::SetupError;
 use crate::fence::Fences;
 use crate::memory::Memory;
-use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency};
+use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency, WorkedBlock};
 use crate::verify::corrupt;
 
-/// A backend around memory that outlives its process. Of the blocks that an earlier process left there, each is
-/// compared with its [inherited](Checksums::inherit) checksum before its first copy to elsewhere; one that is not what
-/// it was ends in [`CopyErrorKind::Corrupt`](crate::CopyErrorKind::Corrupt), and the others of its batch go on. What
-/// arrives unsummed, as from a GPU, is summed: the next process will want to know.
+/// A backend around memory that outlives its process. Of the blocks that an earlier process left
+/// there, each is compared with its [inherited](Checksums::inherit) checksum before its first copy
+/// to elsewhere; one that is not what it was ends in
+/// [`CopyErrorKind::Corrupt`], and the others of its batch go on.
+/// What arrives unsummed, as from a GPU, is summed: the next process will want to know.
 ///
-/// Sums are computed by threads of this backend's, but for 128 KiB of a batch. When no checksum is inherited any more,
-/// a batch costs one look at a counter.
+/// Sums are computed by threads of this backend's, but for 128 KiB of a batch. When no checksum is
+/// inherited any more, a batch costs one look at a counter.
 #[derive(Debug)]
 pub struct VerifiedOnce<B> {
     inner: Arc<B>,
@@ -52,12 +53,14 @@ impl<B: Backend> VerifiedOnce<B> {
         let Some(checksums) = self.checksums() else { return Vec::new() };
         let ours = self.memory.tier();
         let sources = batch.iter().map(|op| op.from).enumerate();
-        let doubtful = sources.filter(|(_, from)| from.tier == ours && checksums.is_inherited(from.slot));
-        doubtful.map(|(op, from)| DoubtfulSource { op, from, verdict: Ok(()) }).collect()
+        let doubtful =
+            sources.filter(|(_, from)| from.tier == ours && checksums.is_inherited(from.slot));
+        doubtful.map(|(op, from)| DoubtfulSource::new(op, from)).collect()
     }
 
     fn verify(&self, from: SlotRef) -> Result<(), CopyError> {
-        let (Some(checksums), Some(block)) = (self.memory.checksums(), block(&*self.memory, from.slot))
+        let (Some(checksums), Some(block)) =
+            (self.memory.checksums(), block(&*self.memory, from.slot))
         else {
             // A slot that does not exist is left to the backend to refuse.
             return Ok(());
@@ -72,7 +75,8 @@ impl<B: Backend + 'static> VerifiedOnce<B> {
     fn check_and_send(&self, mut order: SubmittedOrder) {
         let doubtful = self.doubtful(&order.batch);
         let block_bytes = self.memory.block_bytes();
-        let verify = |once: &Self, source: &mut DoubtfulSource| source.verdict = once.verify(source.from);
+        let verify =
+            |once: &Self, source: &mut DoubtfulSource| source.verdict = once.verify(source.from);
         if doubtful.len() * block_bytes <= GRAIN_BYTES {
             let mut sources = doubtful;
             sources.iter_mut().for_each(|source| verify(self, source));
@@ -88,13 +92,14 @@ impl<B: Backend + 'static> VerifiedOnce<B> {
         });
     }
 
-    /// Has arrivals that nobody has summed summed before they are reported.
+    /// Has arrivals summed before they are reported, where they are not yet.
     fn summing(&self, batch: &[CopyOp], done: Done) -> Done {
         let ours = self.memory.tier();
         if batch.iter().all(|op| op.to.tier != ours) {
             return done;
         }
-        let slots: Arc<[_]> = batch.iter().map(|op| (op.to.tier == ours).then_some(op.to.slot)).collect();
+        let slots: Arc<[_]> =
+            batch.iter().map(|op| (op.to.tier == ours).then_some(op.to.slot)).collect();
         let (memory, verifiers) = (Arc::clone(&self.memory), Arc::clone(&self.verifiers));
         Done::new(move |ended| {
             if !ended.iter().any(|completion| needs_sum(&*memory, &slots, completion)) {
@@ -107,12 +112,14 @@ impl<B: Backend + 'static> VerifiedOnce<B> {
                     slots[completion.0].into_iter().for_each(|slot| sum(&*memory, slot));
                 }
             };
-            verifiers.work_on(Urgency::Awaited, block_bytes, ended, sum, move |ended| done.report(ended));
+            verifiers.work_on(Urgency::Awaited, block_bytes, ended, sum, move |ended| {
+                done.report(ended);
+            });
         })
     }
 }
 
-/// Whether a block arrived in memory that nobody has summed.
+/// Whether a block arrived in memory unsummed.
 fn needs_sum(memory: &dyn Memory, slots: &[Option<SlotId>], (op, result): &Completion) -> bool {
     match (result, slots[*op], memory.checksums()) {
         (Ok(()), Some(slot), Some(checksums)) => checksums.get(slot).is_none(),
@@ -125,6 +132,19 @@ struct DoubtfulSource {
     op: usize,
     from: SlotRef,
     verdict: Result<(), CopyError>,
+}
+
+impl DoubtfulSource {
+    fn new(op: usize, from: SlotRef) -> Self {
+        let message = format!("{from}: nobody has verified it");
+        Self { op, from, verdict: Err(CopyError::new(CopyErrorKind::Refused, message)) }
+    }
+}
+
+impl WorkedBlock for DoubtfulSource {
+    fn fail(&mut self, error: CopyError) {
+        self.verdict = Err(error);
+    }
 }
 
 /// What was submitted.
@@ -172,12 +192,14 @@ fn sum(memory: &dyn Memory, slot: SlotId) {
 
 fn block(memory: &dyn Memory, slot: SlotId) -> Option<&[u8]> {
     let start = memory.slot(slot)?.cast::<u8>();
-    // SAFETY: the slot is of an operation that is submitted and not reported: nobody writes it now.
+    // SAFETY: the slot is of an operation that is submitted and not reported: nothing writes it
+    // now.
     Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), memory.block_bytes()) })
 }
 
-// SAFETY: the inner backend moves the blocks and reports each once; what it does not get is reported here, untouched.
-// A report is passed on after the destination, which is still the operation's, has been read.
+// SAFETY: the inner backend moves the blocks and reports each once; what it does not get is
+// reported here, untouched. A report is passed on after the destination, which is still the
+// operation's, has been read.
 unsafe impl<B: Backend + 'static> Backend for VerifiedOnce<B> {
     fn name(&self) -> &'static str {
         self.inner.name()
@@ -194,14 +216,19 @@ unsafe impl<B: Backend + 'static> Backend for VerifiedOnce<B> {
 
     fn submit_fenced(&self, batch: Vec<CopyOp>, fences: Fences, done: Done) {
         let done = self.summing(&batch, done);
-        self.check_and_send(SubmittedOrder { batch, fences: Some(fences), done, bad: HashMap::new() });
+        self.check_and_send(SubmittedOrder {
+            batch,
+            fences: Some(fences),
+            done,
+            bad: HashMap::new(),
+        });
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::copy::{CopyErrorKind, Tier};
+    use crate::copy::Tier;
     use crate::dram::DramRegion;
     use crate::frame::Frame;
     use crate::memcpy::MemcpyBackend;
@@ -226,8 +253,11 @@ mod tests {
             let memory = Arc::new(host(SLOTS, BLOCK));
             let device = Arc::new(DramRegion::open(Tier::Device, options(SLOTS, BLOCK)).unwrap());
             let regions = vec![Arc::clone(&memory) as _, Arc::clone(&device) as Arc<dyn Memory>];
-            let once =
-                VerifiedOnce::new(MemcpyBackend::new(regions, 2).unwrap(), Arc::clone(&memory) as _).unwrap();
+            let once = VerifiedOnce::new(
+                MemcpyBackend::new(regions, 2).unwrap(),
+                Arc::clone(&memory) as _,
+            )
+            .unwrap();
             let frames = |region: &DramRegion| {
                 let mut pool = region.frames().unwrap();
                 std::iter::from_fn(|| pool.take()).collect::<Vec<_>>()
@@ -248,9 +278,10 @@ mod tests {
             unsafe { *start.add(BLOCK - 1).as_ptr() ^= 1 };
         }
 
-        /// Copies the first so many blocks to the device: which were corrupt.
+        /// Copies the first `blocks` blocks to the device: which were corrupt.
         fn load(&self, blocks: usize) -> Vec<usize> {
-            let ops = (0..blocks).map(|n| order(n, self.here[n].slot_ref(), self.there[n].slot_ref()));
+            let ops =
+                (0..blocks).map(|n| order(n, self.here[n].slot_ref(), self.there[n].slot_ref()));
             let ended = run(&self.once, ops.collect());
             let is_bad = |result: &Result<(), CopyError>| match result {
                 Ok(()) => false,
@@ -266,6 +297,15 @@ mod tests {
         fn inherited(&self) -> u32 {
             self.memory.checksums().unwrap().inherited()
         }
+    }
+
+    #[test]
+    fn a_source_is_bad_until_it_is_proven() {
+        let fixture = InheritedFixture::new();
+        let op = order(0, fixture.here[0].slot_ref(), fixture.there[0].slot_ref());
+        let sources = fixture.once.doubtful(&[op]);
+        assert_eq!(sources.len(), 1);
+        assert!(sources[0].verdict.is_err(), "nobody has read it yet");
     }
 
     #[test]
@@ -311,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_that_is_written_anew_is_its_own_process_s() {
+    fn a_rewritten_slot_belongs_to_its_process() {
         let mut fixture = InheritedFixture::new();
         fixture.flip_bit(0);
         fixture.flip_bit(1);
@@ -332,7 +372,8 @@ mod tests {
                 scope.spawn(move || {
                     for n in 0..10 {
                         let to = fixture.there[10 * reader + n].slot_ref();
-                        let ended = run(&fixture.once, vec![order(n, fixture.here[n].slot_ref(), to)]);
+                        let ended =
+                            run(&fixture.once, vec![order(n, fixture.here[n].slot_ref(), to)]);
                         assert_eq!(ended[0].is_err(), n == 5);
                     }
                 });

@@ -10,15 +10,17 @@ use crossbeam_channel::{Receiver, Sender, select_biased, unbounded};
 use parking_lot::Mutex;
 
 use crate::clock;
+use crate::copy::{Completion, CopyError, CopyErrorKind};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fork::MakerProcess;
 
-/// A few threads that work off jobs. What has arrived is verified before what is about to leave is summed: an engine
-/// waits for the one, nobody for the other. The threads end by themselves when this is dropped and nothing is left;
-/// nobody waits for them, since the last to drop it may be a backend's thread that they wait for.
+/// A few threads that work off jobs. What has arrived is verified before what is about to leave is
+/// summed: an engine waits for the one, nothing for the other. The threads end on their own when
+/// this is dropped and nothing is left; nothing waits for them, since the last to drop it may be a
+/// backend's thread that they wait for.
 ///
-/// The queues have no bound of their own: a job is at most one copy that was submitted and has not ended, and of
-/// those a scheduler has a bounded number.
+/// The queues have no bound of their own: a job is at most one copy that was submitted and has not
+/// ended, and of those a scheduler has a bounded number.
 #[derive(Debug)]
 pub(crate) struct BlockWorkers {
     arrivals: Option<Sender<BlockJob>>,
@@ -28,23 +30,37 @@ pub(crate) struct BlockWorkers {
 
 type BlockJob = Box<dyn FnOnce() + Send>;
 
+/// A block that is worked on.
+pub(crate) trait WorkedBlock: Send + 'static {
+    /// The work on it did not come to its end.
+    fn fail(&mut self, error: CopyError);
+}
+
+impl WorkedBlock for Completion {
+    fn fail(&mut self, error: CopyError) {
+        self.1 = Err(error);
+    }
+}
+
 /// What goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Urgency {
     /// An engine waits for it.
     Awaited,
-    /// Nobody does.
+    /// Nothing waits for it.
     Background,
 }
 
-/// One thread reads so much of a batch at a time. Waking another thread takes the submitting one 10 to 15 µs, and the other
-/// begins 10 to 40 µs later; so much is summed from memory in 12 µs (measured), so less than that is not handed over.
+/// Bytes of a batch that one thread reads at a time. Waking another thread takes the submitting one
+/// 10 to 15 µs, and the other begins 10 to 40 µs later; this much is summed from memory in 12 µs
+/// (measured), so less than that is not handed over.
 pub(crate) const GRAIN_BYTES: usize = 128 << 10;
 
-/// More than a ring on the fastest drives needs: each sums about 10 GB/s, what one core gets from memory.
+/// More than a ring on the fastest drives needs: each sums about 10 GB/s, what one core gets from
+/// memory.
 const MAX_THREADS: usize = 4;
 
-/// So many arrivals may overtake a departure.
+/// Arrivals that may overtake a departure.
 const MAX_ARRIVALS_IN_A_ROW: usize = 15;
 
 impl BlockWorkers {
@@ -78,9 +94,10 @@ impl BlockWorkers {
         })
     }
 
-    /// Has `work` done on all blocks, of `block_bytes` each, in parallel; then `go_on` is called with all of them, in their
-    /// order, by the thread that ended last. So a batch stays whole on its way.
-    pub(crate) fn work_on<T: Send + 'static>(
+    /// Has `work` done on all blocks, of `block_bytes` each, in parallel; then `go_on` is called
+    /// with all of them, in their order, by the thread that ended last. So a batch stays whole on
+    /// its way. A block on which the work panics [fails](WorkedBlock::fail), and no other.
+    pub(crate) fn work_on<T: WorkedBlock>(
         self: &Arc<Self>,
         urgency: Urgency,
         block_bytes: usize,
@@ -93,19 +110,23 @@ impl BlockWorkers {
         }
         let grain = (GRAIN_BYTES / block_bytes).max(1);
         let grains = blocks.len().div_ceil(grain);
-        let gathered =
-            GatheredBlocks { grains: (0..grains).map(|_| None).collect(), left: grains, go_on: Some(go_on) };
+        let gathered = GatheredBlocks {
+            grains: (0..grains).map(|_| None).collect(),
+            left: grains,
+            go_on: Some(go_on),
+        };
         let batch = Arc::new((work, Mutex::new(gathered)));
         let mut blocks = blocks.into_iter();
         for number in 0..grains {
-            let (batch, mut some): (_, Vec<T>) = (Arc::clone(&batch), blocks.by_ref().take(grain).collect());
+            let (batch, mut some): (_, Vec<T>) =
+                (Arc::clone(&batch), blocks.by_ref().take(grain).collect());
             // Held until it is done: the threads would end with it undone when the last arrival is.
             let threads = Arc::clone(self);
             self.send(
                 urgency,
                 Box::new(move || {
                     let (work, gathered) = &*batch;
-                    some.iter_mut().for_each(work);
+                    some.iter_mut().for_each(|block| work_or_fail(block, work));
                     // Called with the lock free: it may come back here.
                     let last = gathered.lock().put(number, some);
                     if let Some((go_on, all)) = last {
@@ -153,7 +174,8 @@ impl<T, F> GatheredBlocks<T, F> {
 impl Drop for BlockWorkers {
     fn drop(&mut self) {
         if !self.maker.is_this_process() {
-            // In a forked child the threads do not exist, and a lock of the queue may have been held at the fork.
+            // In a forked child the threads do not exist, and a lock of the queue may have been
+            // held at the fork.
             mem::forget((self.arrivals.take(), self.departures.take()));
         }
     }
@@ -185,7 +207,17 @@ fn work(arrived: &Receiver<BlockJob>, departing: &Receiver<BlockJob>) {
     }
 }
 
-/// A job that panics takes its copy along, which will be overdue, and not the thread: others wait behind it.
+/// Others of the same batch have nothing to do with a block on which the work panics.
+fn work_or_fail<T: WorkedBlock>(block: &mut T, work: &impl Fn(&mut T)) {
+    if catch_unwind(AssertUnwindSafe(|| work(block))).is_err() {
+        let message = "the work on the block panicked: please report it";
+        // It says nothing of the medium, nor of the block.
+        block.fail(CopyError::new(CopyErrorKind::Refused, message));
+    }
+}
+
+/// A job that panics takes its batch along, which will be overdue, and not the thread: others wait
+/// behind it.
 fn run(job: BlockJob) {
     if catch_unwind(AssertUnwindSafe(job)).is_err() {
         tracing::error!("a job on a block panicked");
@@ -241,6 +273,21 @@ mod tests {
             verifiers.send(Urgency::Awaited, Box::new(job));
         }
         assert_eq!([reports.recv(), reports.recv()], [Ok(0), Ok(2)]);
+    }
+
+    #[test]
+    fn a_block_whose_job_panics_fails_alone() {
+        let verifiers = Arc::new(BlockWorkers::with_threads("test", 2).unwrap());
+        let (report, reports) = mpsc::channel();
+        let blocks: Vec<Completion> = (0..5).map(|op| (op, Ok(()))).collect();
+        let work = |block: &mut Completion| assert!(block.0 != 3, "a panic, on purpose");
+        // Two blocks to a job.
+        verifiers.work_on(Urgency::Awaited, GRAIN_BYTES / 2, blocks, work, move |ended| {
+            report.send(ended).unwrap();
+        });
+        let ended = reports.recv_timeout(Duration::from_secs(10)).expect("the report comes");
+        let failed: Vec<_> = ended.iter().filter(|end| end.1.is_err()).map(|end| end.0).collect();
+        assert_eq!((ended.len(), failed), (5, vec![3]));
     }
 
     #[test]

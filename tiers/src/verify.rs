@@ -1,27 +1,30 @@
 //! Checksums on everything that leaves memory, whichever backend moves it.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::backend::Backend;
 use crate::checksum::{Checksums, checksum};
-use crate::copy::{Completion, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
+use crate::copy::{
+    Completion, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier,
+};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::memory::{Memory, forget_checksum, no_such_slot};
-use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency};
+use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency, WorkedBlock};
 
-/// A backend whose blocks are checksummed when they leave memory and verified when they return. A block that
-/// comes back changed ends in [`CopyErrorKind::Corrupt`].
+/// A backend whose blocks are checksummed when they leave memory and verified when they return. A
+/// block that comes back changed ends in [`CopyErrorKind::Corrupt`].
 ///
-/// Where the memory remembers the checksum of a block from its arrival (see [`Memory::checksums`]), that one
-/// goes out with it, at no cost: what happens to the bytes in memory is noticed too. Else the block must be read
-/// once more, which takes a tenth of a millisecond per MiB. The submitting thread, which may be an engine's or
-/// another backend's, does that for 128 KiB of a batch at most; more is summed by threads of this backend's,
-/// block by block and in parallel, and the whole batch is handed on when its last block is: backends that pack
-/// batches or sort them get them whole.
+/// Where the memory remembers the checksum of a block from its arrival (see [`Memory::checksums`]),
+/// that one goes out with it, at no cost: what happens to the bytes in memory is noticed too. Else
+/// the block must be read once more, which takes a tenth of a millisecond per MiB. The submitting
+/// thread, which may be an engine's or another backend's, does that for 128 KiB of a batch at most;
+/// more is summed by threads of this backend's, block by block and in parallel, and the whole batch
+/// is handed on when its last block is: backends that pack batches or sort them get them whole.
 ///
 /// Blocks on their way in are summed by the thread that completes them or, with
-/// [`on_threads_of_its_own`](Self::on_threads_of_its_own), beside it: a thread that serves a ring has other
-/// transfers to look after.
+/// [`on_threads_of_its_own`](Self::on_threads_of_its_own), beside it: a thread that serves a ring
+/// has other transfers to look after.
 #[derive(Debug)]
 pub struct Verified<B> {
     inner: Arc<B>,
@@ -37,7 +40,7 @@ enum ArrivalCheck {
     Here,
     /// The verifiers.
     Aside,
-    /// Somebody else, who knows better.
+    /// A decorator around this one, which knows better.
     Elsewhere,
 }
 
@@ -48,11 +51,16 @@ struct ChecksumGuard {
 }
 
 impl<B: Backend> Verified<B> {
-    /// `inner` moves blocks between `memory` and one other tier, whose checksums are kept in `checksums`.
+    /// `inner` moves blocks between `memory` and one other tier, whose checksums are kept in
+    /// `checksums`.
     ///
     /// # Errors
     /// `Invalid`: `inner` serves other routes. `Unavailable`: no threads.
-    pub fn new(inner: B, memory: Arc<dyn Memory>, checksums: Arc<Checksums>) -> Result<Self, SetupError> {
+    pub fn new(
+        inner: B,
+        memory: Arc<dyn Memory>,
+        checksums: Arc<Checksums>,
+    ) -> Result<Self, SetupError> {
         only_other_end(&inner, memory.tier())?;
         let verifiers = BlockWorkers::start()?;
         let guard = Arc::new(ChecksumGuard { memory, checksums });
@@ -71,8 +79,8 @@ impl<B: Backend> Verified<B> {
         self
     }
 
-    /// The same, which sums what leaves and leaves what comes in to whoever is around it: a seal says more of a block
-    /// than its checksum does.
+    /// The same, which sums what leaves and leaves what comes in to the decorator around it: a seal
+    /// says more of a block than its checksum does.
     #[must_use]
     pub fn of_departures(mut self) -> Self {
         self.arrivals = ArrivalCheck::Elsewhere;
@@ -88,7 +96,9 @@ impl<B: Backend> Verified<B> {
     /// All checksums of what leaves are recorded.
     fn send(&self, batch: Vec<CopyOp>, done: Done) {
         let ours = self.guard.memory.tier();
-        let done = if self.arrivals == ArrivalCheck::Elsewhere || batch.iter().all(|op| op.to.tier != ours) {
+        let done = if self.arrivals == ArrivalCheck::Elsewhere
+            || batch.iter().all(|op| op.to.tier != ours)
+        {
             done
         } else {
             self.verifying(&batch, done)
@@ -96,17 +106,36 @@ impl<B: Backend> Verified<B> {
         self.inner.submit(batch, done);
     }
 
+    /// What could not be summed does not leave.
+    fn send_summed(&self, batch: Vec<CopyOp>, summed: Vec<UnsummedBlock>, done: Done) {
+        let failed = summed.into_iter().filter_map(|block| Some((block.index, block.error?)));
+        let failed: HashMap<_, _> = failed.collect();
+        if failed.is_empty() {
+            return self.send(batch, done);
+        }
+        let left: Vec<_> = (0..batch.len()).filter(|op| !failed.contains_key(op)).collect();
+        let batch: Vec<_> = left.iter().map(|&op| batch[op]).collect();
+        done.report(failed.into_iter().map(|(op, error)| (op, Err(error))).collect());
+        if !batch.is_empty() {
+            self.send(batch, done.renumbered(move |op| left[op]));
+        }
+    }
+
     /// Has what arrives verified before it is reported.
     fn verifying(&self, batch: &[CopyOp], done: Done) -> Done {
         let (guard, ops): (_, Arc<[CopyOp]>) = (Arc::clone(&self.guard), batch.into());
         let verifiers = (self.arrivals == ArrivalCheck::Aside).then(|| Arc::clone(&self.verifiers));
         Done::new(move |mut ended| match &verifiers {
-            Some(verifiers) if ended.iter().any(|completion| guard.has_arrived(&ops, completion)) => {
+            Some(verifiers)
+                if ended.iter().any(|completion| guard.has_arrived(&ops, completion)) =>
+            {
                 let (done, block_bytes) = (done.clone(), guard.memory.block_bytes());
                 let (guard, ops) = (Arc::clone(&guard), Arc::clone(&ops));
-                let verify = move |completion: &mut Completion| guard.verify_arrival(&ops, completion);
-                verifiers
-                    .work_on(Urgency::Awaited, block_bytes, ended, verify, move |ended| done.report(ended));
+                let verify =
+                    move |completion: &mut Completion| guard.verify_arrival(&ops, completion);
+                verifiers.work_on(Urgency::Awaited, block_bytes, ended, verify, move |ended| {
+                    done.report(ended);
+                });
             }
             _ => {
                 ended.iter_mut().for_each(|completion| guard.verify_arrival(&ops, completion));
@@ -122,7 +151,8 @@ pub(crate) fn only_other_end<B: Backend>(backend: &B, ours: Tier) -> Result<Tier
     match others.first() {
         Some(&Some(other)) if others.iter().all(|&end| end == Some(other)) => Ok(other),
         _ => {
-            let message = format!("{}: not all routes join the {ours} tier and one other", backend.name());
+            let message =
+                format!("{}: not all routes join the {ours} tier and one other", backend.name());
             Err(SetupError::new(SetupErrorKind::Invalid, message))
         }
     }
@@ -150,17 +180,34 @@ unsafe impl<B: Backend + 'static> Backend for Verified<B> {
 
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
         let ours = self.guard.memory.tier();
-        let departing = batch.iter().filter(|op| op.from.tier == ours);
-        let unknown: Vec<_> = departing.filter(|op| !self.guard.record_known(op)).copied().collect();
+        let departing = batch.iter().enumerate().filter(|(_, op)| op.from.tier == ours);
+        let unknown = departing.filter(|(_, op)| !self.guard.record_known(op));
+        let unknown: Vec<_> =
+            unknown.map(|(index, &op)| UnsummedBlock { index, op, error: None }).collect();
         let block_bytes = self.guard.memory.block_bytes();
         if unknown.len() * block_bytes <= GRAIN_BYTES {
-            unknown.iter().for_each(|op| self.guard.sum(op));
+            unknown.iter().for_each(|block| self.guard.sum(&block.op));
             return self.send(batch, done);
         }
         let (guard, verified) = (Arc::clone(&self.guard), self.share());
-        let sum = move |op: &mut CopyOp| guard.sum(op);
-        self.verifiers
-            .work_on(Urgency::Background, block_bytes, unknown, sum, move |_| verified.send(batch, done));
+        let sum = move |block: &mut UnsummedBlock| guard.sum(&block.op);
+        self.verifiers.work_on(Urgency::Background, block_bytes, unknown, sum, move |summed| {
+            verified.send_summed(batch, summed, done);
+        });
+    }
+}
+
+/// A block that is about to leave without a checksum.
+struct UnsummedBlock {
+    /// Its number in the batch.
+    index: usize,
+    op: CopyOp,
+    error: Option<CopyError>,
+}
+
+impl WorkedBlock for UnsummedBlock {
+    fn fail(&mut self, error: CopyError) {
+        self.error = Some(error);
     }
 }
 
@@ -204,7 +251,8 @@ impl ChecksumGuard {
 
     fn checksum(&self, slot: SlotId) -> Option<u32> {
         let slot = self.memory.slot(slot)?;
-        // SAFETY: the slot is of an operation that is submitted and not completed: nobody writes it now.
+        // SAFETY: the slot is of an operation that is submitted and not completed: nothing writes
+        // it now.
         let bytes = unsafe { slot.as_ref() };
         Some(checksum(&bytes[..self.memory.block_bytes()]))
     }
@@ -232,7 +280,8 @@ mod tests {
     use crate::memcpy::MemcpyBackend;
     use crate::testing::conformance::{self, Pair};
     use crate::testing::{
-        Fault, FaultBackend, MemoryStore, fill_pattern, has_pattern, host, options, order, run, start,
+        Fault, FaultBackend, MemoryStore, fill_pattern, has_pattern, host, options, order, run,
+        start,
     };
 
     const OUT: Route = (Tier::Host, Tier::Disk);
@@ -252,11 +301,14 @@ mod tests {
     impl VerifiedFixture {
         fn new() -> Self {
             let memory = Arc::new(host(4, BLOCK));
-            let store = Arc::new(MemoryStore::new(Arc::clone(&memory) as _, Tier::Disk, 4).unwrap());
-            let regions = vec![Arc::clone(&memory) as _, Arc::clone(store.region()) as Arc<dyn Memory>];
+            let store =
+                Arc::new(MemoryStore::new(Arc::clone(&memory) as _, Tier::Disk, 4).unwrap());
+            let regions =
+                vec![Arc::clone(&memory) as _, Arc::clone(store.region()) as Arc<dyn Memory>];
             let faults = Arc::new(FaultBackend::new(Arc::clone(&store), regions).unwrap());
             let checksums = Arc::new(Checksums::new());
-            let verified = Verified::new(Arc::clone(&faults), Arc::clone(&memory) as _, checksums).unwrap();
+            let verified =
+                Verified::new(Arc::clone(&faults), Arc::clone(&memory) as _, checksums).unwrap();
             let mut frames = memory.frames().unwrap();
             let mut here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
             let mut frames = store.region().frames().unwrap();
@@ -324,9 +376,12 @@ mod tests {
 
     #[test]
     fn a_backend_that_lies_is_caught_in_either_direction() {
-        for (fault, route) in
-            [(Fault::LyingShort, OUT), (Fault::LyingShort, IN), (Fault::BitFlip, OUT), (Fault::BitFlip, IN)]
-        {
+        for (fault, route) in [
+            (Fault::LyingShort, OUT),
+            (Fault::LyingShort, IN),
+            (Fault::BitFlip, OUT),
+            (Fault::BitFlip, IN),
+        ] {
             let fixture = VerifiedFixture::new();
             if route == IN {
                 fixture.store().unwrap();
@@ -357,13 +412,14 @@ mod tests {
     }
 
     #[test]
-    fn a_bit_that_flips_in_memory_is_caught_when_the_block_comes_back() {
+    fn a_bit_flipped_in_memory_is_caught_on_return() {
         let VerifiedFixture { memory, verified, here, there, .. } = VerifiedFixture::new();
         let device = DramRegion::open(Tier::Device, options(1, BLOCK)).unwrap();
         let mut origin = device.frames().unwrap().take().unwrap();
         fill_pattern(2, device.write(&mut origin).unwrap());
         let regions = vec![Arc::new(device) as Arc<dyn Memory>, Arc::clone(&memory) as _];
-        let save = FaultBackend::new(MemcpyBackend::new(regions.clone(), 1).unwrap(), regions).unwrap();
+        let save =
+            FaultBackend::new(MemcpyBackend::new(regions.clone(), 1).unwrap(), regions).unwrap();
         let through = |fault: Option<Fault>| {
             fault.into_iter().for_each(|fault| save.inject(fault, &[(Tier::Device, Tier::Host)]));
             let orders = [
@@ -380,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_that_is_written_in_place_does_not_keep_its_old_checksum() {
+    fn a_slot_written_in_place_loses_its_old_checksum() {
         let mut fixture = VerifiedFixture::new();
         fixture.store().unwrap();
         fixture.load().unwrap();
@@ -403,9 +459,10 @@ mod tests {
         assert_eq!(known(), None);
     }
 
-    /// What happens to the bytes in memory after the sum is noticed too, which a sum at the departure would not.
+    /// What happens to the bytes in memory after the sum is noticed too, which a sum at the
+    /// departure would not.
     #[test]
-    fn what_was_summed_when_it_was_written_is_not_summed_when_it_leaves() {
+    fn what_was_summed_on_writing_is_not_summed_on_leaving() {
         let mut fixture = VerifiedFixture::new();
         fill_pattern(2, fixture.memory.write(&mut fixture.here[0]).unwrap());
         fixture.memory.remember_checksum(&fixture.here[0]);
@@ -426,7 +483,9 @@ mod tests {
         assert!(before.elapsed() >= Duration::from_millis(20));
         fixture.faults.inject(Fault::NeverCompletes, &[OUT]);
         let op = order(1, fixture.here[0].slot_ref(), fixture.there[0].slot_ref());
-        assert!(start(&fixture.verified, vec![op]).recv_timeout(Duration::from_millis(20)).is_err());
+        assert!(
+            start(&fixture.verified, vec![op]).recv_timeout(Duration::from_millis(20)).is_err()
+        );
     }
 
     #[test]
@@ -434,7 +493,8 @@ mod tests {
         let memory = Arc::new(host(1, BLOCK));
         let store = MemoryStore::new(memory, Tier::Disk, 1).unwrap();
         let elsewhere = MemoryStore::new(Arc::new(host(1, BLOCK)), Tier::Object, 1).unwrap();
-        let error = Verified::new(store, Arc::clone(elsewhere.region()) as _, Arc::default()).unwrap_err();
+        let error =
+            Verified::new(store, Arc::clone(elsewhere.region()) as _, Arc::default()).unwrap_err();
         assert_eq!(error.kind(), SetupErrorKind::Invalid);
     }
 
@@ -489,13 +549,16 @@ mod tests {
     }
 
     #[test]
-    fn the_submitting_thread_sums_little_and_the_backend_gets_batches_whole() {
+    fn the_submitter_sums_little_and_batches_arrive_whole() {
         const SLOTS: u32 = 64;
-        let memory =
-            Arc::new(WatchedMemory { region: host(SLOTS, GRAIN_BYTES / 4), readers: Mutex::default() });
+        let memory = Arc::new(WatchedMemory {
+            region: host(SLOTS, GRAIN_BYTES / 4),
+            readers: Mutex::default(),
+        });
         let store = MemoryStore::new(Arc::clone(&memory) as _, Tier::Disk, SLOTS).unwrap();
         let sizes = Arc::new(Sizes { store, batches: Mutex::default() });
-        let verified = Verified::new(Arc::clone(&sizes), Arc::clone(&memory) as _, Arc::default()).unwrap();
+        let verified =
+            Verified::new(Arc::clone(&sizes), Arc::clone(&memory) as _, Arc::default()).unwrap();
         let slot = |tier, slot| SlotRef { tier, slot: SlotId(slot), generation: 1 };
         let out = |n| order(n as usize, slot(Tier::Host, n), slot(Tier::Disk, n));
         let back = |n| order(n as usize, slot(Tier::Disk, n), slot(Tier::Host, n));

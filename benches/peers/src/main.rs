@@ -1,8 +1,9 @@
-//! Our manager beside `kvbm-logical`: the same chains, the same order, in turns, in one process. Ours runs its default
-//! policy unless told otherwise, and both are asked for a match and let go of it.
+//! Our manager beside `kvbm-logical`: the same chains, the same order, in turns, in one process.
+//! Ours runs its default policy unless told otherwise, and both are asked for a match and let go of
+//! it.
 //!
-//! `cd benches/peers && cargo run --release` prints one JSON object. A ratio above 1 says how many times
-//! faster ours is; those of cycles and bytes are ours over theirs.
+//! `cd benches/peers && cargo run --release` prints one JSON object. A ratio above 1 says how many
+//! times faster ours is; those of cycles and bytes are ours over theirs.
 
 mod logical;
 
@@ -13,7 +14,6 @@ use kvbm_cli::measuring::chains::{Prompt, Prompts, Random, SHORT, saves};
 use kvbm_cli::measuring::rounds::{CacheSweep, FullTier, Picks, PromptArrival, Spread, round_of_chains};
 use kvbm_cli::measuring::subject::{OurManager, Subject, device_of, table_of_four_tiers};
 use kvbm_policies::EvictionKind;
-use kvbm_settings::EvictionPolicy;
 use serde::Serialize;
 
 use logical::Logical;
@@ -34,19 +34,19 @@ struct Args {
     #[arg(long, default_value_t = 0)]
     sweep: usize,
     /// Which block leaves a full tier of ours.
-    #[arg(long, value_name = "NAME", default_value = EvictionPolicy::default().name(), value_parser = eviction)]
-    eviction: EvictionPolicy,
+    #[arg(long, value_name = "NAME", default_value = EvictionKind::default().name(), value_parser = eviction)]
+    eviction: EvictionKind,
 }
 
-fn eviction(name: &str) -> Result<EvictionPolicy, String> {
-    let found = EvictionPolicy::ALL.iter().copied().find(|policy| policy.name() == name);
+fn eviction(name: &str) -> Result<EvictionKind, String> {
+    let found = EvictionKind::ALL.iter().copied().find(|policy| policy.name() == name);
     found.ok_or_else(|| format!("{name} is no policy"))
 }
 
 #[derive(Serialize)]
 struct Report {
     blocks: usize,
-    eviction: EvictionPolicy,
+    eviction: EvictionKind,
     match_65536_us: Match,
     match_8192_us: Match,
     match_288_us: Match,
@@ -54,9 +54,9 @@ struct Report {
     bytes_per_block: Bytes,
 }
 
-/// In runs one manager matches every prompt once, and then `RUN` of them on the clock, before it is the other's turn: each
-/// finds of its own tables in the caches what they hold of them, as a worker's does that matches request after request. One
-/// by one each finds the other's there.
+/// In runs one manager matches every prompt once, and then `RUN` of them on the clock, before it is
+/// the other's turn: each finds of its own tables in the caches what they hold of them, as a
+/// worker's does that matches request after request. One by one each finds the other's there.
 #[derive(Serialize)]
 struct Match {
     in_runs: Matches,
@@ -66,7 +66,8 @@ struct Match {
 /// Matches of one manager that are timed before it is the other's turn.
 const RUN: usize = 100;
 
-/// `theirs_same` finds just the blocks that ours finds; `theirs_whole` the whole prompt, all resident.
+/// `theirs_same` finds just the blocks that ours finds; `theirs_whole` the whole prompt, all
+/// resident.
 #[derive(Serialize)]
 struct Matches {
     ours: Spread,
@@ -117,7 +118,8 @@ fn main() {
     println!("{}", serde_json::to_string_pretty(&report).expect("a report is plain data"));
 }
 
-/// The whole of each prompt but the filler, and as much filler as finds room, so that the table is full.
+/// The whole of each prompt but the filler, and as much filler as finds room, so that the table is
+/// full.
 fn logical_holding(prompts: &Prompts, blocks: usize) -> Logical {
     let whole: Vec<_> = prompts.longest.iter().chain(&prompts.long).chain(&prompts.medium).collect();
     let held: usize = whole.iter().map(|prompt| prompt.hashes.len()).sum();
@@ -204,11 +206,11 @@ fn cycles(blocks: usize, args: &Args) -> Cycle {
     Cycle { blocks, ours, theirs, ratio: ours.median / theirs.median }
 }
 
-fn bytes(blocks: usize, eviction: EvictionPolicy) -> Bytes {
+fn bytes(blocks: usize, eviction: EvictionKind) -> Bytes {
     let mut random = Random::new(7);
     let chains: Vec<_> = (0..blocks / SHORT).map(|_| random.chain(SHORT)).collect();
     let slots = chains.len() * SHORT;
-    let kind: EvictionKind = eviction.name().parse().expect("a policy has one name");
+    let kind = eviction;
     let ours = allocated_by(|| table_of_four_tiers(slots, &chains, kind)) / slots as f64;
     let theirs = allocated_by(|| {
         let theirs = Logical::of(slots);

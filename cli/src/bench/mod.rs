@@ -31,20 +31,36 @@ impl Bench {
         match self {
             Self::Table(args) => {
                 let report = table::run(args)?;
-                if global.json { output::print_json(&report) } else { output::print(&report.to_text()) }
+                if global.json {
+                    output::print_json(&report)
+                } else {
+                    output::print(&report.to_text())
+                }
             }
             Self::Tiers(args) => {
                 let report = tiers::run(args)?;
-                if global.json { output::print_json(&report) } else { output::print(&report.to_text()) }
+                if global.json {
+                    output::print_json(&report)
+                } else {
+                    output::print(&report.to_text())
+                }
             }
             Self::Observe(args) => {
                 let report = observe::run(args)?;
-                if global.json { output::print_json(&report) } else { output::print(&report.to_text()) }
+                if global.json {
+                    output::print_json(&report)
+                } else {
+                    output::print(&report.to_text())
+                }
             }
             #[cfg(feature = "nixl")]
             Self::Nixl(args) => {
                 let Some(report) = nixl::run(args)? else { return Ok(()) };
-                if global.json { output::print_json(&report) } else { output::print(&report.to_text()) }
+                if global.json {
+                    output::print_json(&report)
+                } else {
+                    output::print(&report.to_text())
+                }
             }
         }
     }

@@ -45,7 +45,8 @@ pub(crate) struct NixlArgs {
 pub(crate) struct NixlReport {
     size: u64,
     rows: Vec<Row>,
-    /// What our layer adds to a request of [`BATCH`] blocks, in microseconds: the median of the rounds.
+    /// What our layer adds to a request of [`BATCH`] blocks, in microseconds: the median of the
+    /// rounds.
     layer_us: Spread,
 }
 
@@ -87,8 +88,9 @@ fn two_processes(args: &NixlArgs) -> Result<Vec<Row>, CommandFailure> {
     let home = tempfile::tempdir().map_err(|error| CommandFailure::unusable(error.to_string()))?;
     let place = home.path().join("introduction");
     let _peer = Peer::start(args, &place)?;
-    let mut raw = RawNixl::load_remote_metadata(memory(args.blocks(), args.size)?, &place, BATCH, IN_FLIGHT)
-        .map_err(setup)?;
+    let mut raw =
+        RawNixl::load_remote_metadata(memory(args.blocks(), args.size)?, &place, BATCH, IN_FLIGHT)
+            .map_err(setup)?;
     let bytes = u64::from(args.blocks()) * args.size;
     [("write", Direction::Write), ("read", Direction::Read)]
         .into_iter()
@@ -99,7 +101,11 @@ fn two_processes(args: &NixlArgs) -> Result<Vec<Row>, CommandFailure> {
 /// Layered and direct, once each.
 type Round = [Duration; 2];
 
-fn rounds(raw: &mut RawNixl, direction: Direction, count: u32) -> Result<Vec<Round>, CommandFailure> {
+fn rounds(
+    raw: &mut RawNixl,
+    direction: Direction,
+    count: u32,
+) -> Result<Vec<Round>, CommandFailure> {
     let mut rounds = Vec::new();
     for round in 0..=count {
         let mut run = |caller| raw.run(direction, caller).map_err(failed);
@@ -120,14 +126,20 @@ fn row(op: &'static str, bytes: u64, rounds: &[Round]) -> Row {
         Spread::of(rounds.iter().map(rate).collect()).median
     };
     let ratio = |[ours, direct]: &Round| direct.as_secs_f64() / ours.as_secs_f64();
-    Row { op, mib_s: mib_s(0), direct_mib_s: mib_s(1), ratio: Spread::of(rounds.iter().map(ratio).collect()) }
+    Row {
+        op,
+        mib_s: mib_s(0),
+        direct_mib_s: mib_s(1),
+        ratio: Spread::of(rounds.iter().map(ratio).collect()),
+    }
 }
 
 /// Tiny blocks within this process, so that the calls are what takes the time.
 fn layer(count: u32) -> Result<Spread, CommandFailure> {
     let mut raw = RawNixl::loopback(memory(TINY_BLOCKS, 64)?, BATCH).map_err(setup)?;
     let requests = f64::from(TINY_BLOCKS) / BATCH as f64;
-    let added = |[ours, direct]: &Round| (ours.as_secs_f64() - direct.as_secs_f64()) * 1e6 / requests;
+    let added =
+        |[ours, direct]: &Round| (ours.as_secs_f64() - direct.as_secs_f64()) * 1e6 / requests;
     let rounds = rounds(&mut raw, Direction::Write, 10 * count)?;
     Ok(Spread::of(rounds.iter().map(added).collect()))
 }
@@ -137,8 +149,9 @@ struct Peer(Child);
 
 impl Peer {
     fn start(args: &NixlArgs, place: &std::path::Path) -> Result<Self, CommandFailure> {
-        let cannot =
-            |error: io::Error| CommandFailure::unusable(format!("cannot start a second process: {error}"));
+        let cannot = |error: io::Error| {
+            CommandFailure::unusable(format!("cannot start a second process: {error}"))
+        };
         let mut command = Command::new(std::env::current_exe().map_err(cannot)?);
         command.args(["bench", "nixl", "--size", &args.size.to_string()]);
         command.args(["--working-set", &args.working_set.to_string()]).arg("--peer").arg(place);
@@ -167,7 +180,8 @@ impl NixlReport {
                 format!("{:.2}–{:.2}", ratio.p25, ratio.p75),
             ]);
         }
-        let layer = format!("our layer adds {:.2} µs to a request of {BATCH} blocks", self.layer_us.median);
+        let layer =
+            format!("our layer adds {:.2} µs to a request of {BATCH} blocks", self.layer_us.median);
         format!("{}\n{layer}", table.trim_fmt())
     }
 }

@@ -1,8 +1,9 @@
 //! `kvbm bench observe`: what metrics and spans take from saves and loads.
 //!
-//! Rounds of the same work, in turns: nobody looks; metrics are read; a tracer takes the spans. What is compared is within one
-//! turn, and of one manager: where the memory of another happens to lie makes more of a difference than who looks. It counts in
-//! all of them, since managers always do, and serves its metrics, which costs nothing until somebody reads them.
+//! Rounds of the same work, in turns: nothing observes it; metrics are read; a tracer takes the
+//! spans. What is compared is within one turn, and of one manager: where the memory of another
+//! happens to lie makes more of a difference than the observer. It counts in all of them, since
+//! managers always do, and serves its metrics, which costs nothing until they are read.
 
 use std::io;
 use std::net::SocketAddr;
@@ -42,10 +43,10 @@ pub(crate) struct ObserveArgs {
 const CHAINS: usize = 16;
 /// Blocks of a chain: a prompt of 1,024 tokens.
 const CHAIN: usize = 64;
-/// Small: what is paid for each block weighs the more.
+/// Small, so that costs for each block weigh more.
 const BLOCK_BYTES: u64 = 64 << 10;
 
-/// Who looks.
+/// What observes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Watch {
@@ -81,7 +82,7 @@ struct Row {
     mib_per_s: Spread,
     /// Of the whole process, for each block.
     cpu_us_per_block: Spread,
-    /// Of the throughput where nobody looks, in the same turn.
+    /// Of the throughput where nothing observes, in the same turn.
     throughput_ratio: Spread,
     /// The same of the CPU time.
     cpu_ratio: Spread,
@@ -93,7 +94,7 @@ pub(crate) fn run(args: &ObserveArgs) -> Result<ObserveReport, CommandFailure> {
     let length = Duration::from_millis(args.round_ms);
     let mut samples: [Vec<Sample>; Watch::ALL.len()] = Default::default();
     for turn in 0..=args.rounds as usize {
-        // Who goes first changes: what comes later in a turn meets another machine.
+        // The order changes: what comes later in a turn meets another machine.
         for i in (0..Watch::ALL.len()).map(|i| (i + turn) % Watch::ALL.len()) {
             let sample = bed.round(Watch::ALL[i], length)?;
             // The first turn warms up.
@@ -102,8 +103,11 @@ pub(crate) fn run(args: &ObserveArgs) -> Result<ObserveReport, CommandFailure> {
             }
         }
     }
-    let rows =
-        Watch::ALL.iter().zip(&samples).map(|(&watch, own)| Row::of(watch, own, &samples[0])).collect();
+    let rows = Watch::ALL
+        .iter()
+        .zip(&samples)
+        .map(|(&watch, own)| Row::of(watch, own, &samples[0]))
+        .collect();
     Ok(ObserveReport { rounds: args.rounds, round_ms: args.round_ms, rows })
 }
 
@@ -129,7 +133,9 @@ impl Row {
     fn of(watch: Watch, own: &[Sample], nobody: &[Sample]) -> Self {
         let all = |figure: fn(&Sample) -> f64| Spread::of(own.iter().map(figure).collect());
         let ratio = |figure: fn(&Sample) -> f64| {
-            Spread::of(own.iter().zip(nobody).map(|(own, nobody)| figure(own) / figure(nobody)).collect())
+            Spread::of(
+                own.iter().zip(nobody).map(|(own, nobody)| figure(own) / figure(nobody)).collect(),
+            )
         };
         Self {
             watch,
@@ -168,22 +174,25 @@ impl<'a> Bed<'a> {
         let tracer = Dispatch::new(tracing_subscriber::registry().with(LevelFilter::DEBUG));
         let sample = tracing::dispatcher::with_default(&tracer, || self.time(length, false));
         drop(tracer);
-        // Else each span would go on asking whether somebody wants it.
+        // Else each span would go on asking whether any subscriber wants it.
         tracing::callsite::rebuild_interest_cache();
         sample
     }
 
-    /// Moves blocks for so long. Metrics are read once, if at all.
+    /// Moves blocks for this long. Metrics are read once, if at all.
     fn time(&self, length: Duration, reads: bool) -> Result<Sample, CommandFailure> {
         let (began, cpu_before, mut blocks) = (clock::now(), cpu(), 0);
-        let address = self.manager.serving_at().filter(|_| reads);
+        let address = self.manager.admin().serving_at().filter(|_| reads);
         let reading = address.map(|address| self.runtime.spawn(read_metrics(address)));
-        while began.elapsed() < length {
+        // At least one turn, however busy the machine is.
+        while blocks == 0 || began.elapsed() < length {
             blocks += self.turn()?;
         }
         if let Some(reading) = reading {
             let read = self.runtime.block_on(reading).map_err(io::Error::other).flatten();
-            read.map_err(|error| CommandFailure::unusable(format!("cannot read the metrics: {error}")))?;
+            read.map_err(|error| {
+                CommandFailure::unusable(format!("cannot read the metrics: {error}"))
+            })?;
         }
         let cpu_s = cpu().saturating_sub(cpu_before).as_secs_f64();
         Ok(Sample { blocks: blocks as f64, seconds: began.elapsed().as_secs_f64(), cpu_s })
@@ -192,19 +201,20 @@ impl<'a> Bed<'a> {
     /// All chains down, and up again.
     fn turn(&self) -> Result<usize, CommandFailure> {
         let (manager, all) = (&self.manager, CHAINS * CHAIN);
-        let of = |request| RequestInfo { request: Some(RequestId(request)), ..RequestInfo::default() };
+        let of =
+            |request| RequestInfo { request: Some(RequestId(request)), ..RequestInfo::default() };
         for (request, chain) in (0..).zip(&self.chains) {
             let mut allocation = manager.allocate(chain, manager.lease_for(of(request), chain))?;
             allocation.blocks().for_each(|position| _ = allocation.mark_filled(position));
             let lease = self.runtime.block_on(allocation.publish()?)?.lease;
             self.runtime.block_on(manager.save(lease))?;
         }
-        manager.evict(Tier::Device, all);
+        manager.admin().evict(Tier::Device, all);
         for (request, chain) in (0..).zip(&self.chains) {
             self.runtime.block_on(manager.load(manager.lease_for(of(request), chain)))?;
         }
-        manager.evict(Tier::Device, all);
-        if manager.evict(Tier::Host, all) != all {
+        manager.admin().evict(Tier::Device, all);
+        if manager.admin().evict(Tier::Host, all) != all {
             return Err(CommandFailure::unexpected("not all blocks went down and up"));
         }
         Ok(2 * all)
@@ -219,15 +229,19 @@ fn cpu() -> Duration {
 
 async fn read_metrics(address: SocketAddr) -> io::Result<usize> {
     let mut stream = TcpStream::connect(address).await?;
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await?;
+    stream
+        .write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        .await?;
     stream.read_to_end(&mut Vec::new()).await
 }
 
 impl ObserveReport {
     pub(crate) fn to_text(&self) -> String {
-        let titles = ["who looks", "MiB/s", "CPU µs per block", "of the throughput", "of the CPU time"];
+        let titles =
+            ["who looks", "MiB/s", "CPU µs per block", "of the throughput", "of the CPU time"];
         let mut table = output::table(&titles, 1);
-        let ratio = |spread: Spread| format!("{:.3} ({:.3}–{:.3})", spread.median, spread.p25, spread.p75);
+        let ratio =
+            |spread: Spread| format!("{:.3} ({:.3}–{:.3})", spread.median, spread.p25, spread.p75);
         for row in &self.rows {
             table.add_row([
                 row.watch.name().to_owned(),
@@ -248,7 +262,10 @@ mod tests {
     #[test]
     fn each_watch_is_compared_with_nobody() {
         let report = run(&ObserveArgs { rounds: 1, round_ms: 20 }).unwrap();
-        assert!((report.rows[0].throughput_ratio.median - 1.0).abs() < 1e-9, "nobody against nobody");
+        assert!(
+            (report.rows[0].throughput_ratio.median - 1.0).abs() < 1e-9,
+            "nobody against nobody"
+        );
         for (row, watch) in report.rows.iter().zip(Watch::ALL) {
             assert_eq!(row.watch, watch);
             assert!(row.mib_per_s.median > 0.0 && row.cpu_us_per_block.median > 0.0, "{row:?}");

@@ -1,5 +1,5 @@
-//! `kvbm bench table`: how fast the block table matches and cycles, how long its lock is held, and what a block costs
-//! in memory.
+//! `kvbm bench table`: how fast the block table matches and cycles, how long its lock is held, and
+//! what a block costs in memory.
 
 mod holds;
 
@@ -9,7 +9,6 @@ use kvbm_cli::measuring::chains::{Prompts, Random, SHORT};
 use kvbm_cli::measuring::rounds::{CacheSweep, FullTier, Spread, cycle_ns, match_us};
 use kvbm_cli::measuring::subject::{OurManager, device_of, table_of_four_tiers};
 use kvbm_policies::EvictionKind;
-use kvbm_settings::EvictionPolicy;
 use serde::Serialize;
 
 use self::holds::Holds;
@@ -23,27 +22,19 @@ static ALLOCATED: Cap<std::alloc::System> = Cap::new(std::alloc::System, usize::
 /// Times the block table through a manager in memory.
 #[derive(Args, Debug)]
 pub(crate) struct TableArgs {
-    /// Blocks of 16 tokens that the table holds. Each takes a page of memory in the host tier, and a quarter as many
-    /// more in the others
+    /// Blocks of 16 tokens that the table holds. Each takes a page of memory in the host tier, and
+    /// a quarter as many more in the others
     #[arg(long, default_value_t = 1_000_000, value_parser = clap::value_parser!(u32).range(1024..=100_000_000))]
     pub(crate) blocks: u32,
     /// Samples of each figure
     #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) samples: u32,
     /// Which block leaves a full tier
-    #[arg(long, value_name = "NAME", default_value = EvictionPolicy::default().name(), value_parser = eviction)]
-    pub(crate) eviction: EvictionPolicy,
+    #[arg(long, value_name = "NAME", default_value = EvictionKind::default().name())]
+    pub(crate) eviction: EvictionKind,
     /// Bytes written before each match to displace the processor's caches
     #[arg(long, default_value_t = 0, value_name = "BYTES")]
     pub(crate) sweep: usize,
-}
-
-fn eviction(name: &str) -> Result<EvictionPolicy, String> {
-    let found = EvictionPolicy::ALL.iter().copied().find(|policy| policy.name() == name);
-    found.ok_or_else(|| {
-        let names: Vec<_> = EvictionPolicy::ALL.iter().map(|policy| policy.name()).collect();
-        format!("choose one of {}", names.join(", "))
-    })
 }
 
 /// What was measured: medians, but for the longest hold. Serialises to the command's JSON.
@@ -52,8 +43,9 @@ pub(crate) struct TableReport {
     /// Blocks that the table held.
     blocks: u32,
     /// By this policy.
-    eviction: EvictionPolicy,
-    /// Microseconds to lease, touch and release a prompt of 288 blocks, of which a random part is held.
+    eviction: EvictionKind,
+    /// Microseconds to lease, touch and release a prompt of 288 blocks, of which a random part is
+    /// held.
     match_288_us: f64,
     /// The same for 8,192 blocks.
     match_8192_us: f64,
@@ -80,10 +72,11 @@ struct Spreads {
     cycle_ns_per_block: Spread,
 }
 
-/// Opens managers and a table, one after the other, and times them. Takes a minute for a million blocks.
+/// Opens managers and a table, one after the other, and times them. Takes a minute for a million
+/// blocks.
 pub(crate) fn run(args: &TableArgs) -> Result<TableReport, CommandFailure> {
     let (blocks, samples) = (args.blocks as usize, args.samples as usize);
-    let bytes_per_block = bytes_per_block(blocks, args.eviction)?;
+    let bytes_per_block = bytes_per_block(blocks, args.eviction);
     let [match_288_us, match_8192_us, match_65536_us] = matches(args);
     let full = FullTier::new(OurManager::open(device_of(blocks, args.eviction)), blocks);
     let cycle_ns_per_block = cycle_ns(&full, samples);
@@ -112,20 +105,19 @@ fn matches(args: &TableArgs) -> [Spread; 3] {
         .map(|prompts| match_us(&ours, prompts, args.samples as usize, &mut cold))
 }
 
-fn bytes_per_block(blocks: usize, eviction: EvictionPolicy) -> Result<f64, CommandFailure> {
-    let kind: EvictionKind =
-        eviction.name().parse().map_err(|_| CommandFailure::unexpected("a policy has two names"))?;
+fn bytes_per_block(blocks: usize, eviction: EvictionKind) -> f64 {
     let mut random = Random::new(7);
     let chains: Vec<_> = (0..blocks / SHORT).map(|_| random.chain(SHORT)).collect();
     let memory = || ALLOCATED.allocated() + kvbm_tiers::mapped_bytes();
     let before = memory();
-    let table = table_of_four_tiers(chains.len() * SHORT, &chains, kind);
-    Ok((memory() - before) as f64 / table.len() as f64)
+    let table = table_of_four_tiers(chains.len() * SHORT, &chains, eviction);
+    (memory() - before) as f64 / table.len() as f64
 }
 
 impl TableReport {
     pub(crate) fn to_text(&self) -> String {
-        let title = format!("{} blocks, {}", output::count(self.blocks.into()), self.eviction.name());
+        let title =
+            format!("{} blocks, {}", output::count(self.blocks.into()), self.eviction.name());
         let mut table = output::table(&[&title, "", "unit"], 1);
         let mut row = |what: &str, figure: f64, unit: &str| {
             table.add_row([what, &format!("{figure:.1}"), unit]);
@@ -149,15 +141,27 @@ mod tests {
 
     #[test]
     fn a_small_run_reports_every_figure() {
-        let args =
-            TableArgs { blocks: 8192, samples: 5, eviction: EvictionPolicy::default(), sweep: 1 << 16 };
+        let args = TableArgs {
+            blocks: 8192,
+            samples: 5,
+            eviction: EvictionKind::default(),
+            sweep: 1 << 16,
+        };
         let json = serde_json::to_value(run(&args).unwrap()).unwrap();
-        let keys =
-            ["match_288_us", "match_8192_us", "match_65536_us", "cycle_ns_per_block", "longest_hold_us"];
+        let keys = [
+            "match_288_us",
+            "match_8192_us",
+            "match_65536_us",
+            "cycle_ns_per_block",
+            "longest_hold_us",
+        ];
         for key in [&keys[..], &["bytes_per_block"]].concat() {
             assert!(json[key].as_f64().unwrap() > 0.0, "{key} of {json}");
         }
         let memory = json["bytes_per_block"].as_f64().unwrap();
-        assert!(memory < 1_000.0, "{memory} bytes a block, although other tests may allocate meanwhile");
+        assert!(
+            memory < 1_000.0,
+            "{memory} bytes a block, although other tests may allocate meanwhile"
+        );
     }
 }

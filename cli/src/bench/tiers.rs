@@ -1,8 +1,8 @@
 //! `kvbm bench tiers`: how much of what the media can do is left after the manager.
 //!
-//! Every row is a contest over one working set: the manager moves it, then the raw medium does, then the
-//! manager again, in turns that change who goes first. Both use the same kind of memory and files, as many
-//! threads and as many operations at a time; the manager keeps its checksums.
+//! Every row is a contest over one working set: the manager moves it, then the raw medium does,
+//! then the manager again, in turns that change who goes first. Both use the same kind of memory
+//! and files, as many threads and as many operations at a time; the manager keeps its checksums.
 
 mod bed;
 mod bottom;
@@ -38,8 +38,8 @@ pub(crate) struct TiersArgs {
     /// Bytes of a block
     #[arg(long, value_name = "SIZE", value_delimiter = ',', default_value = "64KiB,1MiB,4MiB", value_parser = parse_size)]
     size: Vec<u64>,
-    /// What to time: host is emulated device ⇄ host, the others host ⇄ disk, host ⇄ objects in files, and host ⇄
-    /// disk through NIXL against NIXL called directly
+    /// What to time: host is emulated device ⇄ host, the others host ⇄ disk, host ⇄ objects in
+    /// files, and host ⇄ disk through NIXL against NIXL called directly
     #[arg(long, value_name = "TIER", value_delimiter = ',', default_value = "host,disk,object")]
     tier: Vec<Bottom>,
     /// Bytes that each round moves: more than the processor's caches hold
@@ -184,7 +184,8 @@ impl Contest {
 
     fn row(&self, op: &'static str, bytes: u64, rounds: &[Round]) -> Row {
         let rate = |who: usize| {
-            let mib_s = |round: &Round| bytes as f64 / f64::from(1 << 20) / round[who].as_secs_f64();
+            let mib_s =
+                |round: &Round| bytes as f64 / f64::from(1 << 20) / round[who].as_secs_f64();
             Spread::of(rounds.iter().map(mib_s).collect())
         };
         let ratio = |[ours, raw]: &Round| raw.as_secs_f64() / ours.as_secs_f64();
@@ -275,8 +276,10 @@ impl Drop for ReplayProgress {
 impl TiersReport {
     /// A table for people.
     pub(crate) fn to_text(&self) -> String {
-        let mut table =
-            output::table(&["tier", "block", "depth", "op", "MiB/s", "raw MiB/s", "ratio", "quartiles"], 1);
+        let mut table = output::table(
+            &["tier", "block", "depth", "op", "MiB/s", "raw MiB/s", "ratio", "quartiles"],
+            1,
+        );
         for row in &self.rows {
             table.add_row([
                 row.tier.to_string(),

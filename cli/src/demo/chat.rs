@@ -1,4 +1,5 @@
-//! A day in the life of a chat service, made up: sessions that share system prompts, and grow turn by turn.
+//! A day in the life of a chat service, made up: sessions that share system prompts, and grow turn
+//! by turn.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +12,8 @@ const SESSIONS: u64 = 700;
 const SPAN_MS: u64 = HOUR_MS;
 const HOUR_MS: u64 = 3_600_000;
 /// Tokens of the system prompts; a session has one of them.
-const SYSTEM_TOKENS: [u32; 4] = [6 * BLOCK_TOKENS, 9 * BLOCK_TOKENS, 14 * BLOCK_TOKENS, 20 * BLOCK_TOKENS];
+const SYSTEM_TOKENS: [u32; 4] =
+    [6 * BLOCK_TOKENS, 9 * BLOCK_TOKENS, 14 * BLOCK_TOKENS, 20 * BLOCK_TOKENS];
 /// By the numbers of their system prompts.
 pub(super) const TENANTS: [u32; 4] = [0, 1, 2, 3];
 /// Chats end when their history would not fit any more.
@@ -24,7 +26,7 @@ pub(super) fn requests() -> Vec<Request> {
     requests
 }
 
-/// Other sessions after [these](requests), as many begun in every hour, in the order of their arrival.
+/// Other sessions after [these](requests), as many each hour, in the order of their arrival.
 pub(super) fn without_end() -> impl Iterator<Item = Request> {
     let first_ms = requests().last().map_or(0, |last| last.timestamp_ms);
     let (mut pending, mut number) = (BTreeMap::new(), 0_u64);
@@ -50,7 +52,8 @@ fn session(number: u64) -> impl Iterator<Item = Request> {
     let turns = (0..turns).map(move |_| {
         // A third of the first questions come with a document.
         let is_document = tokens == SYSTEM_TOKENS[system] && dice.below(3) == 0;
-        let question = if is_document { dice.between(2_000, 20_000) } else { dice.between(20, 900) };
+        let question =
+            if is_document { dice.between(2_000, 20_000) } else { dice.between(20, 900) };
         let answer = dice.between(100, 1_800);
         let request = prompt(number, system, tokens + question as u32, answer as u32, now_ms);
         tokens = request.input_length + request.output_length;
@@ -62,9 +65,17 @@ fn session(number: u64) -> impl Iterator<Item = Request> {
     turns.take_while(|request| request.input_length < CONTEXT_TOKENS)
 }
 
-fn prompt(session: u64, system: usize, input_length: u32, output_length: u32, timestamp_ms: u64) -> Request {
+fn prompt(
+    session: u64,
+    system: usize,
+    input_length: u32,
+    output_length: u32,
+    timestamp_ms: u64,
+) -> Request {
     let shared = u64::from(SYSTEM_TOKENS[system] / BLOCK_TOKENS);
-    let id = |block| if block < shared { name(1, system as u64, block) } else { name(2, session, block) };
+    let id = |block| {
+        if block < shared { name(1, system as u64, block) } else { name(2, session, block) }
+    };
     let hash_ids = (0..u64::from(input_length / BLOCK_TOKENS)).map(id).collect();
     Request { timestamp_ms, input_length, output_length, hash_ids }
 }
@@ -109,12 +120,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_chat_is_the_same_every_time_and_fills_every_tier() {
+    fn the_same_chat_comes_every_time_and_fills_every_tier() {
         let requests = requests();
         assert_eq!(requests, super::requests());
         assert!(requests.is_sorted_by_key(|request| request.timestamp_ms));
         let blocks: HashSet<_> = requests.iter().flat_map(|request| &request.hash_ids).collect();
-        let tiers = super::super::DEVICE_BLOCKS + super::super::HOST_BLOCKS + super::super::DISK_BLOCKS;
+        let tiers =
+            super::super::DEVICE_BLOCKS + super::super::HOST_BLOCKS + super::super::DISK_BLOCKS;
         assert!(blocks.len() as u64 > tiers * 5 / 4, "{} blocks", blocks.len());
     }
 
@@ -136,7 +148,8 @@ mod tests {
 
     #[test]
     fn every_request_is_of_a_tenant() {
-        let tenants: HashSet<_> = requests().iter().map(|request| tenant(request).unwrap()).collect();
+        let tenants: HashSet<_> =
+            requests().iter().map(|request| tenant(request).unwrap()).collect();
         assert_eq!(tenants, TENANTS.into());
     }
 

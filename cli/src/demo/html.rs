@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::iter::once;
 
-use kvbm::table::SlotCounts;
+use kvbm::SlotCounts;
 use kvbm::{TIER_COLORS, Tier};
 
 use super::record::{
@@ -66,7 +66,8 @@ fn shares(before: &DemoSample, after: &DemoSample) -> TierShares {
     let prompt = after.prompt_tokens - before.prompt_tokens;
     let mut shares = [0.0; Tier::COUNT + 1];
     for tier in Tier::ALL {
-        shares[tier.index()] = output::share(after.hit_tokens.of(tier) - before.hit_tokens.of(tier), prompt);
+        shares[tier.index()] =
+            output::share(after.hit_tokens.of(tier) - before.hit_tokens.of(tier), prompt);
     }
     shares[Tier::COUNT] = 1.0 - shares[..Tier::COUNT].iter().sum::<f64>();
     shares
@@ -86,10 +87,12 @@ fn sources(samples: &[DemoSample]) -> String {
     let stretch = samples.len().div_ceil(STRETCHES).max(1);
     let ends: Vec<_> = samples.chunks(stretch).filter_map(|chunk| chunk.last()).collect();
     let begins = once(&DemoSample::ZERO).chain(ends.iter().copied());
-    let points: Vec<TierShares> = begins.zip(&ends).map(|(before, after)| shares(before, after)).collect();
+    let points: Vec<TierShares> =
+        begins.zip(&ends).map(|(before, after)| shares(before, after)).collect();
     let mut areas = String::new();
     let mut floor = vec![0.0; points.len()];
-    for (source, name) in Tier::ALL.into_iter().map(Tier::name).chain(once("computed")).enumerate() {
+    for (source, name) in Tier::ALL.into_iter().map(Tier::name).chain(once("computed")).enumerate()
+    {
         let ceiling: Vec<f64> =
             floor.iter().zip(&points).map(|(floor, shares)| floor + shares[source]).collect();
         let path = area(&floor, &ceiling, (WIDTH - LEFT, HEIGHT - TOP - BOTTOM), (LEFT, TOP));
@@ -120,10 +123,19 @@ fn grid() -> String {
 }
 
 /// The path between two curves of values from 0 to 1, in a box of this size at this place.
-fn area(floor: &[f64], ceiling: &[f64], (width, height): (f64, f64), (left, top): (f64, f64)) -> String {
+fn area(
+    floor: &[f64],
+    ceiling: &[f64],
+    (width, height): (f64, f64),
+    (left, top): (f64, f64),
+) -> String {
     let step = width / floor.len().saturating_sub(1).max(1) as f64;
     let point = |(i, value): (usize, &f64)| {
-        format!("{:.1},{:.1} ", left + i as f64 * step, top + height * (1.0 - value.clamp(0.0, 1.0)))
+        format!(
+            "{:.1},{:.1} ",
+            left + i as f64 * step,
+            top + height * (1.0 - value.clamp(0.0, 1.0))
+        )
     };
     let there = ceiling.iter().enumerate().map(point);
     let back = floor.iter().enumerate().rev().map(point);
@@ -131,7 +143,11 @@ fn area(floor: &[f64], ceiling: &[f64], (width, height): (f64, f64), (left, top)
 }
 
 fn occupancy(record: &DemoRecord) -> String {
-    record.slots.iter().map(|(tier, slots)| tier_occupancy(&record.samples, *tier, *slots)).collect()
+    record
+        .slots
+        .iter()
+        .map(|(tier, slots)| tier_occupancy(&record.samples, *tier, *slots))
+        .collect()
 }
 
 fn tier_occupancy(samples: &[DemoSample], tier: Tier, slots: SlotCounts) -> String {
@@ -145,7 +161,11 @@ fn tier_occupancy(samples: &[DemoSample], tier: Tier, slots: SlotCounts) -> Stri
     let scale = f64::from(if is_bounded { slots.total } else { most }.max(1));
     let curve: Vec<f64> = resident.iter().map(|blocks| blocks / scale).collect();
     let path = area(&vec![0.0; curve.len()], &curve, SIZE, (0.0, 0.0));
-    let of = if is_bounded { format!(" of {}", output::count(slots.total.into())) } else { String::new() };
+    let of = if is_bounded {
+        format!(" of {}", output::count(slots.total.into()))
+    } else {
+        String::new()
+    };
     format!(
         "<div><h2>{name}</h2><p>{medium}<br><b>{most}</b>{of} blocks</p>\
          <svg viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"Occupancy of the {name} tier\">\
@@ -206,7 +226,12 @@ mod tests {
             seconds: 1.0,
         };
         let counts = SlotCounts { total: 10, ..SlotCounts::default() };
-        DemoRecord { summary, samples, slots: Tier::ALL.map(|tier| (tier, counts)).to_vec(), drift: 0 }
+        DemoRecord {
+            summary,
+            samples,
+            slots: Tier::ALL.map(|tier| (tier, counts)).to_vec(),
+            drift: 0,
+        }
     }
 
     #[test]

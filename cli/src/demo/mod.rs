@@ -1,4 +1,5 @@
-//! `kvbm demo`: a generated chat through all four tiers, and a report to look at, or a page to watch.
+//! `kvbm demo`: a generated chat through all four tiers, and a report to look at, or a page to
+//! watch.
 
 mod chat;
 mod html;
@@ -31,7 +32,8 @@ const BLOCK_BYTES: u64 = 64 << 10;
 const DEVICE_BLOCKS: u64 = 500;
 const HOST_BLOCKS: u64 = 1_500;
 const DISK_BLOCKS: u64 = 5_000;
-/// What there is to watch besides: an object store that fills up in minutes, and limits that are not reached.
+/// What there is to watch besides: an object store that fills up in minutes, and limits that are
+/// not reached.
 const OBJECT_BLOCKS: u64 = 10_000;
 const REQUESTS_PER_HOUR: u32 = 1_000_000;
 const WRITTEN_PER_DAY: u64 = 100 << 40;
@@ -39,9 +41,10 @@ const QUOTA_BYTES: u64 = 256 << 20;
 /// How much faster than people chats go on: some twenty requests a second.
 const SPEED: f64 = 60.0;
 
-/// Plays an hour of a chat service as fast as it goes, compares every byte that comes back, and writes kvbm-demo.html.
-/// With --serve the chats go on after that, at sixty times their pace, until it is interrupted, and there are quotas of
-/// tenants and budgets to watch, whatever the settings say of them.
+/// Plays an hour of a chat service as fast as it goes, compares every byte that comes back, and
+/// writes kvbm-demo.html. With --serve the chats go on after that, at sixty times their pace, until
+/// it is interrupted, and there are quotas of tenants and budgets to watch, whatever the settings
+/// say of them.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct DemoArgs {
     #[command(flatten)]
@@ -56,8 +59,8 @@ pub(crate) fn run(args: DemoArgs, global: &GlobalOptions) -> Result<(), CommandF
     let stop = StopSignal::on_signals(&runtime)?;
     // Before the engine, so that it goes after it.
     let _scratch = CommandScratch::divert(&mut settings)?;
-    let engine =
-        SimulatedEngine::open(settings, Options::default(), runtime, stop.clone())?.for_tenants(chat::tenant);
+    let engine = SimulatedEngine::open(settings, Options::default(), runtime, stop.clone())?
+        .for_tenants(chat::tenant);
     serve::tell(engine.manager());
     let record = play(&engine)?;
     write_page(page, &html::page(&record))?;
@@ -74,8 +77,8 @@ pub(crate) fn run(args: DemoArgs, global: &GlobalOptions) -> Result<(), CommandF
     Ok(())
 }
 
-/// The stage is always the same; how blocks move and leave is as the settings say, but for what is there to be
-/// watched.
+/// The stage is always the same; how blocks move and leave is as the settings say, but for what is
+/// there to be watched.
 fn settings(
     global: &GlobalOptions,
     objects: &Path,
@@ -104,13 +107,16 @@ fn worth_watching(loader: Loader) -> Loader {
         .set("object.capacity", |s| s.object.capacity = Some(Capacity::Blocks(OBJECT_BLOCKS)))
         .set("object.put_budget", |s| s.object.put_budget = REQUESTS_PER_HOUR)
         .set("object.get_budget", |s| s.object.get_budget = REQUESTS_PER_HOUR)
-        .set("disk.write_budget", |s| s.disk.write_budget = Some(WriteBudget::BytesPerDay(WRITTEN_PER_DAY)))
+        .set("disk.write_budget", |s| {
+            s.disk.write_budget = Some(WriteBudget::BytesPerDay(WRITTEN_PER_DAY));
+        })
         .set("tenant_quotas", move |s| s.tenant_quotas = chat::TENANTS.map(quota).into())
 }
 
 fn play(engine: &SimulatedEngine) -> Result<DemoRecord, CommandFailure> {
     let requests = chat::requests();
-    let (progress, recorder) = (ReplayProgress::new(Some(requests.len() as u64)), DemoRecorder::new(engine));
+    let (progress, recorder) =
+        (ReplayProgress::new(Some(requests.len() as u64)), DemoRecorder::new(engine));
     let started = clock::now();
     let tally = engine.run(requests.into_iter().map(Ok), 1, |_, tally: &ServedTally| {
         progress.show(tally, engine.manager());
@@ -131,7 +137,8 @@ fn go_on(engine: &SimulatedEngine, stop: &StopSignal) -> Result<(), CommandFailu
     if stop.check().is_err() { Ok(()) } else { ended.map(drop) }
 }
 
-/// The report's file, which has no name yet: that this directory cannot be written to is better known early.
+/// The report's file, which has no name yet: that this directory cannot be written to is better
+/// known early.
 fn blank_page() -> Result<NamedTempFile, CommandFailure> {
     let builder = tempfile::Builder::new()
         .permissions(Permissions::from_mode(0o644))

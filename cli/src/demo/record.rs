@@ -2,14 +2,15 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use kvbm::SlotCounts;
 use kvbm::Tier;
-use kvbm::table::SlotCounts;
 use serde::Serialize;
 
 use crate::engine::{HitTokens, ServedTally, SettledState, SimulatedEngine};
 use crate::output;
 
-/// What a GPU is assumed to compute, in prompt tokens per second; it prices the tokens that were cached.
+/// What a GPU is assumed to compute, in prompt tokens per second; it prices the tokens that were
+/// cached.
 pub(super) const PREFILL_TOKENS_PER_SECOND: u64 = 8_000;
 
 /// The state after a request.
@@ -83,14 +84,25 @@ impl<'e> DemoRecorder<'e> {
 
     pub(super) fn sample(&self, tally: &ServedTally) {
         let mut resident = [0; Tier::COUNT];
-        self.engine.slots().iter().for_each(|(tier, counts)| resident[tier.index()] = counts.resident);
-        let sample =
-            DemoSample { prompt_tokens: tally.prompt_tokens, hit_tokens: tally.hit_tokens, resident };
+        self.engine
+            .slots()
+            .iter()
+            .for_each(|(tier, counts)| resident[tier.index()] = counts.resident);
+        let sample = DemoSample {
+            prompt_tokens: tally.prompt_tokens,
+            hit_tokens: tally.hit_tokens,
+            resident,
+        };
         self.samples.lock().unwrap_or_else(PoisonError::into_inner).push(sample);
     }
 
-    pub(super) fn finish(self, tally: &ServedTally, settled: &SettledState, seconds: f64) -> DemoRecord {
-        let bytes = self.engine.manager().bytes().into_iter();
+    pub(super) fn finish(
+        self,
+        tally: &ServedTally,
+        settled: &SettledState,
+        seconds: f64,
+    ) -> DemoRecord {
+        let bytes = self.engine.manager().admin().bytes().into_iter();
         let hits = tally.hit_tokens.total();
         let summary = DemoSummary {
             requests: tally.requests,
@@ -169,7 +181,11 @@ impl DemoRecord {
 /// `12 min 5 s`.
 pub(super) fn minutes(seconds: f64) -> String {
     let seconds = seconds.max(0.0) as u64;
-    if seconds < 60 { format!("{seconds} s") } else { format!("{} min {} s", seconds / 60, seconds % 60) }
+    if seconds < 60 {
+        format!("{seconds} s")
+    } else {
+        format!("{} min {} s", seconds / 60, seconds % 60)
+    }
 }
 
 /// What a tier is made of here.

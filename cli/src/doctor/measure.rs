@@ -1,4 +1,5 @@
-//! How fast the routes are: each tier's working set goes down and comes back, once to warm up and then a few times.
+//! How fast the routes are: each tier's working set goes down and comes back, once to warm up and
+//! then a few times.
 
 use std::time::Duration;
 
@@ -18,7 +19,8 @@ const ROUNDS: usize = 3;
 /// A route and how many MiB/s it moved, with everything that the manager does on the way.
 pub(super) type Measured = ((Tier, Tier), f64);
 
-/// Measures the routes between the device and the host, and between the host and `bottom` if that is another.
+/// Measures the routes between the device and the host, and between the host and `bottom` if that
+/// is another.
 pub(super) fn routes(
     runtime: &Runtime,
     settings: &Settings,

@@ -28,9 +28,10 @@ pub(super) fn check(settings: &Settings) -> DoctorCheck {
                     format!("unless DYN_KVBM_CPU_CACHE_PERSIST={USUAL}/kvbm: {there}"),
                 )
             }
-            Err(_) => {
-                DoctorCheck::disabled(NAME, "unless DYN_KVBM_CPU_CACHE_PERSIST names a directory on tmpfs")
-            }
+            Err(_) => DoctorCheck::disabled(
+                NAME,
+                "unless DYN_KVBM_CPU_CACHE_PERSIST names a directory on tmpfs",
+            ),
         };
     };
     match Mount::of(dir) {
@@ -54,7 +55,9 @@ fn describe(mount: &Mount) -> String {
         MountKind::Tmpfs { huge_pages: false } => {
             ("tmpfs", "4 KiB pages (`mount -o remount,huge=advise` gives huge ones)".to_owned())
         }
-        MountKind::Hugetlbfs => ("hugetlbfs", format!("pages of {}", output::bytes(mount.page_bytes as u64))),
+        MountKind::Hugetlbfs => {
+            ("hugetlbfs", format!("pages of {}", output::bytes(mount.page_bytes as u64)))
+        }
     };
     format!("{kind}, {room}, {pages}")
 }
@@ -100,7 +103,12 @@ mod tests {
     use super::*;
 
     fn mount(limit: u64, huge_pages: bool) -> Mount {
-        Mount { kind: MountKind::Tmpfs { huge_pages }, page_bytes: 4096, limit: Some(limit), free: limit }
+        Mount {
+            kind: MountKind::Tmpfs { huge_pages },
+            page_bytes: 4096,
+            limit: Some(limit),
+            free: limit,
+        }
     }
 
     fn wanting(blocks: u64) -> Settings {
@@ -119,10 +127,17 @@ mod tests {
         }
         let file = fs::File::create(dir.path().join("kvbm-x.memory")).unwrap();
         file.set_len(1 << 20).unwrap();
-        assert_eq!(lacks(&wanting(65), dir.path(), &mount(CONTAINER, false)), None, "it has some already");
+        assert_eq!(
+            lacks(&wanting(65), dir.path(), &mount(CONTAINER, false)),
+            None,
+            "it has some already"
+        );
         let sealed = EncryptionSettings { key: Some("1:x".to_owned()), key_file: None };
-        let lacking =
-            lacks(&Settings { encryption: sealed, ..wanting(65) }, dir.path(), &mount(CONTAINER, false));
+        let lacking = lacks(
+            &Settings { encryption: sealed, ..wanting(65) },
+            dir.path(),
+            &mount(CONTAINER, false),
+        );
         assert!(lacking.unwrap().contains("65.3 MiB wanted"), "a page for each seal");
     }
 

@@ -60,8 +60,9 @@ pub(super) fn check(
 }
 
 fn bar() -> ProgressBar {
-    let style =
-        ProgressStyle::with_template("{bar:30} {bytes}/{total_bytes} read, {bytes_per_sec} ({eta} left)");
+    let style = ProgressStyle::with_template(
+        "{bar:30} {bytes}/{total_bytes} read, {bytes_per_sec} ({eta} left)",
+    );
     ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(10))
         .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
@@ -75,7 +76,10 @@ impl BucketFindings {
                 (false, true) => "; a worker relies on it",
                 (false, false) => "",
             };
-            output::print(&format!("{}: {}: {}{end}", finding.problem, finding.object, finding.detail))?;
+            output::print(&format!(
+                "{}: {}: {}{end}",
+                finding.problem, finding.object, finding.detail
+            ))?;
         }
         match self.report.more_findings {
             0 => Ok(()),
@@ -84,8 +88,17 @@ impl BucketFindings {
     }
 
     fn table(&self) -> String {
-        let titles =
-            ["namespace", "segments", "bytes", "blocks", "wrong", "damaged", "missing", "workers", "garbage"];
+        let titles = [
+            "namespace",
+            "segments",
+            "bytes",
+            "blocks",
+            "wrong",
+            "damaged",
+            "missing",
+            "workers",
+            "garbage",
+        ];
         let mut table = output::table(&titles, 1);
         for found in &self.report.namespaces {
             let NamespaceReport { name, segments, bytes, blocks, wrong_blocks, .. } = found;
@@ -100,7 +113,9 @@ impl BucketFindings {
             ]
             .map(output::count);
             let bytes = output::bytes(*bytes);
-            table.add_row([name, &segments, &bytes, &blocks, &wrong, &damaged, &missing, &workers, &garbage]);
+            table.add_row([
+                name, &segments, &bytes, &blocks, &wrong, &damaged, &missing, &workers, &garbage,
+            ]);
         }
         format!("{}\n{}", self.url, table.trim_fmt())
     }

@@ -1,4 +1,4 @@
-//! What is wrong with indices and slots, and putting it right.
+//! Finds what is wrong with indices and slots, and puts it right.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::PathBuf;
@@ -44,7 +44,8 @@ struct CheckedIndex {
     orphans: Option<Vec<SlotId>>,
 }
 
-/// Checks indices and their slots, and drops what is wrong if that is wanted. All are locked before any is changed.
+/// Checks indices and their slots, and drops what is wrong if that is wanted. All are locked before
+/// any is changed.
 pub(super) fn check(
     pairs: &[(PathBuf, PathBuf)],
     keys: Option<&Arc<KeyRing>>,
@@ -60,7 +61,9 @@ pub(super) fn check(
     find_orphans(&mut all);
     let findings = all.iter().map(CheckedIndex::finding).collect();
     if repair {
-        all.into_iter().filter(|checked| !checked.finding().is_sound()).try_for_each(CheckedIndex::repair)?;
+        all.into_iter()
+            .filter(|checked| !checked.finding().is_sound())
+            .try_for_each(CheckedIndex::repair)?;
     }
     Ok(findings)
 }
@@ -89,7 +92,8 @@ fn find_orphans(all: &mut [CheckedIndex]) {
     let mut tiers: BTreeMap<_, Vec<&mut CheckedIndex>> = BTreeMap::new();
     for checked in all {
         let options = checked.kept.options();
-        let tier = (options.namespace.clone(), options.identity, options.tier, checked.kept.found().epoch);
+        let tier =
+            (options.namespace.clone(), options.identity, options.tier, checked.kept.found().epoch);
         tiers.entry(tier).or_default().push(checked);
     }
     for mut tier in tiers.into_values().filter(|tier| is_complete(tier)) {
@@ -112,7 +116,8 @@ fn rooted<'e>(entries: impl Iterator<Item = &'e IndexEntry>) -> HashSet<BlockKey
     for IndexEntry { block, parent, .. } in entries {
         children.entry((block.group, *parent)).or_default().push(*block);
     }
-    let mut parents: Vec<_> = children.keys().filter(|(_, parent)| parent.is_none()).copied().collect();
+    let mut parents: Vec<_> =
+        children.keys().filter(|(_, parent)| parent.is_none()).copied().collect();
     let mut rooted = HashSet::new();
     while let Some(parent) = parents.pop() {
         for block in children.remove(&parent).unwrap_or_default() {
@@ -143,7 +148,8 @@ impl CheckedIndex {
     }
 
     fn repair(self) -> Result<(), CommandFailure> {
-        let bad: Vec<_> = self.wrong.into_iter().chain(self.orphans.into_iter().flatten()).collect();
+        let bad: Vec<_> =
+            self.wrong.into_iter().chain(self.orphans.into_iter().flatten()).collect();
         self.kept.repair(&bad).map_err(|error| unusable(&error))
     }
 }

@@ -15,7 +15,8 @@ pub(super) struct FoundFiles {
     pub(super) without_index: Vec<PathBuf>,
 }
 
-/// Finds them by their names: an index is called as its slots are, and may lie in another directory.
+/// Finds them by their names: an index is called as its slots are, and may lie in another
+/// directory.
 pub(super) fn find(dirs: &[PathBuf]) -> Result<FoundFiles, CommandFailure> {
     let mut indices = Vec::new();
     let mut slots = BTreeMap::new();
@@ -23,7 +24,9 @@ pub(super) fn find(dirs: &[PathBuf]) -> Result<FoundFiles, CommandFailure> {
         for path in ours(dir)? {
             match path.extension().and_then(OsStr::to_str) {
                 Some("index") => indices.push(path),
-                Some("blocks" | "memory") => drop(slots.insert(path.file_stem().map(OsStr::to_owned), path)),
+                Some("blocks" | "memory") => {
+                    drop(slots.insert(path.file_stem().map(OsStr::to_owned), path));
+                }
                 // What is not finished the next start removes.
                 _ => {}
             }
@@ -40,11 +43,13 @@ pub(super) fn find(dirs: &[PathBuf]) -> Result<FoundFiles, CommandFailure> {
 }
 
 fn ours(dir: &Path) -> Result<impl Iterator<Item = PathBuf> + use<>, CommandFailure> {
-    let unreadable =
-        |error| CommandFailure::unusable(format!("cannot read the directory {}: {error}", dir.display()));
+    let unreadable = |error| {
+        CommandFailure::unusable(format!("cannot read the directory {}: {error}", dir.display()))
+    };
     let entries = fs::read_dir(dir).map_err(unreadable)?;
-    let is_ours =
-        |path: &PathBuf| path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"kvbm-"));
+    let is_ours = |path: &PathBuf| {
+        path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"kvbm-"))
+    };
     Ok(entries.flatten().map(|entry| entry.path()).filter(is_ours))
 }
 
@@ -67,8 +72,10 @@ mod tests {
         paths.iter().for_each(|path| fs::write(path, "").unwrap());
         let [index, blocks, other_index, memory, alone, ..] = paths;
         let dirs = [a.path().to_owned(), b.path().to_owned()];
-        let expected =
-            FoundFiles { pairs: vec![(index, blocks), (other_index, memory)], without_index: vec![alone] };
+        let expected = FoundFiles {
+            pairs: vec![(index, blocks), (other_index, memory)],
+            without_index: vec![alone],
+        };
         assert_eq!(find(&dirs).unwrap(), expected);
         assert!(find(&["/no/such/dir".into()]).is_err());
     }

@@ -48,7 +48,8 @@ impl Random {
 
     /// A chain of `blocks` new blocks.
     pub fn chain(&mut self, blocks: usize) -> Vec<BlockHash> {
-        let hash = |_| BlockHash::from_u128(u128::from(self.next()) << 64 | u128::from(self.next()));
+        let hash =
+            |_| BlockHash::from_u128(u128::from(self.next()) << 64 | u128::from(self.next()));
         (0..blocks).map(hash).collect()
     }
 }
@@ -99,8 +100,8 @@ impl Prompts {
     }
 }
 
-/// Prompts of `len` blocks until `saved` blocks are saved: of each a random part, the greater of two draws. A small
-/// table holds at least four, none of them wholly.
+/// Prompts of `len` blocks until `saved` blocks are saved: of each a random part, the greater of
+/// two draws. A small table holds at least four, none of them wholly.
 fn prompts(random: &mut Random, len: usize, saved: usize) -> Vec<Prompt> {
     let deepest = len.min(saved / 4).max(2);
     let mut prompts = Vec::new();
@@ -127,10 +128,11 @@ fn filler(random: &mut Random, saved: usize) -> Vec<Prompt> {
     filler
 }
 
-/// Pieces of prompts in the order in which a server would save them: many prompts at a time, each in steps of
-/// [`SHORT`] blocks. Returns `(prompt, from, to)`.
+/// Pieces of prompts in the order in which a server would save them: many prompts at a time, each
+/// in steps of [`SHORT`] blocks. Returns `(prompt, from, to)`.
 pub fn saves(depths: &[usize]) -> Vec<(usize, usize, usize)> {
-    let steps = |(prompt, &depth): (usize, &usize)| std::iter::repeat_n(prompt, depth.div_ceil(SHORT));
+    let steps =
+        |(prompt, &depth): (usize, &usize)| std::iter::repeat_n(prompt, depth.div_ceil(SHORT));
     let mut order: Vec<usize> = depths.iter().enumerate().flat_map(steps).collect();
     Random::new(2).shuffle(&mut order);
     let mut saved = vec![0; depths.len()];

@@ -1,7 +1,7 @@
 //! How it is timed.
 //!
-//! Absolute times mean little on a shared machine: what is to be compared is timed in turns, and medians are
-//! reported with their quartiles.
+//! Absolute times mean little on a shared machine: what is to be compared is timed in turns, and
+//! medians are reported with their quartiles.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::chains::{Prompt, Random, SHORT};
 use super::subject::Subject;
 
-/// Chains of a round of cycles: one sample times so many.
+/// Chains of a round of cycles: one sample times this many.
 const ROUND: usize = 16;
 
 /// Median of many samples, and the quartiles around it.
@@ -85,7 +85,8 @@ impl<N: Copy> PromptArrival<N> {
         Self(Vec::new())
     }
 
-    /// Sweeps the caches if that is wanted, lets `prompt` arrive and times its match. Returns that and the blocks found.
+    /// Sweeps the caches if that is wanted, lets `prompt` arrive and times its match. Returns that
+    /// and the blocks found.
     pub fn time_match<S: Subject<Name = N>>(
         &mut self,
         subject: &S,
@@ -130,7 +131,8 @@ pub fn match_us<S: Subject<Name = kvbm::BlockHash>>(
     Spread::of((0..samples).map(sample).collect())
 }
 
-/// A tier that is full of short chains whose last uses are in random order, and new chains to put into it.
+/// A tier that is full of short chains whose last uses are in random order, and new chains to put
+/// into it.
 #[derive(Debug)]
 pub struct FullTier<S> {
     subject: S,
@@ -140,7 +142,8 @@ impl<S: Subject> FullTier<S> {
     /// Fills `subject`, whose size is `slots` blocks.
     pub fn new(subject: S, slots: usize) -> Self {
         let mut random = Random::new(4);
-        let mut chains: Vec<_> = (0..slots / SHORT).map(|_| S::names(&random.chain(SHORT))).collect();
+        let mut chains: Vec<_> =
+            (0..slots / SHORT).map(|_| S::names(&random.chain(SHORT))).collect();
         chains.iter().for_each(|chain| subject.publish(chain, 0));
         random.shuffle(&mut chains);
         for chain in &chains {

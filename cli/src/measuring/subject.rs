@@ -4,8 +4,7 @@ use std::sync::Arc;
 
 use kvbm::table::{Table, TierSpec};
 use kvbm::{BlockHash, Chain, Lease, Manager, ManualClock, Options, RequestId, RequestInfo, Tier};
-use kvbm_policies::EvictionKind;
-use kvbm_settings::{Capacity, DeviceBackend, EvictionPolicy, Settings};
+use kvbm_settings::{Capacity, DeviceBackend, EvictionKind, Settings};
 use kvbm_tiers::FramePool;
 use kvbm_tiers::chaos::Chaos;
 use tokio::runtime::Runtime;
@@ -20,18 +19,19 @@ pub trait Subject {
     /// A chain in its terms.
     fn names(chain: &[BlockHash]) -> Vec<Self::Name>;
 
-    /// Makes the blocks of `chain` from its `from`-th on resident and lets go of them. Those before are
-    /// resident already. Evicts where there is no room.
+    /// Makes the blocks of `chain` from its `from`-th on resident and lets go of them. Those before
+    /// are resident already. Evicts where there is no room.
     fn publish(&self, chain: &[Self::Name], from: usize);
 
-    /// Leases what it holds of `chain`, notes the use, and lets go; returns how many leading blocks that is.
+    /// Leases what it holds of `chain`, notes the use, and lets go; returns how many leading blocks
+    /// that is.
     fn match_prompt(&self, chain: &[Self::Name]) -> usize;
 }
 
-/// Bytes of a block. A slot takes a page of memory all the same.
+/// Bytes of a block. A slot still takes a page of memory.
 const BLOCK_BYTES: u64 = 64;
 
-/// Our manager. Its device is filled by nobody: blocks are allocated and published without bytes.
+/// Our manager. Nothing fills its device: blocks are allocated and published without bytes.
 #[derive(Debug)]
 pub struct OurManager {
     manager: Manager,
@@ -39,8 +39,9 @@ pub struct OurManager {
     runtime: Runtime,
 }
 
-/// Settings of a manager with an emulated device of so many blocks, and everything else as by default.
-pub fn device_of(slots: usize, eviction: EvictionPolicy) -> Settings {
+/// Settings of a manager with an emulated device of this many blocks, and everything else as by
+/// default.
+pub fn device_of(slots: usize, eviction: EvictionKind) -> Settings {
     let mut settings = Settings { block_bytes: Some(BLOCK_BYTES), eviction, ..Settings::default() };
     settings.device.backend = DeviceBackend::Emulated;
     settings.device.capacity = Some(Capacity::Blocks(slots as u64));
@@ -48,7 +49,7 @@ pub fn device_of(slots: usize, eviction: EvictionPolicy) -> Settings {
 }
 
 /// Settings of a manager whose host holds `slots` blocks, and whose device a quarter of that.
-pub fn device_and_host_of(slots: usize, eviction: EvictionPolicy) -> Settings {
+pub fn device_and_host_of(slots: usize, eviction: EvictionKind) -> Settings {
     let mut settings = device_of((slots / 4).max(1), eviction);
     settings.host.capacity = Some(Capacity::Blocks(slots as u64));
     settings
@@ -77,19 +78,21 @@ impl OurManager {
         Self { manager: manager.expect("a manager in memory opens"), clock, runtime }
     }
 
-    /// A manager whose host holds of each prompt what it says, and whose device what its policy kept.
-    pub fn holding(prompts: &Prompts, eviction: EvictionPolicy) -> Self {
+    /// A manager whose host holds of each prompt what it says, and whose device what its policy
+    /// kept.
+    pub fn holding(prompts: &Prompts, eviction: EvictionKind) -> Self {
         let ours = Self::open(device_and_host_of(prompts.saved(), eviction));
         ours.save_all(prompts);
         ours
     }
 
-    /// Saves of each prompt what it says, as a server would: several prompts at a time, each in steps. No more at a
-    /// time than half of the device holds, so that few are evicted there before their next step.
+    /// Saves of each prompt what it says, as a server would: several prompts at a time, each in
+    /// steps. No more at a time than half of the device holds, so that few are evicted there before
+    /// their next step.
     pub fn save_all(&self, prompts: &Prompts) {
         let mut all: Vec<_> = prompts.iter().collect();
         Random::new(8).shuffle(&mut all);
-        let most = self.manager.counts(Tier::Device).total as usize / 2;
+        let most = self.manager.admin().counts(Tier::Device).total as usize / 2;
         while !all.is_empty() {
             let mut blocks = 0;
             let fits = all.iter().rev().take_while(|prompt| {
@@ -163,7 +166,11 @@ impl Subject for OurManager {
 }
 
 /// A bare table of four tiers, all of which hold `chains`: for its memory.
-pub fn table_of_four_tiers(slots: usize, chains: &[Vec<BlockHash>], eviction: EvictionKind) -> Table {
+pub fn table_of_four_tiers(
+    slots: usize,
+    chains: &[Vec<BlockHash>],
+    eviction: EvictionKind,
+) -> Table {
     let spec = |tier| TierSpec {
         pool: FramePool::new(tier, slots as u32),
         policy: eviction.build(slots as u32),

@@ -10,9 +10,9 @@ use crate::failure::CommandFailure;
 /// A capacity as it was given.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum CostAmount {
-    /// So many blocks.
+    /// A number of blocks.
     Blocks(u32),
-    /// What fits into so many bytes.
+    /// What fits into a number of bytes.
     Bytes { bytes: u64, text: String },
 }
 
@@ -68,7 +68,10 @@ mod tests {
             Ok(CostAmount::Bytes { bytes, .. }) => bytes,
             other => panic!("{text}: {other:?}"),
         };
-        assert_eq!(["64GB", "1.5TB", "1GiB"].map(bytes), [64_000_000_000, 1_500_000_000_000, 1 << 30]);
+        assert_eq!(
+            ["64GB", "1.5TB", "1GiB"].map(bytes),
+            [64_000_000_000, 1_500_000_000_000, 1 << 30]
+        );
         for text in ["", "lots", "-5", "5000000000", "1.5"] {
             assert!(CostAmount::parse(text).is_err(), "{text}");
         }

@@ -21,10 +21,11 @@ pub(super) struct PlanInput {
     pub(super) out_of_order: u64,
 }
 
-/// Reads the trace, or as much of each path as `sample` says. Where nothing is said, that is all of it, unless the
-/// trace is a file too large for that.
+/// Reads the trace, or as much of each path as `sample` says. Where nothing is said, that is all of
+/// it, unless the trace is a file too large for that.
 pub(super) fn read(trace: &Path, sample: Option<Sample>) -> Result<PlanInput, TraceError> {
-    let is_file = File::open(trace).and_then(|file| file.metadata()).is_ok_and(|metadata| metadata.is_file());
+    let is_file =
+        File::open(trace).and_then(|file| file.metadata()).is_ok_and(|metadata| metadata.is_file());
     let most = if sample.is_none() && is_file { MAX_BLOCKS } else { usize::MAX };
     read_at_most(trace, sample.unwrap_or(Sample::ALL), most)
 }
@@ -39,8 +40,12 @@ fn read_at_most(trace: &Path, first: Sample, max_blocks: usize) -> Result<PlanIn
     }
 }
 
-/// `None` where more blocks than so many are in the sample.
-fn read_sample(trace: &Path, sample: Sample, max_blocks: usize) -> Result<Option<PlanInput>, TraceError> {
+/// `None` where the sample has more blocks than the limit.
+fn read_sample(
+    trace: &Path,
+    sample: Sample,
+    max_blocks: usize,
+) -> Result<Option<PlanInput>, TraceError> {
     let mut reader = TraceReader::open(trace)?;
     let mut thinning = TraceThinning::new(sample);
     let (mut requests, mut prompt_tokens, mut times) = (0, 0, None);

@@ -9,7 +9,8 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::output;
 
-/// Does `work` for each job, as many at a time as there are cores. The results are in the order of the jobs.
+/// Does `work` for each job, as many at a time as there are cores. The results are in the order of
+/// the jobs.
 pub(super) fn each<J: Sync, R: Send>(
     what: &'static str,
     jobs: &[J],
@@ -47,7 +48,8 @@ fn bar(jobs: u64, what: &'static str) -> ProgressBar {
     } else {
         "{bar:30} {pos}/{len} {msg} ({eta} left)"
     };
-    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    let style =
+        ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
     let bar = ProgressBar::with_draw_target(Some(jobs), ProgressDrawTarget::stderr_with_hz(10))
         .with_style(style.progress_chars("━━╌"))
         .with_message(what);

@@ -39,12 +39,14 @@ use crate::output::{self, rounded};
 /// Capacities of the table, in blocks.
 const CAPACITIES: [u32; 4] = [1_000, 5_000, 10_000, 30_000];
 /// Capacities of the pictures.
-const FINE_CAPACITIES: [u32; 10] = [500, 1_000, 2_000, 3_000, 5_000, 7_000, 10_000, 20_000, 30_000, 50_000];
+const FINE_CAPACITIES: [u32; 10] =
+    [500, 1_000, 2_000, 3_000, 5_000, 7_000, 10_000, 20_000, 30_000, 50_000];
 /// Tiers that are taken where the question needs some and none are given.
 const TIERS: &str = "device=1000,host=5000,disk=50000";
 
-/// Everything is simulated: no block is moved, no tier is opened. What a session needs of time and memory depends on
-/// the trace alone. docs/planning.md says what the figures mean and how far off they are.
+/// Everything is simulated: no block is moved, no tier is opened. What a session needs of time and
+/// memory depends on the trace alone. docs/planning.md says what the figures mean and how far off
+/// they are.
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
     /// Trace in the Mooncake format: JSON lines, plain, gzip or zstd
@@ -53,7 +55,8 @@ pub(crate) struct PlanArgs {
     /// [default: 1000,5000,10000,30000; with --html, ten from 500 to 50000]
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = CostAmount::parse)]
     capacity: Vec<CostAmount>,
-    /// Policies to try; belady knows the future and serves as a bound. Tiers use the first that does not
+    /// Policies to try; belady knows the future and serves as a bound. Tiers use the first that
+    /// does not
     #[arg(
         long,
         value_name = "NAMES",
@@ -68,10 +71,12 @@ pub(crate) struct PlanArgs {
     /// When blocks go down a tier; selective and auto are for disk and object, or for the last tier
     #[arg(long, value_name = "MODE", default_value_t, value_parser = admissions())]
     admission: AdmissionKind,
-    /// Say what more or less of each tier would bring [tiers by default: device=1000,host=5000,disk=50000]
+    /// Say what more or less of each tier would bring [tiers by default:
+    /// device=1000,host=5000,disk=50000]
     #[arg(long)]
     what_if: bool,
-    /// Let a share of all blocks stand for all, such as 0.05 [default: all, of very large traces fewer]
+    /// Let a share of all blocks stand for all, such as 0.05 [default: all, of very large traces
+    /// fewer]
     #[arg(long, value_name = "RATE", value_parser = parse_rate)]
     sample: Option<f64>,
     /// Write a report with pictures, one file that needs nothing else
@@ -95,7 +100,8 @@ pub(crate) fn run(args: &PlanArgs, global: &GlobalOptions) -> Result<(), Command
 }
 
 fn policies() -> impl TypedValueParser<Value = Policy> {
-    PossibleValuesParser::new(Policy::all().map(Policy::name)).try_map(|name| name.parse::<Policy>())
+    PossibleValuesParser::new(Policy::all().map(Policy::name))
+        .try_map(|name| name.parse::<Policy>())
 }
 
 fn admissions() -> impl TypedValueParser<Value = AdmissionKind> {
@@ -105,7 +111,11 @@ fn admissions() -> impl TypedValueParser<Value = AdmissionKind> {
 
 fn parse_rate(text: &str) -> Result<f64, String> {
     let rate: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
-    if rate > 0.0 && rate <= 1.0 { Ok(rate) } else { Err("a rate is above 0 and at most 1".to_owned()) }
+    if rate > 0.0 && rate <= 1.0 {
+        Ok(rate)
+    } else {
+        Err("a rate is above 0 and at most 1".to_owned())
+    }
 }
 
 fn plan(args: &PlanArgs) -> Result<PlanOutcome, CommandFailure> {
@@ -147,7 +157,11 @@ fn plan(args: &PlanArgs) -> Result<PlanOutcome, CommandFailure> {
 impl PlanArgs {
     fn capacities(&self, model: Option<&KvModel>) -> Result<Vec<u32>, CommandFailure> {
         if self.capacity.is_empty() {
-            return Ok(if self.html.is_some() { FINE_CAPACITIES.into() } else { CAPACITIES.into() });
+            return Ok(if self.html.is_some() {
+                FINE_CAPACITIES.into()
+            } else {
+                CAPACITIES.into()
+            });
         }
         self.capacity.iter().map(|amount| amount.blocks(model)).collect()
     }
@@ -298,7 +312,8 @@ mod tests {
         }
     }
 
-    /// The trace from `KVBM_TRACES`, or beside the checkout. Its absence is said and skips the test.
+    /// The trace from `KVBM_TRACES`, or beside the checkout. Its absence is said and skips the
+    /// test.
     fn find(trace: &str) -> Option<PathBuf> {
         let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared/traces");
         let directory = std::env::var_os("KVBM_TRACES").unwrap_or_else(|| beside.into());
@@ -328,7 +343,8 @@ mod tests {
         planned(&path, options)
     }
 
-    const LINE: &str = r#"{"timestamp":0,"input_length":1500,"output_length":1,"hash_ids":[1,2,3]}"#;
+    const LINE: &str =
+        r#"{"timestamp":0,"input_length":1500,"output_length":1,"hash_ids":[1,2,3]}"#;
 
     #[test]
     fn the_json_has_a_row_for_each_policy_and_capacity() {
@@ -361,7 +377,9 @@ mod tests {
     #[test]
     fn nothing_is_no_reason_to_stumble() {
         let text = r#"{"timestamp":0,"input_length":0,"output_length":0,"hash_ids":[]}"#;
-        for options in [["--what-if", "--tiers", "device=0"], ["--what-if", "--tiers", "host=1,disk=0"]] {
+        for options in
+            [["--what-if", "--tiers", "device=0"], ["--what-if", "--tiers", "host=1,disk=0"]]
+        {
             let plan = plan_of(text, &options).unwrap();
             let json = serde_json::to_string(&plan).unwrap();
             assert!(!json.contains("null"), "no number is infinite: {json}");
@@ -373,7 +391,8 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("trace.jsonl");
         let line = |request: u64| {
-            let ids: Vec<_> = (0..10).map(|block| ((request % 10) << 8 | block).to_string()).collect();
+            let ids: Vec<_> =
+                (0..10).map(|block| ((request % 10) << 8 | block).to_string()).collect();
             format!(
                 r#"{{"timestamp":{},"input_length":5120,"output_length":1,"hash_ids":[{}]}}"#,
                 request * 1_000,
@@ -381,8 +400,15 @@ mod tests {
             )
         };
         std::fs::write(&path, (0..200).map(line).collect::<Vec<_>>().join("\n")).unwrap();
-        let options =
-            ["--what-if", "--tiers", "device=20,host=40", "--model", "llama-3-8b", "--eviction", "lru"];
+        let options = [
+            "--what-if",
+            "--tiers",
+            "device=20,host=40",
+            "--model",
+            "llama-3-8b",
+            "--eviction",
+            "lru",
+        ];
         let plan = planned(&path, &options).unwrap();
         let what_if = plan.what_if.unwrap();
         let host = &what_if.tiers[1];

@@ -11,12 +11,13 @@ use crate::output;
 
 /// What a model's attention keeps of a token, as published.
 ///
-/// From the `config.json` of each model on huggingface.co: `num_hidden_layers`, `num_key_value_heads`, `head_dim`
-/// (or `hidden_size ÷ num_attention_heads`), `sliding_window` and `layer_types`; for multi-head latent attention
-/// `kv_lora_rank + qk_rope_head_dim` in place of heads. Collected in `litgpt/config.py` of Lightning-AI/litgpt;
-/// gpt-oss: <https://docs.nvidia.com/nemo/megatron-bridge/nightly/models/llm/gpt-oss.html>; `DeepSeek`:
-/// <https://deepwiki.com/deepseek-ai/DeepSeek-V3/6.1-configuration-options>; Qwen3 235B: the configuration
-/// of AI-Hypercomputer/maxtext.
+/// From the `config.json` of each model on huggingface.co: `num_hidden_layers`,
+/// `num_key_value_heads`, `head_dim` (or `hidden_size ÷ num_attention_heads`), `sliding_window` and
+/// `layer_types`; for multi-head latent attention `kv_lora_rank + qk_rope_head_dim` in place of
+/// heads. Collected in `litgpt/config.py` of Lightning-AI/litgpt; gpt-oss:
+/// <https://docs.nvidia.com/nemo/megatron-bridge/nightly/models/llm/gpt-oss.html>; `DeepSeek`:
+/// <https://deepwiki.com/deepseek-ai/DeepSeek-V3/6.1-configuration-options>; Qwen3 235B: the
+/// configuration of AI-Hypercomputer/maxtext.
 #[rustfmt::skip]
 const PRESETS: [(&str, ModelShape); 24] = [
     ("deepseek-v2", latent(60, 512 + 64)),
@@ -85,7 +86,8 @@ pub(super) struct ModelArgs {
     /// Numbers in a head
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     head_dim: Option<u32>,
-    /// Latent attention (MLA): numbers kept of a token in a layer, in place of heads; every rank has them all
+    /// Latent attention (MLA): numbers kept of a token in a layer, in place of heads; every rank
+    /// has them all
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     mla_latent_dim: Option<u32>,
     /// Layers, of all, that look back over a window
@@ -125,7 +127,9 @@ impl ModelArgs {
         if shape == ModelShape::default() {
             return self.is_alone().map(|()| None);
         }
-        if shape.layers == 0 || (shape.latent_dim == 0 && (shape.kv_heads == 0 || shape.head_dim == 0)) {
+        if shape.layers == 0
+            || (shape.latent_dim == 0 && (shape.kv_heads == 0 || shape.head_dim == 0))
+        {
             return Err(CommandFailure::unusable(
                 "a model needs --layers, and --kv-heads with --head-dim or --mla-latent-dim; or name one: --model",
             ));
@@ -184,7 +188,8 @@ pub(super) struct KvModel {
 impl KvModel {
     fn new(name: &'static str, shape: ModelShape, args: &ModelArgs) -> Self {
         let dtype = args.dtype.unwrap_or("bf16");
-        let number_bytes = DTYPES.iter().find(|(name, _)| *name == dtype).map_or(2, |&(_, bytes)| bytes);
+        let number_bytes =
+            DTYPES.iter().find(|(name, _)| *name == dtype).map_or(2, |&(_, bytes)| bytes);
         let layer_bytes = number_bytes * numbers_per_layer(shape, args.tensor_parallel);
         let bytes_per_token = layer_bytes * u64::from(shape.layers - shape.window_layers);
         let way = u64::from(args.checkpoint_blocks) * u64::from(BLOCK_TOKENS);
@@ -217,8 +222,8 @@ impl KvModel {
     }
 }
 
-/// What one rank keeps of a token in a layer. Heads are shared out, and repeated where ranks outnumber them; a
-/// latent serves all heads, so each rank has it whole.
+/// What one rank keeps of a token in a layer. Heads are shared out, and repeated where ranks
+/// outnumber them; a latent serves all heads, so each rank has it whole.
 fn numbers_per_layer(shape: ModelShape, ranks: u32) -> u64 {
     match shape.latent_dim {
         0 => 2 * u64::from(shape.kv_heads.div_ceil(ranks)) * u64::from(shape.head_dim),
@@ -239,7 +244,8 @@ mod tests {
     }
 
     fn model(line: &str) -> Result<Option<KvModel>, String> {
-        let line = ModelCommand::try_parse_from(["test"].into_iter().chain(line.split_whitespace()));
+        let line =
+            ModelCommand::try_parse_from(["test"].into_iter().chain(line.split_whitespace()));
         line.map_err(|error| error.to_string())?.args.model().map_err(|failure| failure.to_string())
     }
 
@@ -265,7 +271,9 @@ mod tests {
             assert!(token_and_block(&format!("--model {name}")).0 > 0, "{name}");
             assert_eq!(shape.window == 0, shape.window_layers == 0, "{name}");
         }
-        assert!(PRESETS.iter().map(|(name, _)| name).is_sorted_by_key(|name| name.split('-').next()));
+        assert!(
+            PRESETS.iter().map(|(name, _)| name).is_sorted_by_key(|name| name.split('-').next())
+        );
     }
 
     #[test]
@@ -288,12 +296,16 @@ mod tests {
 
     #[test]
     fn windows_and_states_cost_by_the_checkpoint() {
-        // 18 of 36 layers keep every token: 18 × 2 × 8 × 64 × 2 bytes; the others 128 tokens every 16 blocks.
+        // 18 of 36 layers keep every token: 18 × 2 × 8 × 64 × 2 bytes; the others 128 tokens every
+        // 16 blocks.
         let (token, block) = token_and_block("--model gpt-oss-120b");
         assert_eq!((token, block), (36_864, 512 * 36_864 + 128 * 36_864 / 16));
         let dense = token_and_block("--layers 36 --kv-heads 8 --head-dim 64");
         let all_of_it = token_and_block("--model gpt-oss-120b --window 1000000 --window-layers 18");
-        assert_eq!(all_of_it.1, dense.1, "a window as long as the way between checkpoints keeps every token");
+        assert_eq!(
+            all_of_it.1, dense.1,
+            "a window as long as the way between checkpoints keeps every token"
+        );
         let state = token_and_block("--layers 1 --kv-heads 1 --head-dim 1 --state-bytes 16MB");
         assert_eq!(state.1, 2_048 + 1_000_000);
     }

@@ -10,7 +10,9 @@ pub(super) fn page(plan: &PlanOutcome) -> String {
     let mut parts = vec![summary(plan), rates(&plan.rows)];
     parts.extend(plan.tiers.iter().map(staircase));
     if let Some(what_if) = &plan.what_if {
-        parts.extend(what_if.tiers.iter().map(|tier| what_if_tier(tier.tier, &tier.points, what_if)));
+        parts.extend(
+            what_if.tiers.iter().map(|tier| what_if_tier(tier.tier, &tier.points, what_if)),
+        );
         parts.push(costs(plan, what_if));
     }
     parts.join("\n\n")
@@ -44,8 +46,10 @@ pub(super) fn duration(seconds: f64) -> String {
 /// `5,000`, or with the model known `5,000 (839 GB)`.
 pub(super) fn capacity(blocks: u32, bytes: Option<u64>) -> String {
     let blocks = output::count(blocks.into());
-    bytes
-        .map_or_else(|| blocks.clone(), |bytes| format!("{blocks} ({})", output::decimal_bytes(bytes as f64)))
+    bytes.map_or_else(
+        || blocks.clone(),
+        |bytes| format!("{blocks} ({})", output::decimal_bytes(bytes as f64)),
+    )
 }
 
 /// `12.34 %`.
@@ -60,7 +64,10 @@ fn rates(rows: &[OutcomeRow]) -> String {
     let titles: Vec<_> = ["capacity (blocks)"].into_iter().chain(policies).collect();
     let mut table = output::table(&titles, 0);
     for (line, first) in columns.first().into_iter().copied().flatten().enumerate() {
-        let rates = columns.iter().filter_map(|column| column.get(line)).map(|row| rate(row.token_hit_rate));
+        let rates = columns
+            .iter()
+            .filter_map(|column| column.get(line))
+            .map(|row| rate(row.token_hit_rate));
         let size = capacity(first.capacity, first.bytes);
         table.add_row(std::iter::once(size).chain(rates).collect::<Vec<_>>());
     }
@@ -136,7 +143,8 @@ fn signed(number: f64, decimals: usize) -> String {
 }
 
 fn what_if_tier(tier: &str, points: &[WhatIfPoint], what_if: &WhatIf) -> String {
-    let titles = ["change", "capacity (blocks)", "token hit rate", "points", "mean TTFT", "seconds"];
+    let titles =
+        ["change", "capacity (blocks)", "token hit rate", "points", "mean TTFT", "seconds"];
     let mut table = output::table(&titles, 0);
     for point in points {
         let now = point.more_blocks == 0;

@@ -48,11 +48,15 @@ pub(super) fn sizes(
     amounts: &[TierAmount],
     model: Option<&KvModel>,
 ) -> Result<Vec<TierSize>, CommandFailure> {
-    let size = |given: &TierAmount| Ok(TierSize { tier: given.tier, capacity: given.amount.blocks(model)? });
+    let size = |given: &TierAmount| {
+        Ok(TierSize { tier: given.tier, capacity: given.amount.blocks(model)? })
+    };
     let mut sizes = amounts.iter().map(size).collect::<Result<Vec<_>, CommandFailure>>()?;
     sizes.sort_by_key(|size| size.tier.index());
     match sizes.windows(2).find(|pair| pair[0].tier == pair[1].tier) {
-        Some(pair) => Err(CommandFailure::unusable(format!("--tiers names {} twice", pair[0].tier))),
+        Some(pair) => {
+            Err(CommandFailure::unusable(format!("--tiers names {} twice", pair[0].tier)))
+        }
         None => Ok(sizes),
     }
 }
@@ -80,7 +84,8 @@ pub(super) fn simulate(
         eviction,
         admission: admission_to(size.tier, &sizes, admission),
     };
-    let outcome = Hierarchy::new(&sizes.iter().map(plan).collect::<Vec<_>>()).simulate(small.workload());
+    let outcome =
+        Hierarchy::new(&sizes.iter().map(plan).collect::<Vec<_>>()).simulate(small.workload());
     let traffic = |(size, tier): (&&TierSize, &TierOutcome)| TierTraffic {
         tier: size.tier,
         hit_tokens: small.scaled(tier.hit_tokens),
@@ -96,12 +101,15 @@ pub(super) fn simulate(
     traffic
 }
 
-/// What is refused is lost to all tiers further down, so memory takes everything unless it is the last.
+/// What is refused is lost to all tiers further down, so memory takes everything unless it is the
+/// last.
 fn admission_to(tier: Tier, sizes: &[&TierSize], chosen: AdmissionKind) -> AdmissionKind {
     let is_memory = matches!(tier, Tier::Device | Tier::Host);
     let is_last = sizes.last().is_some_and(|last| last.tier == tier);
     match chosen {
-        AdmissionKind::Selective | AdmissionKind::Auto if is_memory && !is_last => AdmissionKind::WriteBack,
+        AdmissionKind::Selective | AdmissionKind::Auto if is_memory && !is_last => {
+            AdmissionKind::WriteBack
+        }
         _ => chosen,
     }
 }
@@ -167,7 +175,8 @@ pub(super) fn staircases(
             let capacity =
                 sizes.iter().find(|size| size.tier == traffic.tier).map_or(0, |size| size.capacity);
             let bytes = |blocks: f64| block_bytes.map(|bytes| (blocks * bytes as f64).round());
-            let (read, written) = (traffic.blocks_read / requests, traffic.blocks_written / requests);
+            let (read, written) =
+                (traffic.blocks_read / requests, traffic.blocks_written / requests);
             TierStep {
                 tier: traffic.tier.name(),
                 capacity,
@@ -182,7 +191,9 @@ pub(super) fn staircases(
         BitsStaircase {
             admission: admission.name(),
             eviction: eviction.name(),
-            token_hit_rate: rounded(traffic.iter().map(|tier| tier.hit_tokens).sum::<f64>() / tokens),
+            token_hit_rate: rounded(
+                traffic.iter().map(|tier| tier.hit_tokens).sum::<f64>() / tokens,
+            ),
             tiers: traffic.iter().map(step).collect(),
             disk: endurance(input, sizes, &traffic, block_bytes),
         }

@@ -57,8 +57,8 @@ impl CostArgs {
     }
 }
 
-/// What a request's first token waits for, queues aside: computing what no tier holds, after loading what the slower
-/// tiers hold.
+/// What a request's first token waits for, queues aside: computing what no tier holds, after
+/// loading what the slower tiers hold.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct WhatIfCosts {
     pub(super) prefill_tokens_per_second: f64,
@@ -84,7 +84,8 @@ impl WhatIfCosts {
 
     fn mean_seconds(&self, input: &PlanInput, traffic: &[TierTraffic]) -> f64 {
         let hits: f64 = traffic.iter().map(|tier| tier.hit_tokens).sum();
-        let computing = (input.prompt_tokens as f64 - hits).max(0.0) / self.prefill_tokens_per_second;
+        let computing =
+            (input.prompt_tokens as f64 - hits).max(0.0) / self.prefill_tokens_per_second;
         let load = |tier: &TierTraffic| tier.blocks_read * self.seconds_per_block(tier.tier);
         (computing + traffic.iter().map(load).sum::<f64>()) / input.requests.max(1) as f64
     }
@@ -158,7 +159,11 @@ pub(super) fn explore(
         let traffic = tiers::simulate(input, case, eviction, admission);
         let hits: f64 = traffic.iter().map(|tier| tier.hit_tokens).sum();
         let rate = hits / input.prompt_tokens.max(1) as f64;
-        (rounded(rate), rounded(costs.mean_seconds(input, &traffic)), started.elapsed().as_secs_f64())
+        (
+            rounded(rate),
+            rounded(costs.mean_seconds(input, &traffic)),
+            started.elapsed().as_secs_f64(),
+        )
     });
     let (token_hit_rate, mean_ttft_seconds, _) = results[0];
     let point = |at: usize, case: &[TierSize], result: &(f64, f64, f64)| {

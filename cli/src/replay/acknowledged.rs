@@ -1,8 +1,10 @@
-//! What was acknowledged as durable, in a log that outlives the process, and whether it is still to be had.
+//! What was acknowledged as durable, in a log that outlives the process, and whether it is still to
+//! be had.
 //!
-//! A line of the log is `+ HASH TIER PARENT` once a block is where a process that is started later finds it, and
-//! `- HASH TIER` once it has left; `PARENT` is `-` for the first block of a chain, and `- * TIER` means all of a tier. A
-//! line without its end was being written when the process was killed, and counts for nothing.
+//! A line of the log is `+ HASH TIER PARENT` once a block is where a process that is started later
+//! finds it, and `- HASH TIER` once it has left; `PARENT` is `-` for the first block of a chain,
+//! and `- * TIER` means all of a tier. A line without its end was being written when the process
+//! was killed, and counts for nothing.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::{self, Write as _};
@@ -44,9 +46,13 @@ impl AckLog {
     /// Goes on with the log at `path`, and returns what it says so far.
     pub(super) fn open(path: &Path) -> Result<(Self, AcknowledgedBlocks), CommandFailure> {
         let unusable = |error: io::Error| {
-            CommandFailure::unusable(format!("cannot use {} as a log (--ack-log): {error}", path.display()))
+            CommandFailure::unusable(format!(
+                "cannot use {} as a log (--ack-log): {error}",
+                path.display()
+            ))
         };
-        let file = OpenOptions::new().read(true).append(true).create(true).open(path).map_err(unusable)?;
+        let file =
+            OpenOptions::new().read(true).append(true).create(true).open(path).map_err(unusable)?;
         let mut text = io::read_to_string(&file).map_err(unusable)?;
         if !text.is_empty() && !text.ends_with('\n') {
             // What comes next must not make a whole line of half a one.
@@ -69,11 +75,16 @@ impl AckLog {
     /// Has everything noted that becomes durable.
     pub(super) fn listener(&self) -> OnDurable {
         let log = self.clone();
-        OnDurable::new(move |events| log.append_or_warn(events.iter().filter_map(AcknowledgedLine::of)))
+        OnDurable::new(move |events| {
+            log.append_or_warn(events.iter().filter_map(AcknowledgedLine::of));
+        })
     }
 
     /// Appends lines in one write, so that a process that is killed has written them or not.
-    pub(super) fn append(&self, lines: impl IntoIterator<Item = AcknowledgedLine>) -> io::Result<()> {
+    pub(super) fn append(
+        &self,
+        lines: impl IntoIterator<Item = AcknowledgedLine>,
+    ) -> io::Result<()> {
         let mut text = String::new();
         for line in lines {
             let _ = writeln!(text, "{line}");
@@ -81,7 +92,7 @@ impl AckLog {
         (&*self.file).write_all(text.as_bytes())
     }
 
-    /// [`append`](Self::append) where nobody waits for the answer.
+    /// [`append`](Self::append) where nothing waits for the answer.
     pub(super) fn append_or_warn(&self, lines: impl IntoIterator<Item = AcknowledgedLine>) {
         if let Err(error) = self.append(lines) {
             tracing::error!(%error, path = %self.path.display(), "cannot write the log of what is durable");
@@ -95,7 +106,9 @@ impl AcknowledgedLine {
             DurableEvent::Stored(CachedBlock { tier, hash, parent, .. }) => {
                 Some(Self::Stored { tier, hash, parent })
             }
-            DurableEvent::Removed(CachedBlock { tier, hash, .. }) => Some(Self::Removed { tier, hash }),
+            DurableEvent::Removed(CachedBlock { tier, hash, .. }) => {
+                Some(Self::Removed { tier, hash })
+            }
             DurableEvent::Cleared(tier) => Some(Self::Cleared { tier }),
             // There are no others yet.
             _ => None,
@@ -119,7 +132,9 @@ impl AcknowledgedLine {
 impl fmt::Display for AcknowledgedLine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Stored { tier, hash, parent: None } => write!(f, "+ {:032x} {} -", hash.get(), tier.name()),
+            Self::Stored { tier, hash, parent: None } => {
+                write!(f, "+ {:032x} {} -", hash.get(), tier.name())
+            }
             Self::Stored { tier, hash, parent: Some(parent) } => {
                 write!(f, "+ {:032x} {} {:032x}", hash.get(), tier.name(), parent.get())
             }
@@ -149,7 +164,8 @@ impl AcknowledgedBlocks {
         }
     }
 
-    /// The chains of a tier's blocks from their roots, as far as each is known, so that every block is in one of them.
+    /// The chains of a tier's blocks from their roots, as far as each is known, so that every block
+    /// is in one of them.
     fn chains(&self, tier: Tier) -> Vec<Vec<BlockHash>> {
         let blocks: HashSet<_> =
             self.blocks.iter().filter(|(other, _)| *other == tier).map(|(_, hash)| *hash).collect();
@@ -215,7 +231,10 @@ impl FoundBlocks {
         };
         let tiers: Vec<_> = self.tiers.iter().map(tier).collect();
         let tiers = if tiers.is_empty() { "none".to_owned() } else { tiers.join("; ") };
-        format!("blocks that an earlier run was told are durable: {tiers}; {} had wrong bytes.", self.wrong)
+        format!(
+            "blocks that an earlier run was told are durable: {tiers}; {} had wrong bytes.",
+            self.wrong
+        )
     }
 }
 
@@ -242,18 +261,22 @@ mod tests {
     }
 
     #[test]
-    fn a_log_is_gone_on_with_and_half_a_line_counts_for_nothing() {
+    fn a_log_is_continued_and_half_lines_count_for_nothing() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
         let (log, nothing) = AckLog::open(&path).unwrap();
         assert_eq!(nothing, AcknowledgedBlocks::default());
         let taken_back = AcknowledgedLine::Removed { tier: Tier::Disk, hash: block(2) };
-        log.append([stored(Tier::Disk, 1, None), stored(Tier::Disk, 2, Some(1)), taken_back]).unwrap();
+        log.append([stored(Tier::Disk, 1, None), stored(Tier::Disk, 2, Some(1)), taken_back])
+            .unwrap();
         log.append([stored(Tier::Host, 3, Some(1)), stored(Tier::Object, 9, None)]).unwrap();
         log.append([AcknowledgedLine::Cleared { tier: Tier::Object }]).unwrap();
         (&*log.file).write_all(b"- 0000").unwrap();
         let (log, acknowledged) = AckLog::open(&path).unwrap();
-        assert_eq!(acknowledged.blocks, HashSet::from([(Tier::Disk, block(1)), (Tier::Host, block(3))]));
+        assert_eq!(
+            acknowledged.blocks,
+            HashSet::from([(Tier::Disk, block(1)), (Tier::Host, block(3))])
+        );
         assert_eq!(acknowledged.chains(Tier::Host), [[block(1), block(3)]]);
         log.append([AcknowledgedLine::Removed { tier: Tier::Disk, hash: block(1) }]).unwrap();
         let (_, acknowledged) = AckLog::open(&path).unwrap();
@@ -261,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_log_is_refused_and_left_as_it_is() {
+    fn what_is_no_log_is_refused_and_left_alone() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "+ 1 disk -\nsomething else\n").unwrap();
         let failure = AckLog::open(file.path()).unwrap_err().to_string();
@@ -279,7 +302,11 @@ mod tests {
         chains.sort();
         assert_eq!(
             chains,
-            [vec![block(1), block(2), block(3)], vec![block(1), block(2), block(4)], vec![block(5)]]
+            [
+                vec![block(1), block(2), block(3)],
+                vec![block(1), block(2), block(4)],
+                vec![block(5)]
+            ]
         );
     }
 }

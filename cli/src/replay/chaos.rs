@@ -13,11 +13,12 @@ use serde::Serialize;
 use crate::engine::{RecoveryTally, SimulatedEngine};
 use crate::failure::CommandFailure;
 
-/// What is to go wrong. It ends at the latest with the last request, so that the replay can see whether
-/// everything works again.
+/// What is to go wrong. It ends at the latest with the last request, so that the replay can see
+/// whether everything works again.
 #[derive(Clone, Debug, Args)]
 pub(super) struct ChaosArgs {
-    /// Let memory copies, the disk, the object store and the clock misbehave; the same seed draws the same faults
+    /// Let memory copies, the disk, the object store and the clock misbehave; the same seed draws
+    /// the same faults
     #[arg(long, value_name = "SEED")]
     chaos: Option<u64>,
     /// Let one medium misbehave
@@ -41,7 +42,8 @@ impl ChaosArgs {
     /// `None`: all shall be well. From here on panics are counted.
     pub(super) fn trouble(&self, settings: &Settings) -> Option<ChaosTrouble> {
         let drawn = self.chaos.map(|seed| Schedule::seeded(seed, &media(settings)));
-        let scripted = (!self.fault.is_empty()).then(|| Schedule::scripted(self.fault.iter().copied()));
+        let scripted =
+            (!self.fault.is_empty()).then(|| Schedule::scripted(self.fault.iter().copied()));
         let schedule = match (drawn, scripted) {
             (Some(drawn), Some(scripted)) => drawn.and(scripted),
             (one, other) => one.or(other)?,
@@ -102,8 +104,8 @@ pub(super) struct ChaosReport {
     panics: u64,
     /// Copies that are overdue at the end: as many as were made never to complete.
     overdue: u64,
-    /// From the end of the last fault until fresh blocks could be saved, flushed and loaded in every tier;
-    /// nothing if that never was so.
+    /// From the end of the last fault until fresh blocks could be saved, flushed and loaded in
+    /// every tier; nothing if that never was so.
     recovered_s: Option<f64>,
     /// Slots that are neither free nor hold a block, nor belong to an overdue copy.
     missing_slots: u64,
@@ -117,14 +119,14 @@ impl ChaosReport {
         engine: &SimulatedEngine,
     ) -> Self {
         let injected = trouble.chaos.injected().into_iter();
-        let (slots, staging) = (engine.slots(), engine.manager().staging());
+        let (slots, staging) = (engine.slots(), engine.manager().admin().staging());
         Self {
             seed: trouble.seed,
             injected: injected.map(|(kind, count)| (kind.name(), count)).collect(),
             served_wrong: mismatches + recovery.mismatches,
             hangs: hangs + recovery.hangs,
             panics: trouble.panics.load(Ordering::Relaxed),
-            overdue: engine.manager().overdue(),
+            overdue: engine.manager().admin().overdue(),
             recovered_s: recovery.after.map(|after| (after.as_secs_f64() * 1e3).round() / 1e3),
             missing_slots: slots.iter().map(|(_, counts)| u64::from(counts.filling)).sum::<u64>()
                 + (staging.total - staging.idle - staging.lost) as u64,
@@ -156,7 +158,8 @@ impl ChaosReport {
 
     /// For people.
     pub(super) fn summary(&self) -> String {
-        let injected: Vec<_> = self.injected.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
+        let injected: Vec<_> =
+            self.injected.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
         let recovered = match self.recovered_s {
             Some(seconds) => format!("all tiers worked again {seconds:.1} s after the last"),
             None => "not all tiers work again".to_owned(),

@@ -11,7 +11,7 @@ use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use kvbm::Options;
 use kvbm_policies::Request;
-use kvbm_settings::{Capacity, EvictionPolicy, Loader, Settings, parse_size};
+use kvbm_settings::{Capacity, EvictionKind, Loader, Settings, parse_size};
 use kvbm_tiers::clock;
 use prometheus::Registry;
 
@@ -29,9 +29,9 @@ use crate::serve::{self, WatchedCommand};
 use crate::stop::{self, StopSignal};
 use crate::trace::{TraceError, TraceReader};
 
-/// Each request takes the blocks that it finds in any tier back to the device, where every byte of them is
-/// compared with what its hash says; it computes and saves the rest. The device is emulated in host memory.
-/// A tier whose size is not given, here or in the settings, is absent.
+/// Each request takes the blocks that it finds in any tier back to the device, where every byte of
+/// them is compared with what its hash says; it computes and saves the rest. The device is emulated
+/// in host memory. A tier whose size is not given, here or in the settings, is absent.
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
     /// Trace in the Mooncake format: JSON lines, plain, gzip or zstd
@@ -48,34 +48,41 @@ pub(crate) struct ReplayArgs {
     /// Directory of the disk tier; several, each with its share [default: that for temporary files]
     #[arg(long, value_name = "DIR")]
     disk_dir: Vec<PathBuf>,
-    /// Directory on tmpfs, such as /dev/shm/kvbm, that the host tier lies in: with --keep it outlives the process
+    /// Directory on tmpfs, such as /dev/shm/kvbm, that the host tier lies in: with --keep it
+    /// outlives the process
     #[arg(long, value_name = "DIR")]
     host_persist: Option<PathBuf>,
     /// Object store
-    #[arg(long, value_name = "URL", help = "Object store: file:///dir, s3://bucket/prefix or memory:///")]
+    #[arg(
+        long,
+        value_name = "URL",
+        help = "Object store: file:///dir, s3://bucket/prefix or memory:///"
+    )]
     object: Option<String>,
     /// Bytes of a block, such as 64KiB or 1MiB [default: 64KiB]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     block_bytes: Option<u64>,
     /// Eviction policy of all tiers [default: hazard]
     #[arg(long, value_name = "NAME", value_parser = eviction_policies())]
-    eviction: Option<EvictionPolicy>,
+    eviction: Option<EvictionKind>,
     /// Stop after so many requests
     #[arg(long, value_name = "N")]
     requests: Option<u64>,
     /// Requests served at a time
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     concurrency: u16,
-    /// Begin requests when their timestamps say, X times as fast; without it each begins when one before it ends
+    /// Begin requests when their timestamps say, X times as fast; without it each begins when one
+    /// before it ends
     #[arg(long, value_name = "X", value_parser = pace::parse_speed)]
     speed: Option<f64>,
     #[command(flatten)]
     chaos: ChaosArgs,
-    /// Leave what disk, objects and persistent memory hold in place, and use what an earlier run left there
+    /// Leave what disk, objects and persistent memory hold in place, and use what an earlier run
+    /// left there
     #[arg(long)]
     keep: bool,
-    /// Note in this file which blocks a later run will find. One that is there is gone on with, once every block that it
-    /// names has been loaded and compared
+    /// Note in this file which blocks a later run will find. One that is there is gone on with,
+    /// once every block that it names has been loaded and compared
     #[arg(long, value_name = "FILE", requires = "keep")]
     ack_log: Option<PathBuf>,
     #[command(flatten)]
@@ -90,13 +97,15 @@ pub(crate) fn run(args: ReplayArgs, global: &GlobalOptions) -> Result<(), Comman
     let runtime = stop::runtime()?;
     let stop = StopSignal::on_signals(&runtime)?;
     // Before the engine, so that it goes after it.
-    let _scratch = if keep { CommandScratch::default() } else { CommandScratch::divert(&mut settings)? };
+    let _scratch =
+        if keep { CommandScratch::default() } else { CommandScratch::divert(&mut settings)? };
     let registry = Registry::new();
     let trouble = chaos.trouble(&settings);
     let faults = trouble.as_ref().map(ChaosTrouble::chaos);
     let acks = ack_log.map(|path| AckLog::open(&path)).transpose()?;
     let on_durable = acks.as_ref().map(|(log, _)| log.listener());
-    let options = Options { registry: registry.clone(), on_durable, chaos: faults, ..Options::default() };
+    let options =
+        Options { registry: registry.clone(), on_durable, chaos: faults, ..Options::default() };
     let engine = SimulatedEngine::open(settings, options, runtime, stop.clone())?;
     let acknowledged = acks.map(|(log, earlier)| earlier.check(&engine, &log)).transpose()?;
     serve::tell(engine.manager());
@@ -105,7 +114,8 @@ pub(crate) fn run(args: ReplayArgs, global: &GlobalOptions) -> Result<(), Comman
         Some(speed) => Box::new(PacedIter::new(requests, speed, stop)),
         None => Box::new(requests),
     };
-    let report = replay(&engine, &trace, (requests, expected), concurrency.into(), trouble.as_ref())?;
+    let report =
+        replay(&engine, &trace, (requests, expected), concurrency.into(), trouble.as_ref())?;
     let report = report.with_acknowledged(acknowledged).with_object_requests(&registry);
     if global.json {
         output::print_json(&report)?;
@@ -124,11 +134,13 @@ fn replay(
 ) -> Result<ReplayReport, CommandFailure> {
     let progress = ReplayProgress::new(expected);
     let started = clock::now();
-    let tally = engine.run(requests, concurrency, |_, tally| progress.show(tally, engine.manager()))?;
+    let tally =
+        engine.run(requests, concurrency, |_, tally| progress.show(tally, engine.manager()))?;
     let seconds = started.elapsed().as_secs_f64();
     progress.finishing("flushing what is dirty");
-    let recovery =
-        trouble.map(|trouble| Ok::<_, CommandFailure>((trouble, trouble.heal(engine)?))).transpose()?;
+    let recovery = trouble
+        .map(|trouble| Ok::<_, CommandFailure>((trouble, trouble.heal(engine)?)))
+        .transpose()?;
     let settled = engine.settle();
     if let Some((trouble, _)) = &recovery {
         engine.wait_for_late_copies(trouble.never_completing());
@@ -140,23 +152,30 @@ fn replay(
     Ok(ReplayReport::new(trace, &tally, settled, engine, seconds).with(chaos))
 }
 
-/// Reads a trace to its end before anything is made, so that a bad line spoils no half-done run. Returns how
-/// many requests there are; `None` for what can only be read once, such as a pipe.
+/// Reads a trace to its end before anything is made, so that a bad line spoils no half-done run.
+/// Returns how many requests there are; `None` for what can only be read once, such as a pipe.
 fn check(trace: &Path, requests: Option<u64>) -> Result<Option<u64>, TraceError> {
-    if !File::open(trace).and_then(|file| file.metadata()).is_ok_and(|metadata| metadata.is_file()) {
+    if !File::open(trace).and_then(|file| file.metadata()).is_ok_and(|metadata| metadata.is_file())
+    {
         return Ok(requests);
     }
     let requests = limited(TraceReader::open(trace)?, requests);
     requests.map(|request| request.map(|_| 1)).sum::<Result<u64, _>>().map(Some)
 }
 
-fn limited(reader: TraceReader, requests: Option<u64>) -> impl Iterator<Item = Result<Request, TraceError>> {
-    reader.take(requests.map_or(usize::MAX, |requests| usize::try_from(requests).unwrap_or(usize::MAX)))
+fn limited(
+    reader: TraceReader,
+    requests: Option<u64>,
+) -> impl Iterator<Item = Result<Request, TraceError>> {
+    reader.take(
+        requests.map_or(usize::MAX, |requests| usize::try_from(requests).unwrap_or(usize::MAX)),
+    )
 }
 
-fn eviction_policies() -> impl TypedValueParser<Value = EvictionPolicy> {
-    let by_name = |name: String| EvictionPolicy::ALL.iter().copied().find(|policy| policy.name() == name);
-    PossibleValuesParser::new(EvictionPolicy::ALL.iter().map(|policy| policy.name()))
+fn eviction_policies() -> impl TypedValueParser<Value = EvictionKind> {
+    let by_name =
+        |name: String| EvictionKind::ALL.iter().copied().find(|policy| policy.name() == name);
+    PossibleValuesParser::new(EvictionKind::ALL.iter().map(|policy| policy.name()))
         .try_map(move |name| by_name(name).ok_or("no such policy"))
 }
 
@@ -191,8 +210,9 @@ impl ReplayArgs {
             loader = loader.set("object.url", move |s| s.object.url = Some(url));
         }
         if self.keep {
-            loader =
-                loader.set("disk.keep", |s| s.disk.keep = true).set("object.keep", |s| s.object.keep = true);
+            loader = loader
+                .set("disk.keep", |s| s.disk.keep = true)
+                .set("object.keep", |s| s.object.keep = true);
         }
         self.watched.apply(loader)
     }

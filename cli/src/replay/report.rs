@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 
-use kvbm::table::SlotCounts;
+use kvbm::SlotCounts;
 use kvbm::{RecoveryReport, Tier};
 use prometheus::Registry;
 use prometheus::proto::MetricFamily;
@@ -65,7 +65,7 @@ impl ReplayReport {
         seconds: f64,
     ) -> Self {
         let rate = output::share(tally.hit_tokens.total(), tally.prompt_tokens);
-        let bytes = engine.manager().bytes().into_iter();
+        let bytes = engine.manager().admin().bytes().into_iter();
         Self {
             trace: trace.display().to_string(),
             requests: tally.requests,
@@ -82,11 +82,11 @@ impl ReplayReport {
             bytes: bytes.map(|(from, to, bytes)| (format!("{from}_{to}"), bytes)).collect(),
             object_requests: None,
             slots: engine.slots().into_iter().map(|(tier, counts)| (tier.name(), counts)).collect(),
-            device: engine.manager().device().unwrap_or("none"),
+            device: engine.manager().admin().device().unwrap_or("none"),
             drained: settled.drained,
             drift: settled.drift,
             seconds: (seconds * 1e3).round() / 1e3,
-            recovered: engine.manager().recovered().to_vec(),
+            recovered: engine.manager().admin().recovered().to_vec(),
             acknowledged: None,
             chaos: None,
         }
@@ -135,13 +135,19 @@ impl ReplayReport {
     }
 
     fn tiers(&self) -> String {
-        let mut table =
-            output::table(&["tier", "hit tokens", "of prompt", "slots", "resident", "free", "lost"], 1);
+        let mut table = output::table(
+            &["tier", "hit tokens", "of prompt", "slots", "resident", "free", "lost"],
+            1,
+        );
         for tier in Tier::ALL {
             let Some(slots) = self.slots.get(tier.name()) else { continue };
             let hits = self.hit_tokens.of(tier);
             table.add_row([
-                if tier == Tier::Device { format!("device ({})", self.device) } else { tier.to_string() },
+                if tier == Tier::Device {
+                    format!("device ({})", self.device)
+                } else {
+                    tier.to_string()
+                },
                 output::count(hits),
                 output::percent(output::share(hits, self.prompt_tokens)),
                 output::count(slots.total.into()),
@@ -158,7 +164,11 @@ impl ReplayReport {
         for (route, &bytes) in &self.bytes {
             let rate = bytes as f64 / self.seconds.max(1e-3);
             let route = route.replace('_', " → ");
-            table.add_row([route, output::bytes(bytes), format!("{}/s", output::bytes(rate as u64))]);
+            table.add_row([
+                route,
+                output::bytes(bytes),
+                format!("{}/s", output::bytes(rate as u64)),
+            ]);
         }
         table.trim_fmt()
     }

@@ -14,7 +14,9 @@ fn a_malformed_line_is_named() {
     fs::write(&trace, format!("{LINE}\n\n{{\"timestamp\":0}}\n")).expect("the trace is written");
     let trace = trace.to_str().expect("UTF-8");
     let object = place.url("objects");
-    for command in [vec!["plan", trace], vec!["replay", trace, "--disk-blocks", "5", "--object", &object]] {
+    for command in
+        [vec!["plan", trace], vec!["replay", trace, "--disk-blocks", "5", "--object", &object]]
+    {
         assert_fails(&place.run(&command), 2, &["bad.jsonl:3: "]);
     }
     place.assert_clean(&["bad.jsonl"]);
@@ -60,9 +62,15 @@ fn a_store_that_is_not_there_names_the_setting() {
     place.trace("trace.jsonl", 1, 1);
     let mut command = place.command(&["replay", "trace.jsonl", "--object", "s3://bucket/prefix"]);
     command.env("DYN_KVBM_OBJECT_ENDPOINT", "http://127.0.0.1:9");
-    command.env("DYN_KVBM_OBJECT_ACCESS_KEY", "an-access-key").env("DYN_KVBM_OBJECT_SECRET_KEY", "hunter2");
+    command
+        .env("DYN_KVBM_OBJECT_ACCESS_KEY", "an-access-key")
+        .env("DYN_KVBM_OBJECT_SECRET_KEY", "hunter2");
     let output = command.output().expect("the binary starts");
-    assert_fails(&output, 2, &["s3://bucket/prefix", "DYN_KVBM_OBJECT_URL", "DYN_KVBM_OBJECT_ENDPOINT"]);
+    assert_fails(
+        &output,
+        2,
+        &["s3://bucket/prefix", "DYN_KVBM_OBJECT_URL", "DYN_KVBM_OBJECT_ENDPOINT"],
+    );
     let stderr = crate::text(&output.stderr);
     assert!(!stderr.contains("hunter2") && !stderr.contains("an-access-key"), "{stderr}");
     for url in ["nonsense", "ftp://host/x", "file://relative/x"] {
@@ -82,14 +90,23 @@ fn credentials_in_a_url_are_printed_by_no_command() {
         &["replay", "trace.jsonl", "-vv"],
         &["demo", "-vv"],
     ];
-    for url in ["s3://id:hunter2@bucket", "s3://id:hunter2", "s3://bucket/id:hunter2", "id:hunter2"] {
+    for url in ["s3://id:hunter2@bucket", "s3://id:hunter2", "s3://bucket/id:hunter2", "id:hunter2"]
+    {
         for args in commands {
             for variable in ["DYN_KVBM_OBJECT_URL", "DYN_KVBM_OBJECT_ENDPOINT"] {
                 let mut command = place.command(args);
-                let output = command.env(variable, url).env("RUST_LOG", "trace").output().expect("it starts");
+                let output = command
+                    .env(variable, url)
+                    .env("RUST_LOG", "trace")
+                    .output()
+                    .expect("it starts");
                 let shown = [text(&output.stdout), text(&output.stderr)].concat();
                 assert!(!shown.contains("hunter2"), "{args:?} with {variable}={url}: {shown}");
-                assert_eq!(output.status.code(), Some(2), "{args:?} with {variable}={url}: {shown}");
+                assert_eq!(
+                    output.status.code(),
+                    Some(2),
+                    "{args:?} with {variable}={url}: {shown}"
+                );
             }
         }
         let output = place.run(&["replay", "trace.jsonl", "-vv", "--object", url]);
@@ -114,7 +131,8 @@ fn sizes_that_do_not_fit() {
 fn every_command_refuses_settings_that_are_wrong() {
     let place = Place::new();
     place.trace("trace.jsonl", 1, 1);
-    fs::write(place.path("bad.toml"), "[host]\ncapacity = \"lots\"\n").expect("the file is written");
+    fs::write(place.path("bad.toml"), "[host]\ncapacity = \"lots\"\n")
+        .expect("the file is written");
     let commands: [&[&str]; 6] = [
         &["demo"],
         &["replay", "trace.jsonl"],
@@ -124,8 +142,11 @@ fn every_command_refuses_settings_that_are_wrong() {
         &["bench", "table", "--blocks", "1024"],
     ];
     for command in commands {
-        let output =
-            place.command(command).env("DYN_KVBM_CPU_CACHE", "1").output().expect("the binary starts");
+        let output = place
+            .command(command)
+            .env("DYN_KVBM_CPU_CACHE", "1")
+            .output()
+            .expect("the binary starts");
         assert_fails(&output, 2, &["DYN_KVBM_CPU_CACHE ", "DYN_KVBM_CPU_CACHE_GB"]);
         let output = place.run(&[command, &["--config", "bad.toml"]].concat());
         assert_fails(&output, 2, &["bad.toml:2", "host.capacity"]);
@@ -160,8 +181,11 @@ fn nixl_toggles_are_checked_by_every_command() {
     ];
     for (name, value, listed) in bad {
         let variable = format!("{NIXL}{name}");
-        for command in [&["doctor"][..], &["config"], &["plan", "trace.jsonl"], &["replay", "trace.jsonl"]] {
-            let output = place.command(command).env(&variable, value).output().expect("the binary starts");
+        for command in
+            [&["doctor"][..], &["config"], &["plan", "trace.jsonl"], &["replay", "trace.jsonl"]]
+        {
+            let output =
+                place.command(command).env(&variable, value).output().expect("the binary starts");
             assert_fails(&output, 2, &[&variable, listed]);
         }
     }
@@ -175,7 +199,7 @@ fn without_nixl(place: &Place, args: &[&str]) -> std::process::Command {
 }
 
 #[test]
-fn a_plugin_that_was_asked_for_and_is_not_there_stops_all_but_doctor() {
+fn a_missing_plugin_that_was_requested_stops_all_but_doctor() {
     let place = Place::new();
     place.trace("trace.jsonl", 1, 1);
     let run = |args: &[&str]| {
@@ -202,8 +226,11 @@ fn a_plugin_that_was_asked_for_and_is_not_there_stops_all_but_doctor() {
 #[test]
 fn choosing_nixl_needs_its_plugin() {
     let place = Place::new();
-    for (variable, plugin) in [("DYN_KVBM_DISK_BACKEND", "POSIX"), ("DYN_KVBM_OBJECT_BACKEND", "OBJ")] {
-        let output = place.command(&["config"]).env(variable, "nixl").output().expect("the binary starts");
+    for (variable, plugin) in
+        [("DYN_KVBM_DISK_BACKEND", "POSIX"), ("DYN_KVBM_OBJECT_BACKEND", "OBJ")]
+    {
+        let output =
+            place.command(&["config"]).env(variable, "nixl").output().expect("the binary starts");
         assert_fails(&output, 2, &[variable, &format!("{NIXL}{plugin}=true")]);
     }
 }

@@ -24,7 +24,8 @@ fn plans_as_table_and_as_json() {
     let args = ["plan", "trace.jsonl", "--capacity", "10,1000", "--eviction", "lru,belady"];
     let plan = json(&place.run(&[&args, ["--json"].as_slice()].concat()));
     let rows = plan["rows"].as_array().expect("rows");
-    let names: Vec<_> = rows.iter().map(|row| (row["eviction"].as_str(), row["capacity"].as_u64())).collect();
+    let names: Vec<_> =
+        rows.iter().map(|row| (row["eviction"].as_str(), row["capacity"].as_u64())).collect();
     let expected = [("lru", 10), ("lru", 1000), ("belady", 10), ("belady", 1000)];
     assert_eq!(names, expected.map(|(name, capacity)| (Some(name), Some(capacity))));
     let table = text(&place.run(&args).stdout);
@@ -35,10 +36,13 @@ fn plans_as_table_and_as_json() {
 #[test]
 fn settings_are_shown_with_their_origin_and_without_secrets() {
     let place = Place::new();
-    std::fs::write(place.path("kvbm.toml"), "block_bytes = \"1MiB\"\n").expect("the file is written");
+    std::fs::write(place.path("kvbm.toml"), "block_bytes = \"1MiB\"\n")
+        .expect("the file is written");
     let run = |args: &[&str]| {
         let mut command = place.command(&[&["config", "--config", "kvbm.toml"], args].concat());
-        command.env("DYN_KVBM_OBJECT_ACCESS_KEY", "abc").env("DYN_KVBM_OBJECT_SECRET_KEY", "hunter2");
+        command
+            .env("DYN_KVBM_OBJECT_ACCESS_KEY", "abc")
+            .env("DYN_KVBM_OBJECT_SECRET_KEY", "hunter2");
         command.env("DYN_KVBM_ENABLE_RECORD", "on").output().expect("the binary starts")
     };
     let shown = json(&run(&["--json"]));
@@ -64,8 +68,13 @@ fn the_doctor_tries_each_tier_and_leaves_nothing() {
     let examine = |more: &[&str]| {
         let mut command = place.command(&[&["doctor"], more].concat());
         command.env("DYN_KVBM_BLOCK_BYTES", "64KiB").env("DYN_KVBM_CPU_CACHE_GB", "0.1");
-        command.env("DYN_KVBM_DISK_CACHE_GB", "0.1").env("DYN_KVBM_DISK_CACHE_DIR", place.path("tmp"));
-        command.env("DYN_KVBM_OBJECT_URL", "file:///proc/nowhere").output().expect("the binary starts")
+        command
+            .env("DYN_KVBM_DISK_CACHE_GB", "0.1")
+            .env("DYN_KVBM_DISK_CACHE_DIR", place.path("tmp"));
+        command
+            .env("DYN_KVBM_OBJECT_URL", "file:///proc/nowhere")
+            .output()
+            .expect("the binary starts")
     };
     let found = json(&examine(&["--json"]));
     let state = |section: &str, name: &str| {
@@ -75,7 +84,11 @@ fn the_doctor_tries_each_tier_and_leaves_nothing() {
     assert_eq!(state("tiers", "host"), Some("ready".into()));
     assert_eq!(state("tiers", "disk"), Some("ready".into()));
     assert_eq!(state("tiers", "object"), Some("unavailable".into()));
-    assert_eq!(state("routes", "host → disk"), Some("ready".into()), "what works is routed: {found}");
+    assert_eq!(
+        state("routes", "host → disk"),
+        Some("ready".into()),
+        "what works is routed: {found}"
+    );
     assert_eq!(state("machine", "kernel"), Some("ready".into()));
     let page = text(&examine(&[]).stdout);
     assert!(page.contains("io_uring") && page.contains("unavailable: "), "{page}");
@@ -83,7 +96,7 @@ fn the_doctor_tries_each_tier_and_leaves_nothing() {
 }
 
 #[test]
-fn a_tier_of_nothing_is_none_and_the_loss_is_said() {
+fn a_tier_of_nothing_is_none_and_says_so() {
     let place = Place::new();
     let mut command = place.command(&["doctor", "--json"]);
     command.env("DYN_KVBM_OBJECT_URL", place.url("objects")).env("DYN_KVBM_OBJECT_CACHE_GB", "0");
@@ -97,7 +110,8 @@ fn a_tier_of_nothing_is_none_and_the_loss_is_said() {
     place.assert_clean(&[]);
 }
 
-/// What chooses among the blocks of the host tier does not make a disk tier fail that is tried without one.
+/// What chooses among the blocks of the host tier does not make a disk tier fail that is tried
+/// without one.
 #[test]
 fn the_doctor_tries_a_disk_with_a_rule() {
     let place = Place::new();
@@ -117,9 +131,15 @@ fn the_demo_tells_its_story() {
     let output = place.run(&["demo"]);
     let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
     assert!(output.status.success(), "{stdout}{stderr}");
-    for part in
-        ["device", "host", "disk", "object", "8,000 prompt tokens/s", "0 mismatches", "kvbm-demo.html"]
-    {
+    for part in [
+        "device",
+        "host",
+        "disk",
+        "object",
+        "8,000 prompt tokens/s",
+        "0 mismatches",
+        "kvbm-demo.html",
+    ] {
         assert!(stdout.contains(part), "{part} in {stdout}");
     }
     let page = std::fs::read_to_string(place.path("kvbm-demo.html")).expect("the report is there");
@@ -130,7 +150,8 @@ fn the_demo_tells_its_story() {
 #[test]
 fn the_table_is_timed() {
     let place = Place::new();
-    let report = json(&place.run(&["bench", "table", "--blocks", "20000", "--samples", "3", "--json"]));
+    let report =
+        json(&place.run(&["bench", "table", "--blocks", "20000", "--samples", "3", "--json"]));
     for key in ["match_8192_us", "match_288_us", "cycle_ns_per_block", "bytes_per_block"] {
         assert!(report[key].as_f64() > Some(0.0), "{key} in {report}");
     }

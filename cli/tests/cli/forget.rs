@@ -21,7 +21,8 @@ fn key(tenant: u32, id: u8) -> WrappedKey {
 
 fn files(dir: &Path) -> KeyFiles {
     fs::create_dir_all(dir).expect("a directory");
-    KeyFiles::open(&[PathBuf::from(dir)], "v2-sealed64-x", Duration::from_secs(3)).expect("files of keys")
+    KeyFiles::open(&[PathBuf::from(dir)], "v2-sealed64-x", Duration::from_secs(3))
+        .expect("files of keys")
 }
 
 fn store(url: &str) -> Store {
@@ -41,7 +42,9 @@ fn a_tenant_has_no_keys_any_more_and_others_have() {
     [key(7, 1), key(8, 2), key(7, 3)].iter().for_each(|key| disk.add(key).expect("it is kept"));
     drop(disk);
     let objects = store(&url);
-    [key(7, 4), key(8, 5)].iter().for_each(|key| objects.keys("v2-sealed64-y").add(key).expect("it is kept"));
+    [key(7, 4), key(8, 5)]
+        .iter()
+        .for_each(|key| objects.keys("v2-sealed64-y").add(key).expect("it is kept"));
     let dir = dir.to_str().expect("UTF-8");
     let args = ["forget", "--tenant", "7", "--disk-dir", dir, "--object-url", &url, "--json"];
     let report = json(&place.run(&args));
@@ -68,7 +71,8 @@ fn what_is_not_encrypted_is_named() {
     let dir = place.path("disk");
     fs::create_dir(&dir).expect("a directory");
     fs::write(dir.join("kvbm-v1-block64-x-0of1.blocks"), b"somebody's").expect("a file");
-    let output = place.run(&["forget", "--tenant", "7", "--disk-dir", dir.to_str().expect("UTF-8")]);
+    let output =
+        place.run(&["forget", "--tenant", "7", "--disk-dir", dir.to_str().expect("UTF-8")]);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("kvbm-v1-block64-x-0of1.blocks is not encrypted"));
 }

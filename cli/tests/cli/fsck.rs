@@ -39,9 +39,12 @@ impl Kept {
     }
 
     fn file(&self, extension: &str) -> std::path::PathBuf {
-        let mut files =
-            fs::read_dir(&self.dir).expect("the directory").map(|entry| entry.expect("an entry").path());
-        files.find(|path| path.extension().is_some_and(|found| found == extension)).expect("a kept file")
+        let mut files = fs::read_dir(&self.dir)
+            .expect("the directory")
+            .map(|entry| entry.expect("an entry").path());
+        files
+            .find(|path| path.extension().is_some_and(|found| found == extension))
+            .expect("a kept file")
     }
 
     fn flip(&self, extension: &str, at: usize) {
@@ -54,7 +57,8 @@ impl Kept {
     /// The exit code and what was found of the one index.
     fn fsck(&self, more: &[&str]) -> (Option<i32>, Value) {
         let output = self.place.run(&[&["fsck", &self.dir, "--json"], more].concat());
-        let report: Value = serde_json::from_slice(&output.stdout).expect("standard output is JSON");
+        let report: Value =
+            serde_json::from_slice(&output.stdout).expect("standard output is JSON");
         (output.status.code(), report["files"][0].clone())
     }
 }
@@ -74,22 +78,31 @@ fn what_a_replay_left_is_sound() {
 }
 
 #[test]
-fn what_is_damaged_is_told_and_dropped_and_then_all_works_again() {
+fn damage_is_told_and_dropped_and_then_all_works_again() {
     let kept = Kept::new();
     let before = fs::read(kept.file("index")).expect("the index");
     kept.flip("blocks", 5 * (16 << 10) + 77);
     kept.flip("index", 4_096 + 20);
     kept.flip("index", 8_192 + 64 * 3 + 9);
     let (code, found) = kept.fsck(&[]);
-    assert_eq!((code, &found["wrong"], &found["damaged"]), (Some(1), &1.into(), &1.into()), "{found}");
+    assert_eq!(
+        (code, &found["wrong"], &found["damaged"]),
+        (Some(1), &1.into(), &1.into()),
+        "{found}"
+    );
     assert_eq!(found["header_is_whole"], false);
     assert_ne!(fs::read(kept.file("index")).expect("the index"), before, "the flips");
     let (code, told) = kept.fsck(&["--repair"]);
     assert_eq!((code, &told["wrong"]), (Some(1), &1.into()));
     let (code, after) = kept.fsck(&[]);
-    assert_eq!((code, &after["wrong"], &after["orphans"]), (Some(0), &0.into(), &0.into()), "{after}");
-    let left =
-        found["blocks"].as_u64().map(|blocks| blocks - 1 - found["orphans"].as_u64().unwrap_or_default());
+    assert_eq!(
+        (code, &after["wrong"], &after["orphans"]),
+        (Some(0), &0.into(), &0.into()),
+        "{after}"
+    );
+    let left = found["blocks"]
+        .as_u64()
+        .map(|blocks| blocks - 1 - found["orphans"].as_u64().unwrap_or_default());
     assert_eq!(after["blocks"].as_u64(), left, "nothing that was sound is gone: {found}");
     let report = kept.replay();
     assert_eq!(
@@ -110,7 +123,11 @@ fn what_cannot_be_checked_is_refused() {
     assert_fails(&kept.place.run(&["fsck", &kept.dir]), 2, &["still in use"]);
     drop(held);
     fs::write(&index, "something else").expect("the index");
-    assert_fails(&kept.place.run(&["fsck", &kept.dir, "--repair"]), 2, &["is not an index of blocks"]);
+    assert_fails(
+        &kept.place.run(&["fsck", &kept.dir, "--repair"]),
+        2,
+        &["is not an index of blocks"],
+    );
     fs::remove_file(index).expect("the index");
     let output = kept.place.run(&["fsck", &kept.dir]);
     assert_eq!(output.status.code(), Some(0));

@@ -11,8 +11,16 @@ fn filled() -> (Place, String) {
     let place = Place::new();
     place.trace("trace.jsonl", 60, 12);
     let url = place.url("bucket");
-    let tiers =
-        ["--json", "--keep", "--device-blocks", "60", "--host-blocks", "300", "--block-bytes", "16KiB"];
+    let tiers = [
+        "--json",
+        "--keep",
+        "--device-blocks",
+        "60",
+        "--host-blocks",
+        "300",
+        "--block-bytes",
+        "16KiB",
+    ];
     json(&place.run(&[["replay", "trace.jsonl", "--object", &url].as_slice(), &tiers].concat()));
     (place, url)
 }
@@ -47,7 +55,7 @@ fn a_bucket_that_a_replay_filled_is_sound() {
 }
 
 #[test]
-fn a_block_that_has_changed_is_told_and_kept_while_a_worker_relies_on_it() {
+fn a_changed_block_is_told_and_kept_while_relied_on() {
     let (place, url) = filled();
     let segment = segments(&place.path("bucket")).pop().expect("a segment");
     let mut bytes = fs::read(&segment).expect("a segment");

@@ -12,7 +12,8 @@ use crate::{Place, assert_fails, names};
 /// Starts a command, interrupts it once it has made something below `tmp`, and checks how it ends.
 fn interrupt(place: &Place, args: &[&str]) {
     let mut command = place.command(args);
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the binary starts");
+    let mut child =
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the binary starts");
     wait_until(&mut child, || !names(&place.path("tmp")).is_empty());
     sleep(Duration::from_millis(150));
     send(&child, Signal::INT);

@@ -63,12 +63,14 @@ impl Place {
         self.command(args).output().expect("the binary starts")
     }
 
-    /// Writes a trace of `requests` turns of `sessions` chats. Turn t of a session has 8 + 4 t blocks.
+    /// Writes a trace of `requests` turns of `sessions` chats. Turn t of a session has 8 + 4 t
+    /// blocks.
     fn trace(&self, name: &str, requests: u64, sessions: u64) -> PathBuf {
         let mut text = String::new();
         for request in 0..requests {
             let (session, turn) = (request % sessions, request / sessions);
-            let ids: Vec<_> = (0..8 + 4 * turn).map(|block| (session << 32 | block).to_string()).collect();
+            let ids: Vec<_> =
+                (0..8 + 4 * turn).map(|block| (session << 32 | block).to_string()).collect();
             let _ = writeln!(
                 text,
                 r#"{{"timestamp":{},"input_length":{},"output_length":9,"hash_ids":[{}]}}"#,
@@ -93,8 +95,9 @@ impl Place {
 
 fn names(dir: &Path) -> Vec<String> {
     let entries = fs::read_dir(dir).expect("the directory is there");
-    let mut names: Vec<_> =
-        entries.map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned()).collect();
+    let mut names: Vec<_> = entries
+        .map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned())
+        .collect();
     names.sort();
     names
 }

@@ -46,7 +46,9 @@ fn each_transfer_is_a_range_that_ends() {
     let ids = |what: &str| -> Vec<u64> {
         let lines = log.lines().filter_map(|line| line.strip_prefix(what));
         let mut ids: Vec<u64> = lines
-            .map(|line| line.trim().split(' ').next().and_then(|id| id.parse().ok()).expect("a number"))
+            .map(|line| {
+                line.trim().split(' ').next().and_then(|id| id.parse().ok()).expect("a number")
+            })
             .collect();
         ids.sort_unstable();
         ids
@@ -66,10 +68,13 @@ fn each_transfer_is_a_range_that_ends() {
 }
 
 #[test]
-fn a_library_that_is_not_there_is_named_with_the_way_to_get_it() {
+fn a_missing_library_is_named_with_how_to_get_it() {
     let place = Place::new();
-    let output =
-        place.command(&["config"]).env("DYN_KVBM_TRACES_NVTX", "true").output().expect("the binary starts");
+    let output = place
+        .command(&["config"])
+        .env("DYN_KVBM_TRACES_NVTX", "true")
+        .output()
+        .expect("the binary starts");
     // Where NVTX is on the loader's path there is nothing to complain of.
     if !output.status.success() {
         let told = text(&output.stderr);

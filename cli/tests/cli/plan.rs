@@ -37,7 +37,9 @@ fn sizes_are_blocks_once_the_model_is_known() {
 
 #[test]
 fn tiers_tell_where_hits_come_from_and_what_is_written() {
-    let plan = plan("--tiers disk=4000,device=50,host=300 --admission write_through --eviction belady,lru");
+    let plan = plan(
+        "--tiers disk=4000,device=50,host=300 --admission write_through --eviction belady,lru",
+    );
     let tiers = &plan["tiers"][0];
     assert_eq!(
         (tiers["admission"].as_str(), tiers["eviction"].as_str()),
@@ -49,7 +51,10 @@ fn tiers_tell_where_hits_come_from_and_what_is_written() {
     let sum: f64 = steps.iter().map(|step| step["token_hit_rate"].as_f64().expect("a rate")).sum();
     assert!((sum - tiers["token_hit_rate"].as_f64().expect("a rate")).abs() < 1e-3, "{tiers}");
     // All that is new is written once: the disk holds everything.
-    assert_eq!(steps[2]["blocks_written_per_request"], plan["blocks"].as_f64().expect("a number") / 200.0);
+    assert_eq!(
+        steps[2]["blocks_written_per_request"],
+        plan["blocks"].as_f64().expect("a number") / 200.0
+    );
     assert!(tiers["disk"]["drive_writes_per_day"].as_f64() > Some(0.0));
     assert!(notes(&plan).contains("disk tier holds all"), "{plan}");
 }
@@ -66,11 +71,16 @@ fn what_if_says_what_more_would_bring() {
     let most = points.last().expect("a point");
     assert_eq!((&most["capacity"], &most["more_blocks"]), (&1200.into(), &900.into()));
     assert!(most["token_hit_rate"].as_f64() > what_if["token_hit_rate"].as_f64(), "{what_if}");
-    assert!(most["mean_ttft_seconds"].as_f64() < what_if["mean_ttft_seconds"].as_f64(), "{what_if}");
+    assert!(
+        most["mean_ttft_seconds"].as_f64() < what_if["mean_ttft_seconds"].as_f64(),
+        "{what_if}"
+    );
     assert!(what_if["microseconds_per_request"].as_f64() > Some(0.0));
     let place = place();
     let page = text(
-        &place.run(&[&["plan", "trace.jsonl"], &options.split(' ').collect::<Vec<_>>()[..]].concat()).stdout,
+        &place
+            .run(&[&["plan", "trace.jsonl"], &options.split(' ').collect::<Vec<_>>()[..]].concat())
+            .stdout,
     );
     for part in ["What if the host tier", "+151 GB", "µs a request", "mean TTFT"] {
         assert!(page.contains(part), "{part} in {page}");
@@ -80,8 +90,10 @@ fn what_if_says_what_more_would_bring() {
 
 #[test]
 fn a_sample_is_said_and_close() {
-    let (all, some) =
-        (plan("--capacity 1000 --eviction lru"), plan("--capacity 1000 --eviction lru --sample 0.25"));
+    let (all, some) = (
+        plan("--capacity 1000 --eviction lru"),
+        plan("--capacity 1000 --eviction lru --sample 0.25"),
+    );
     assert_eq!((&all["sample_stride"], &some["sample_stride"]), (&1.into(), &4.into()));
     let rate = |plan: &Value| plan["rows"][0]["token_hit_rate"].as_f64().expect("a rate");
     assert!((rate(&all) - rate(&some)).abs() < 0.05, "{} {}", rate(&all), rate(&some));
@@ -91,8 +103,15 @@ fn a_sample_is_said_and_close() {
 #[test]
 fn the_report_is_one_file() {
     let place = place();
-    let output =
-        place.run(&["plan", "trace.jsonl", "--capacity", "50,500", "--what-if", "--html", "report.html"]);
+    let output = place.run(&[
+        "plan",
+        "trace.jsonl",
+        "--capacity",
+        "50,500",
+        "--what-if",
+        "--html",
+        "report.html",
+    ]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let page = fs::read_to_string(place.path("report.html")).expect("the report is there");
     assert!(page.contains("</html>") && page.matches("<svg").count() >= 5, "{page}");
@@ -104,14 +123,29 @@ fn the_report_is_one_file() {
 #[test]
 fn odd_input_is_noted() {
     let ample = plan("--capacity 1000000,0 --eviction lru");
-    assert!(notes(&ample).contains("hold everything") && notes(&ample).contains("0 blocks"), "{ample}");
+    assert!(
+        notes(&ample).contains("hold everything") && notes(&ample).contains("0 blocks"),
+        "{ample}"
+    );
     let place = Place::new();
-    let line =
-        |time: u32| format!(r#"{{"timestamp":{time},"input_length":512,"output_length":1,"hash_ids":[7]}}"#);
-    fs::write(place.path("late.jsonl"), format!("{}\n{}\n", line(9), line(3))).expect("the trace is written");
-    let late = json(&place.run(&["plan", "late.jsonl", "--json", "--tiers", "device=0,host=1", "--what-if"]));
+    let line = |time: u32| {
+        format!(r#"{{"timestamp":{time},"input_length":512,"output_length":1,"hash_ids":[7]}}"#)
+    };
+    fs::write(place.path("late.jsonl"), format!("{}\n{}\n", line(9), line(3)))
+        .expect("the trace is written");
+    let late = json(&place.run(&[
+        "plan",
+        "late.jsonl",
+        "--json",
+        "--tiers",
+        "device=0,host=1",
+        "--what-if",
+    ]));
     assert!(notes(&late).contains("1 requests carry a timestamp"), "{late}");
-    assert!(notes(&late).contains("device tier has 0 blocks") && notes(&late).contains("--model"), "{late}");
+    assert!(
+        notes(&late).contains("device tier has 0 blocks") && notes(&late).contains("--model"),
+        "{late}"
+    );
 }
 
 #[test]
@@ -127,7 +161,11 @@ fn what_cannot_be_is_refused() {
         ("--html nowhere/report.html", ["nowhere/report.html", "--html"]),
     ] {
         let options: Vec<_> = options.split(' ').collect();
-        assert_fails(&place.run(&[&["plan", "trace.jsonl"], options.as_slice()].concat()), 2, &parts);
+        assert_fails(
+            &place.run(&[&["plan", "trace.jsonl"], options.as_slice()].concat()),
+            2,
+            &parts,
+        );
     }
     // These are found by the parser of the command line, which has its own way to say so.
     for (options, part) in [

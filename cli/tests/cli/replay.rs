@@ -4,12 +4,21 @@ use serde_json::Value;
 
 use crate::{Place, json, names};
 
-const SMALL: [&str; 8] =
-    ["--device-blocks", "60", "--host-blocks", "120", "--disk-blocks", "300", "--block-bytes", "16KiB"];
+const SMALL: [&str; 8] = [
+    "--device-blocks",
+    "60",
+    "--host-blocks",
+    "120",
+    "--disk-blocks",
+    "300",
+    "--block-bytes",
+    "16KiB",
+];
 
 fn replay(place: &Place, more: &[&str]) -> Value {
     let trace = place.trace("trace.jsonl", 120, 12);
-    let args = [&["replay", trace.to_str().expect("UTF-8"), "--json"], SMALL.as_slice(), more].concat();
+    let args =
+        [&["replay", trace.to_str().expect("UTF-8"), "--json"], SMALL.as_slice(), more].concat();
     json(&place.run(&args))
 }
 
@@ -22,7 +31,11 @@ fn assert_sound(report: &Value) {
     assert_eq!(report["drained"], true);
     assert_eq!(report["drift"].as_array().map(Vec::len), Some(0), "{report}");
     for (tier, slots) in report["slots"].as_object().expect("slots by tier") {
-        assert_eq!((&slots["lost"], &slots["filling"]), (&0.into(), &0.into()), "{tier} in {report}");
+        assert_eq!(
+            (&slots["lost"], &slots["filling"]),
+            (&0.into(), &0.into()),
+            "{tier} in {report}"
+        );
     }
     let hits: u64 =
         report["hit_tokens"].as_object().expect("by tier").values().filter_map(Value::as_u64).sum();
@@ -37,7 +50,10 @@ fn all_four_tiers_give_back_what_they_were_given() {
     let report = replay(&place, &["--object", &place.url("objects")]);
     assert_sound(&report);
     assert_eq!(report["requests"], 120);
-    assert!(report["token_hit_rate"].as_f64() > Some(0.8), "the last tier has room for all: {report}");
+    assert!(
+        report["token_hit_rate"].as_f64() > Some(0.8),
+        "the last tier has room for all: {report}"
+    );
     for tier in ["disk", "object"] {
         assert!(report["hit_tokens"][tier].as_u64() > Some(0), "{tier} in {report}");
     }
@@ -60,10 +76,14 @@ fn several_requests_at_a_time() {
 fn a_tier_without_a_size_is_absent() {
     let place = Place::new();
     let trace = place.trace("trace.jsonl", 40, 12);
-    let report = json(&place.run(&["replay", trace.to_str().expect("UTF-8"), "--json", "--requests", "20"]));
+    let report =
+        json(&place.run(&["replay", trace.to_str().expect("UTF-8"), "--json", "--requests", "20"]));
     assert_sound(&report);
     assert_eq!(report["requests"], 20);
-    assert_eq!(report["slots"].as_object().expect("by tier").keys().collect::<Vec<_>>(), ["device"]);
+    assert_eq!(
+        report["slots"].as_object().expect("by tier").keys().collect::<Vec<_>>(),
+        ["device"]
+    );
     assert_eq!(report["slots"]["device"]["total"], 1_000);
 }
 
@@ -73,7 +93,9 @@ fn settings_and_options_combine() {
     let trace = place.trace("trace.jsonl", 20, 4);
     let mut command =
         place.command(&["replay", trace.to_str().expect("UTF-8"), "--json", "--host-blocks", "70"]);
-    command.env("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", "50").env("DYN_KVBM_BLOCK_BYTES", "12345");
+    command
+        .env("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", "50")
+        .env("DYN_KVBM_BLOCK_BYTES", "12345");
     let report = json(&command.output().expect("the binary starts"));
     assert_sound(&report);
     assert_eq!(report["slots"]["host"]["total"], 70, "the option wins over the variable");
@@ -101,7 +123,8 @@ fn kept_places_stay_and_are_used_again() {
 fn people_get_tables() {
     let place = Place::new();
     let trace = place.trace("trace.jsonl", 10, 2);
-    let mut command = place.command(&["replay", trace.to_str().expect("UTF-8"), "--host-blocks", "100"]);
+    let mut command =
+        place.command(&["replay", trace.to_str().expect("UTF-8"), "--host-blocks", "100"]);
     // Whatever this machine has of GPUs and NIXL, and without a word about what it lacks.
     command.env("DYN_KVBM_DEVICE_BACKEND", "emulated").env("DYN_KVBM_NIXL_BACKEND_UCX", "false");
     let output = command.output().expect("the binary starts");
@@ -113,7 +136,7 @@ fn people_get_tables() {
 }
 
 #[test]
-fn a_gpu_that_is_asked_for_and_missing_is_an_error_with_a_remedy() {
+fn a_missing_gpu_is_an_error_with_a_remedy() {
     if kvbm::probe_gpu().cuda.is_ok() {
         return eprintln!("SKIPPED: there is a GPU here");
     }
@@ -124,7 +147,8 @@ fn a_gpu_that_is_asked_for_and_missing_is_an_error_with_a_remedy() {
         ("DYN_KVBM_DISK_BACKEND", "gds", "disk.backend to auto"),
     ] {
         let arguments = ["replay", trace.to_str().expect("UTF-8"), "--disk-blocks", "100"];
-        let output = place.command(&arguments).env(variable, value).output().expect("the binary starts");
+        let output =
+            place.command(&arguments).env(variable, value).output().expect("the binary starts");
         crate::assert_fails(&output, 2, &[remedy]);
     }
 }

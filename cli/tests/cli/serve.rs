@@ -14,8 +14,10 @@ use crate::{Place, text};
 fn a_replay_can_be_watched() {
     let place = Place::new();
     place.trace("trace.jsonl", 100_000, 50_000);
-    let mut command = place.command(&["replay", "trace.jsonl", "--serve=0", "--host-blocks", "200"]);
-    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("the binary starts");
+    let mut command =
+        place.command(&["replay", "trace.jsonl", "--serve=0", "--host-blocks", "200"]);
+    let mut child =
+        command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("the binary starts");
     let address = announced(&mut child);
     assert!(address.starts_with("127.0.0.1:"), "{address}");
     let page = get(&address, "/metrics");
@@ -57,7 +59,7 @@ fn a_replay_can_be_watched() {
 }
 
 #[test]
-fn serve_shows_what_a_run_left_and_ends_when_it_is_asked_to() {
+fn serve_shows_what_a_run_left_and_ends_when_asked() {
     let place = Place::new();
     place.trace("trace.jsonl", 20, 5);
     let disk = place.path("disk");
@@ -65,15 +67,21 @@ fn serve_shows_what_a_run_left_and_ends_when_it_is_asked_to() {
     let run = ["replay", "trace.jsonl", "--keep", "--disk-blocks", "500", "--disk-dir", disk];
     assert!(place.run(&run).status.success());
     let mut command = place.command(&["serve", "0"]);
-    command.envs([("DYN_KVBM_BLOCK_BYTES", "64KiB"), ("DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", "500")]);
+    command.envs([
+        ("DYN_KVBM_BLOCK_BYTES", "64KiB"),
+        ("DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", "500"),
+    ]);
     command.envs([("DYN_KVBM_DISK_KEEP", "true"), ("DYN_KVBM_DISK_CACHE_DIR", disk)]);
     let mut child =
         command.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().expect("the binary starts");
     let mut line = String::new();
-    BufReader::new(child.stdout.take().expect("it is piped")).read_line(&mut line).expect("it says where");
+    BufReader::new(child.stdout.take().expect("it is piped"))
+        .read_line(&mut line)
+        .expect("it says where");
     let address = line.trim().trim_start_matches("http://").trim_end_matches('/');
     let state = get(address, "/v1/state");
-    let resident = state.split("\"resident_blocks\":").nth(1).and_then(|rest| rest.split(',').next());
+    let resident =
+        state.split("\"resident_blocks\":").nth(1).and_then(|rest| rest.split(',').next());
     assert!(resident.expect("a tier").parse::<u64>().expect("a number") > 50, "{state}");
     send(&child, Signal::TERM);
     assert_eq!(child.wait().expect("it ends").code(), Some(0));
@@ -84,29 +92,39 @@ fn serve_shows_what_a_run_left_and_ends_when_it_is_asked_to() {
 fn spans_are_refused_by_a_binary_without_them() {
     let place = Place::new();
     place.trace("trace.jsonl", 2, 1);
-    let output =
-        place.command(&["replay", "trace.jsonl"]).env("DYN_KVBM_TRACES", "true").output().expect("it starts");
+    let output = place
+        .command(&["replay", "trace.jsonl"])
+        .env("DYN_KVBM_TRACES", "true")
+        .output()
+        .expect("it starts");
     assert_eq!(output.status.code(), Some(2));
     assert!(text(&output.stderr).contains("feature otel"), "{}", text(&output.stderr));
 }
 
 #[test]
-fn serve_without_tiers_says_what_is_missing_and_an_address_of_all_asks_for_a_token() {
+fn serve_needs_tiers_and_an_open_address_needs_a_token() {
     let place = Place::new();
     let output = place.command(&["serve", "0.0.0.0:0"]).output().expect("the binary starts");
     assert_eq!(output.status.code(), Some(2));
-    assert!(text(&output.stderr).contains("DYN_KVBM_METRICS_TOKEN_FILE"), "{}", text(&output.stderr));
+    assert!(
+        text(&output.stderr).contains("DYN_KVBM_METRICS_TOKEN_FILE"),
+        "{}",
+        text(&output.stderr)
+    );
 }
 
 #[test]
 fn the_demo_goes_on_for_who_watches() {
     let place = Place::new();
     let mut command = place.command(&["demo", "--serve=0"]);
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the binary starts");
+    let mut child =
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the binary starts");
     let address = announced(&mut child);
     // Its report ends what is always the same; the chats go on.
     let mut report = BufReader::new(child.stdout.take().expect("it is piped"));
-    while !place.path("kvbm-demo.html").exists() || !report.fill_buf().expect("it is open").is_empty() {
+    while !place.path("kvbm-demo.html").exists()
+        || !report.fill_buf().expect("it is open").is_empty()
+    {
         let read = report.fill_buf().expect("it is open").len();
         report.consume(read);
         if place.path("kvbm-demo.html").exists() {
@@ -114,7 +132,8 @@ fn the_demo_goes_on_for_who_watches() {
         }
     }
     let requests = |page: &str| -> f64 {
-        let line = page.lines().find(|line| line.starts_with("kvbm_requests_total ")).expect("it counts");
+        let line =
+            page.lines().find(|line| line.starts_with("kvbm_requests_total ")).expect("it counts");
         line.split(' ').nth(1).and_then(|count| count.parse().ok()).expect("a number")
     };
     let before = requests(&get(&address, "/metrics"));

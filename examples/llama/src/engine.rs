@@ -11,15 +11,16 @@ use kvbm::{RequestId, RequestInfo};
 use crate::model::Model;
 use crate::prefix_cache::{BLOCK_TOKENS, PrefixCache};
 
-/// Prompts are computed in chunks of so many tokens, which begin at multiples of it. The same tokens computed in other
-/// chunks have slightly other KV, since sums are rounded in another order.
+/// Prompts are computed in chunks of so many tokens, which begin at multiples of it. The same
+/// tokens computed in other chunks have slightly other KV, since sums are rounded in another order.
 pub const CHUNK_TOKENS: usize = 64;
 const _: () = assert!(CHUNK_TOKENS.is_multiple_of(BLOCK_TOKENS), "a chunk is whole blocks");
 
 /// Answers prompts, one at a time.
 pub struct Engine {
     llama: Llama,
-    /// Every request begins with a clone of it: candle never drops what a cache has learnt of masks.
+    /// Every request begins with a clone of it: candle never drops what a cache has learnt of
+    /// masks.
     empty: Cache,
     prefixes: Option<PrefixCache>,
     requests: AtomicU64,
@@ -92,8 +93,8 @@ impl Engine {
         Ok(Answer { tokens, logits, loaded, saved, took })
     }
 
-    /// Runs the model over `prompt` from token `from` on, a multiple of [`CHUNK_TOKENS`]; the cache has what comes before.
-    /// Returns the logits behind the last token.
+    /// Runs the model over `prompt` from token `from` on, a multiple of [`CHUNK_TOKENS`]; the cache
+    /// has what comes before. Returns the logits behind the last token.
     pub fn prefill(&self, prompt: &[u32], from: usize, cache: &mut Cache) -> Result<Vec<f32>> {
         let mut logits = None;
         for (number, chunk) in prompt[from..].chunks(CHUNK_TOKENS).enumerate() {

@@ -1,5 +1,6 @@
-//! A Rust engine that uses kvbm: a Llama with random weights on the CPU, through candle. When a prompt begins like an
-//! earlier one, the KV cache of the beginning comes from kvbm, and the engine computes the rest only.
+//! A Rust engine that uses kvbm: a Llama with random weights on the CPU, through candle. When a
+//! prompt begins like an earlier one, the KV cache of the beginning comes from kvbm, and the engine
+//! computes the rest only.
 //!
 //! | module | holds |
 //! |---|---|

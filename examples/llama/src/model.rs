@@ -53,7 +53,8 @@ impl Model {
         Ok(Cache::new(true, &self.config, self.variables())?)
     }
 
-    /// Not from a `VarMap`: that makes up what it lacks, so the cache's table of rotations would be zeroes, and all K.
+    /// Not from a `VarMap`: that makes up what it lacks, so the cache's table of rotations would be
+    /// zeroes, and all K.
     fn variables(&self) -> VarBuilder<'static> {
         VarBuilder::from_tensors(self.weights.clone(), DType::F32, &Device::Cpu)
     }

@@ -1,7 +1,7 @@
 //! All that knows kvbm: KV tensors to blocks, and back.
 //!
-//! A block is [`BLOCK_TOKENS`] tokens of all layers: of each layer K, then V, each `(tokens, heads, head size)` of `f32`, as
-//! `llama2_c` has them at batch size 1.
+//! A block is [`BLOCK_TOKENS`] tokens of all layers: of each layer K, then V, each `(tokens, heads,
+//! head size)` of `f32`, as `llama2_c` has them at batch size 1.
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Storage, Tensor};
@@ -34,7 +34,8 @@ impl PrefixCache {
         2 * model.n_layers * BLOCK_TOKENS * model.n_kv_heads * (model.dim / model.n_heads) * size_of::<f32>()
     }
 
-    /// Opens kvbm for the blocks of `model`. Whatever makes KV differ must be in `salt`: weights, type, layout, chunks.
+    /// Opens kvbm for the blocks of `model`. Whatever makes KV differ must be in `salt`: weights,
+    /// type, layout, chunks.
     pub fn open(model: &Config, salt: &str, settings: Settings) -> Result<Self> {
         let settings = Settings { block_bytes: Some(Self::block_bytes(model) as u64), ..settings };
         let options = Options { block_tokens: BLOCK_TOKENS as u64, ..Options::default() };
@@ -57,9 +58,10 @@ impl PrefixCache {
         self.hasher.chain(prompt)
     }
 
-    /// Loads the beginning of a prompt of `tokens` tokens into an empty cache. Returns how many tokens that is: whole
-    /// chunks, so that what comes behind them is computed in the chunks in which it would have been without kvbm; and
-    /// never all of the prompt, since a model that is run on no tokens has nothing to say.
+    /// Loads the beginning of a prompt of `tokens` tokens into an empty cache. Returns how many
+    /// tokens that is: whole chunks, so that what comes behind them is computed in the chunks in
+    /// which it would have been without kvbm; and never all of the prompt, since a model that is
+    /// run on no tokens has nothing to say.
     pub fn load(
         &self,
         request: RequestInfo,
@@ -88,7 +90,8 @@ impl PrefixCache {
         Ok(loaded)
     }
 
-    /// Saves what kvbm lacks of a prompt's whole chunks. Returns how many leading tokens it has now.
+    /// Saves what kvbm lacks of a prompt's whole chunks. Returns how many leading tokens it has
+    /// now.
     pub fn save(&self, request: RequestInfo, chain: &[BlockHash], tokens: usize, kvs: &Kvs) -> Result<usize> {
         let tensors = kvs.iter().flatten().flat_map(|(k, v)| [k, v]);
         ensure!(tensors.clone().count() == 2 * self.layers, "a layer has no K and V yet");

@@ -111,8 +111,8 @@ fn a_beginning_that_went_to_disk_comes_back() {
     engine.answer(&prompt(1, 300), 1).unwrap();
     let manager = engine.prefixes().unwrap().blocks().manager();
     assert!(manager.drain(Duration::from_secs(20)).is_complete());
-    manager.evict(Tier::Host, usize::MAX);
-    assert_eq!(manager.counts(Tier::Host).resident, 0);
+    manager.admin().evict(Tier::Host, usize::MAX);
+    assert_eq!(manager.admin().counts(Tier::Host).resident, 0);
     let answer = engine.answer(&prompt(2, 300), GENERATED).unwrap();
     assert_eq!(answer.loaded, SHARED);
     assert_same(&answer, &cold(&prompt(2, 300)));

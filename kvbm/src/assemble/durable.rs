@@ -1,4 +1,4 @@
-//! Tiers whose slots outlive the process: their indices are opened, and what these say is resident again.
+//! Tiers whose slots outlive the process: opens their indices, and makes resident what these list.
 
 use std::cmp::Reverse;
 use std::fs::DirBuilder;
@@ -19,25 +19,25 @@ use kvbm_tiers::{
 use super::{ObjectTier, OpenedRegions, setup};
 use crate::durable::{DurableTiers, OnDurable, RecoveryReport, WriterService};
 use crate::error::{Error, ErrorKind, Result};
-use crate::fingerprint::Fingerprint;
 use crate::metrics::Metrics;
+use crate::names::fingerprint::Fingerprint;
 use crate::table::{Journal, Naming, Notes, Table};
 
-/// A process that was killed may not quite be gone.
+/// A killed process may not be quite gone.
 pub(super) const PATIENCE: Duration = Duration::from_secs(15);
 
 /// Names the files and objects of a manager.
 #[derive(Debug, Default)]
 pub(super) struct NamespaceNames {
     pub(super) name: String,
-    /// What its blocks are told from others by: `None`, and nothing that is left is found again.
+    /// What tells its blocks from others; `None`: nothing left by an earlier process is found.
     pub(super) identity: Option<NameSeed>,
-    /// Whether others find its objects: they are whole blocks.
+    /// Whether others find its objects, which are whole blocks.
     pub(super) shares_objects: bool,
 }
 
 impl NamespaceNames {
-    /// That of a part of what it names.
+    /// The namespace of a part of it.
     pub(super) fn part(self, part: &str) -> Self {
         Self { name: format!("{}-{part}", self.name), ..self }
     }
@@ -56,19 +56,20 @@ impl NameSeed {
     }
 }
 
-/// A tier with what its indices say.
+/// A tier with the content of its indices.
 pub(super) struct KeptTier {
     tier: Tier,
-    /// Number `i` of `n` tells of the slots `i`, `i + n` and so on, in their order. `None`: it cannot be had now.
+    /// Number `i` of `n` lists the slots `i`, `i + n` and so on, in order. `None`: it is not
+    /// available now.
     indices: Vec<Option<(TierIndex, Recovered)>>,
     bytes: BlockBytes,
-    /// What its blocks are encrypted with, if they are.
+    /// The keys of its blocks, if they are encrypted.
     tenants: Option<Arc<TenantKeys>>,
-    /// To open the indices.
+    /// The time to open the indices.
     took: Duration,
 }
 
-/// Who has the bytes of a kept tier.
+/// Where the bytes of a kept tier are.
 pub(super) enum BlockBytes {
     /// This process; these are their checksums.
     Here(Arc<Checksums>),
@@ -77,8 +78,8 @@ pub(super) enum BlockBytes {
 }
 
 impl OpenedRegions {
-    /// The slot files of the disk tier have an index each, beside them; `new` says which of the files were made just now.
-    /// A directory whose index cannot be had joins those that are `away`.
+    /// Each slot file of the disk tier has an index beside it; `new` says which of the files were
+    /// made just now. A directory whose index is not available joins those that are `away`.
     pub(super) fn keep_disk(
         &mut self,
         options: &DiskOptions,
@@ -115,7 +116,7 @@ impl OpenedRegions {
         self.kept.last_mut().map_or(Ok(()), |kept| kept.forget_parts(new))
     }
 
-    /// The host tier's index lies beside the memory that persists, or where the settings want it.
+    /// The host tier's index lies beside the persistent memory, or where the settings say.
     pub(super) fn keep_host(
         &mut self,
         region: &DramRegion,
@@ -128,7 +129,8 @@ impl OpenedRegions {
             return Ok(());
         };
         let index = IndexOptions {
-            path: host_index_dir(memory, settings)?.join(format!("kvbm-{}-host.index", self.namespace.name)),
+            path: host_index_dir(memory, settings)?
+                .join(format!("kvbm-{}-host.index", self.namespace.name)),
             tier: Tier::Host,
             namespace: self.namespace.name.clone(),
             identity: identity.digest,
@@ -143,7 +145,8 @@ impl OpenedRegions {
         self.kept.last_mut().map_or(Ok(()), |kept| kept.forget_parts(&[!was_there]))
     }
 
-    /// A leader's indices of what its ranks keep: which block lies in which slot. They lie where its own slots would.
+    /// A leader's indices of what its ranks keep: which block lies in which slot. They lie where
+    /// its own slots would.
     pub(super) fn keep_in_ranks(
         &mut self,
         leader: &Arc<Leader>,
@@ -154,7 +157,7 @@ impl OpenedRegions {
         let mut place = |tier: Tier, dir: &Path| {
             make_dir(dir)?;
             let index = IndexOptions {
-                // Not called as those are that have slots beside them.
+                // Named unlike indices that have slots beside them.
                 path: dir.join(format!("kvbm-{}-{tier}.leader", self.namespace.name)),
                 tier,
                 namespace: self.namespace.name.clone(),
@@ -172,7 +175,11 @@ impl OpenedRegions {
         if let Some(dir) = persist.as_ref().filter(|_| slots[Tier::Host.index()] > 0) {
             place(Tier::Host, persist_index.as_ref().unwrap_or(dir))?;
         }
-        let kept = settings.disk.dirs.first().filter(|_| settings.disk.keep && slots[Tier::Disk.index()] > 0);
+        let kept = settings
+            .disk
+            .dirs
+            .first()
+            .filter(|_| settings.disk.keep && slots[Tier::Disk.index()] > 0);
         kept.map_or(Ok(()), |dir| place(Tier::Disk, dir))
     }
 
@@ -222,7 +229,7 @@ fn make_dir(dir: &Path) -> Result<()> {
 const NO_INDEX_ON_HUGETLBFS: &str = "host.persist (DYN_KVBM_CPU_CACHE_PERSIST) is on hugetlbfs, which has no files that \
      grow: name a directory on tmpfs for the index with host.persist_index (DYN_KVBM_CPU_CACHE_PERSIST_INDEX)";
 
-/// Says what an operator would wonder about later.
+/// Warns of what an operator would wonder about later.
 pub(super) fn warn_of_cold_start(settings: &Settings, fingerprint: Option<&Fingerprint>) {
     if settings.disk.capacity.is_some() && settings.disk.keep && fingerprint.is_none() {
         tracing::warn!(
@@ -238,17 +245,18 @@ pub(super) fn warn_of_cold_start(settings: &Settings, fingerprint: Option<&Finge
     }
 }
 
-/// Makes resident again what is left of an earlier process, and has noted from here on what comes and leaves.
+/// Makes resident again what an earlier process left, and notes from here on what comes and leaves.
 pub(super) fn resume(
     table: Table,
     (mut kept, objects): (Vec<KeptTier>, Option<ObjectTier>),
     on_durable: Option<&OnDurable>,
     metrics: &Metrics,
 ) -> Result<(Table, DurableTiers)> {
-    let epochs = kept.iter().flat_map(KeptTier::epochs).chain(objects.as_ref().and_then(ObjectTier::epoch));
+    let epochs =
+        kept.iter().flat_map(KeptTier::epochs).chain(objects.as_ref().and_then(ObjectTier::epoch));
     let epoch = epochs.fold(table.naming().epoch, Ord::max);
     let mut table = if epoch == table.naming().epoch { table } else { table.resuming(epoch) };
-    // What lies further down as well need not go there again.
+    // Blocks that also lie further down need not go there again.
     kept.sort_by_key(|kept| Reverse(kept.tier));
     let mut reports = Vec::new();
     if let Some(objects) = objects {
@@ -273,8 +281,8 @@ pub(super) fn resume(
     Ok((table, durable))
 }
 
-/// What a rank's tiers hold of an earlier process, and has noted from here on what comes to them. Which of it is a block is
-/// for the leader to say.
+/// What a rank's tiers hold of an earlier process; notes from here on what comes to them. The
+/// leader says which of it is a block.
 pub(super) fn resume_rank(kept: Vec<KeptTier>) -> Result<(Vec<KeptSlots>, DurableTiers)> {
     let durable = DurableTiers::default();
     let resume = |mut kept: KeptTier| {
@@ -287,9 +295,14 @@ pub(super) fn resume_rank(kept: Vec<KeptTier>) -> Result<(Vec<KeptSlots>, Durabl
         kept.bytes.inherit(kept.tier, &left);
         let KeptTier { tier, indices, bytes, .. } = kept;
         let slots = indices.iter().flatten().map(|(index, _)| index.slots()).sum();
-        // Names are the leader's affair, as is who is told.
-        let service =
-            || WriterService { tier, parts, naming: Naming::default(), on_durable: None, metrics: None };
+        // The leader handles names, and tells listeners.
+        let service = || WriterService {
+            tier,
+            parts,
+            naming: Naming::default(),
+            on_durable: None,
+            metrics: None,
+        };
         let journal = bytes.journal(durable.write_all(indices, service)?);
         tracing::info!(%tier, slots = left.len(), "a rank has something in slots of an earlier process");
         Ok(KeptSlots { tier, left, journal: Arc::new(RankJournal { journal, slots }) })
@@ -302,7 +315,7 @@ pub(super) fn resume_rank(kept: Vec<KeptTier>) -> Result<(Vec<KeptSlots>, Durabl
 #[derive(Debug)]
 struct RankJournal {
     journal: Journal,
-    /// Those behind them bounce blocks, and keep none.
+    /// The slots behind them bounce blocks, and keep none.
     slots: u32,
 }
 
@@ -331,13 +344,13 @@ impl BlockBytes {
     /// Takes the checksums that blocks were stored with.
     fn inherit(&self, tier: Tier, entries: &[IndexEntry]) {
         if let Self::Here(checksums) = self {
-            // What is read from memory is not verified each time, as what is read from a drive is.
+            // Reads from memory are not verified each time, unlike reads from a drive.
             let note = if tier == Tier::Host { Checksums::inherit } else { Checksums::record };
             entries.iter().for_each(|entry| note(checksums, entry.slot, entry.checksum));
         }
     }
 
-    /// What of it is there for all who have a part of it.
+    /// The entries that all processes with a part of them have.
     fn agree(&self, tier: Tier, entries: Vec<IndexEntry>) -> Vec<IndexEntry> {
         match self {
             Self::Here(_) => entries,
@@ -348,23 +361,26 @@ impl BlockBytes {
         }
     }
 
-    /// Tells all who have a part of it what was made resident.
+    /// Tells all processes with a part of it what was made resident.
     fn adopt(&self, tier: Tier, entries: &[IndexEntry], table: &Table) {
         if let Self::InRanks(leader) = self {
-            let lives = entries.iter().filter_map(|entry| Some((entry.slot, table.life(tier, entry.slot)?)));
+            let lives = entries
+                .iter()
+                .filter_map(|entry| Some((entry.slot, table.life(tier, entry.slot)?)));
             leader.adopt(tier, &lives.collect::<Vec<_>>());
         }
     }
 }
 
-/// Which of the slot files are not there yet. Whoever makes one meanwhile costs a cold start.
+/// Which of the slot files are not there yet. A file that another process makes meanwhile costs a
+/// cold start.
 pub(super) fn missing_files(options: &DiskOptions) -> Vec<bool> {
     let paths = (0..options.dirs.len()).map(|file| options.index_path(file));
     paths.map(|index| index.is_some_and(|index| !index.with_extension("blocks").exists())).collect()
 }
 
 impl KeptTier {
-    /// What these indices tell of is gone: somebody removed the files, or the memory.
+    /// Forgets what these indices list: the files, or the memory, were removed.
     fn forget_parts(&mut self, gone: &[bool]) -> Result<()> {
         let gone = self.indices.iter_mut().zip(gone).filter(|&(_, &is_gone)| is_gone);
         for (index, found) in gone.filter_map(|(index, _)| index.as_mut()) {
@@ -390,7 +406,7 @@ impl KeptTier {
             damaged += found.damaged;
             torn_bytes += found.torn;
             if found.epoch == epoch {
-                // A single index's, where they lie: megabytes that are not copied.
+                // A single index's entries stay where they are: megabytes that are not copied.
                 let found = mem::take(&mut found.entries).into_iter();
                 let found: Vec<_> = found.map(|entry| of_tier(entry, part, parts)).collect();
                 if entries.is_empty() { entries = found } else { entries.extend(found) }
@@ -400,7 +416,7 @@ impl KeptTier {
             }
         }
         let found = entries.len();
-        // Nobody can read what a tenant stored whose key was destroyed.
+        // Blocks of a tenant whose key was destroyed cannot be read.
         self.tenants.iter().for_each(|keys| keys.retain_readable(&mut entries));
         let forgotten = found - entries.len();
         self.bytes.inherit(self.tier, &entries);
@@ -411,7 +427,8 @@ impl KeptTier {
         self.bytes.adopt(self.tier, &entries, table);
         let took_us = (self.took + started.elapsed()).as_micros() as u64;
         let (tier, blocks, dropped) = (self.tier, restored.blocks, restored.dropped + forgotten);
-        let report = RecoveryReport { tier, blocks, dropped, past, disagreed, damaged, torn_bytes, took_us };
+        let report =
+            RecoveryReport { tier, blocks, dropped, past, disagreed, damaged, torn_bytes, took_us };
         tracing::info!(?report, "found blocks of an earlier process");
         Ok(report)
     }

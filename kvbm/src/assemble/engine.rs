@@ -1,4 +1,4 @@
-//! The memory of an engine at the place of a device tier: what connects it, and a trial.
+//! An engine's memory in place of a device tier: its connection, and a trial.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use kvbm_settings::Settings;
 use kvbm_tiers::{
-    Backend, BlockKey, CopyOp, DeviceRegion, Done, DramRegion, Frame, FramePool, MemcpyBackend, Memory,
-    SlotId, SlotRef, Space, Tier,
+    Backend, BlockKey, CopyOp, DeviceRegion, Done, DramRegion, Frame, FramePool, MemcpyBackend,
+    Memory, SlotId, SlotRef, Space, Tier,
 };
 
 use super::{gpu, setup};
 use crate::error::{Error, ErrorKind, Result};
 
-/// That the settings fit the engine's memory, whose blocks have so many bytes.
+/// Checks that the settings fit the engine's memory, whose blocks have `theirs` bytes.
 pub(super) fn check(theirs: u64, settings: &Settings) -> Result<()> {
     let ours = settings.block_bytes.unwrap_or_default();
     if settings.device.capacity.is_some() {
@@ -44,19 +44,21 @@ pub(super) fn connect(
 ) -> Result<Arc<dyn Backend>> {
     match engine.space() {
         Space::Host => {
-            let backend = MemcpyBackend::with_device(host, Arc::clone(engine), threads).map_err(setup)?;
+            let backend =
+                MemcpyBackend::with_device(host, Arc::clone(engine), threads).map_err(setup)?;
             Ok(Arc::new(backend))
         }
         Space::Cuda(ordinal) => gpu::connect_engine(ordinal, engine, host),
     }
 }
 
-/// Sends a block of a known pattern through the first and the last slot, and compares what comes back. What was in the
-/// slots goes back there. Each of its copies may take as long as `limit`: a driver that hangs must not hang the start.
+/// Sends a block of a known pattern through the first and the last slot, compares what comes back,
+/// and restores the slots. Each of its copies may take as long as `limit`: a driver that hangs must
+/// not hang the start.
 ///
-/// It finds memory that nothing here can copy to, that is not there, or whose slots share bytes. It does not find a base or
-/// stride that is wrong and leads to other memory of the engine: the same parts say where to write and where to read, and
-/// only the engine knows what it meant.
+/// It detects memory that no backend can copy to, that is not there, or whose slots share bytes. It
+/// does not detect a wrong base or stride that leads to other memory of the engine: the same values
+/// say where to write and where to read, and only the engine knows what it meant.
 pub(super) fn try_out(
     engine: &DeviceRegion,
     (backend, limit): (&Arc<dyn Backend>, Duration),
@@ -65,7 +67,7 @@ pub(super) fn try_out(
     staging: &mut Vec<Frame>,
 ) -> Result<()> {
     let (frame, pool) = match (staging.pop(), pool) {
-        // Either will do: no block has come yet, and no copy waits.
+        // Either is fine: no block has come yet, and no copy waits.
         (Some(frame), _) => (frame, None),
         (None, Some(pool)) => (pool.take().ok_or_else(no_memory)?, Some(pool)),
         (None, None) => return Err(no_memory()),
@@ -73,7 +75,7 @@ pub(super) fn try_out(
     // A slot of the tier may hold what an earlier process left.
     let before = pool.is_some().then(|| host.read(&frame).map(<[u8]>::to_vec)).flatten();
     let mut canary = MemoryCanary { backend, limit, host, frame, hangs: false };
-    // The ends: where a size or stride is so wrong that there is no memory, it shows at the far one.
+    // The ends: if a size or stride is so wrong that there is no memory, it shows at the far one.
     let mut slots = vec![SlotId(0), SlotId(engine.segments().slots() - 1)];
     slots.dedup();
     let outcome = canary.fly(&slots);
@@ -96,22 +98,25 @@ struct MemoryCanary<'a> {
     limit: Duration,
     host: &'a DramRegion,
     frame: Frame,
-    /// A copy has not ended: the frame is its, and is not touched any more.
+    /// A copy has not ended: it owns the frame, which is not touched any more.
     hangs: bool,
 }
 
 impl MemoryCanary<'_> {
-    /// All slots get their patterns before any is read: two that overlap show.
+    /// All slots get their patterns before any is read: this shows an overlap.
     fn fly(&mut self, slots: &[SlotId]) -> Result<()> {
         let before = slots.iter().map(|&slot| self.read(slot)).collect::<Result<Vec<_>>>()?;
-        let patterns: Vec<_> = (0..).zip(&before).map(|(seed, block)| pattern(seed, block.len())).collect();
-        let written = slots.iter().zip(&patterns).try_for_each(|(&slot, block)| self.write(slot, block));
+        let patterns: Vec<_> =
+            (0..).zip(&before).map(|(seed, block)| pattern(seed, block.len())).collect();
+        let written =
+            slots.iter().zip(&patterns).try_for_each(|(&slot, block)| self.write(slot, block));
         let came_back = written.and_then(|()| {
             let read = |&slot| self.read(slot);
             slots.iter().map(read).collect::<Result<Vec<_>>>()
         });
-        // Before anything is judged: the engine gets its bytes back whatever came of the trial.
-        let restored = slots.iter().zip(&before).try_for_each(|(&slot, block)| self.write(slot, block));
+        // Before any judgement: the engine gets its bytes back, whatever the result.
+        let restored =
+            slots.iter().zip(&before).try_for_each(|(&slot, block)| self.write(slot, block));
         let wrong = came_back?.iter().zip(&patterns).position(|(block, pattern)| block != pattern);
         restored?;
         wrong.map_or(Ok(()), |place| {
@@ -139,7 +144,7 @@ impl MemoryCanary<'_> {
 
     fn copy(&mut self, from: SlotRef, to: SlotRef) -> Result<()> {
         let (report, reported) = channel();
-        // After the limit nobody listens any more, which is fine.
+        // After the limit the receiver is gone, which is fine.
         let done = Done::new(move |ended| {
             ended.into_iter().for_each(|(_, result)| drop(report.send(result)));
         });
@@ -174,6 +179,9 @@ const fn there(slot: SlotId) -> SlotRef {
 /// Bytes that differ from place to place and from slot to slot.
 fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
     (0..bytes as u64)
-        .map(|at| (at.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(21) ^ seed.wrapping_add(at >> 8)) as u8)
+        .map(|at| {
+            (at.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(21) ^ seed.wrapping_add(at >> 8))
+                as u8
+        })
         .collect()
 }

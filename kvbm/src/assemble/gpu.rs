@@ -16,24 +16,25 @@ use kvbm_tiers::{Backend, Checksums, DiskRegion, FramePool, Geometry, Memory, Se
 #[cfg(not(feature = "cuda"))]
 use super::report::GpuReport;
 use super::setup;
-use crate::device::Device;
+use crate::api::device::Device;
 use crate::error::Result;
 
 /// The device tier on a GPU.
 pub(super) trait GpuTier: fmt::Debug {
-    /// Its slots. There is one allocator of them only.
+    /// Its slots. They have only one allocator.
     fn frames(&self) -> Result<FramePool>;
 
-    /// The NUMA node that copies from and to host memory are shortest from.
+    /// The NUMA node nearest to the GPU, for host memory.
     fn numa_node(&self) -> Option<u32>;
 
-    /// Where its blocks can be looked at.
+    /// Access to its blocks.
     fn window(&self) -> Result<Arc<dyn Device>>;
 
     /// Between it and host memory.
     fn connect_memory(&self, memory: Arc<dyn Memory>) -> Result<Arc<dyn Backend>>;
 
-    /// Between it and the disk tier. `asked_for`: any way of cuFile's is welcome; else only one without host memory.
+    /// Between it and the disk tier. `asked_for`: any path of cuFile is accepted; else only one
+    /// without host memory.
     fn connect_disk(
         &self,
         disk: Arc<DiskRegion>,
@@ -43,14 +44,14 @@ pub(super) trait GpuTier: fmt::Debug {
     ) -> Result<Arc<dyn Backend>>;
 }
 
-/// `None`: the device tier is to be emulated, or may be and there is no GPU. That a GPU's memory is too small is an
-/// error in any case.
+/// `None`: the device tier is emulated, by the settings or for lack of a GPU. A GPU with too little
+/// memory is always an error.
 pub(super) fn open(settings: &Settings, geometry: Geometry) -> Result<Option<Box<dyn GpuTier>>> {
     if settings.device.backend == DeviceBackend::Emulated {
         return Ok(None);
     }
     match find(settings.device.ordinal) {
-        // No way round from here: a GPU that is there but too small is for whoever set the size to mend.
+        // No fallback: if the GPU is too small, the operator must change the size.
         Ok(allocate) => Ok(Some(allocate(geometry).map_err(setup)?)),
         Err(error) if settings.device.backend == DeviceBackend::Cuda => Err(setup(error)),
         Err(error) => {

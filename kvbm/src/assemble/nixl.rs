@@ -1,4 +1,4 @@
-//! NIXL's part of the tiers: which plugins run, and what uses them.
+//! NIXL's part of the tiers: which plugins run, and which backends use them.
 
 #[cfg(feature = "nixl")]
 mod library;
@@ -19,7 +19,7 @@ trait Library {
     /// Version and place.
     fn describe(&self) -> String;
 
-    /// Starts a plugin. `None`: it could be loaded, but has no place to go to.
+    /// Starts a plugin. `None`: it could be loaded, but has no destination.
     fn start(
         &mut self,
         plugin: &str,
@@ -30,9 +30,15 @@ trait Library {
 /// A plugin that runs.
 trait NixlPlugin: fmt::Debug {
     /// Between `memory` and `region`.
-    fn disk(&self, memory: Arc<dyn Memory>, region: Arc<DiskRegion>, depth: u32) -> Result<Arc<dyn Backend>>;
+    fn disk(
+        &self,
+        memory: Arc<dyn Memory>,
+        region: Arc<DiskRegion>,
+        depth: u32,
+    ) -> Result<Arc<dyn Backend>>;
 
-    /// Between `memory` and `slots` objects of `store`, in a namespace, so many requests at a time.
+    /// Between `memory` and `slots` objects of `store`. `place`: their namespace, and how many
+    /// requests run at a time.
     fn objects(
         &self,
         memory: Arc<dyn Memory>,
@@ -49,8 +55,8 @@ pub(super) struct NixlChoice {
 }
 
 impl NixlChoice {
-    /// Starts the plugins that are on. The one that is on by default may be missing, and has nothing to move
-    /// within one process: it is not started. Who names a library asks for it.
+    /// Starts the plugins that are on. The default one may be missing, and has nothing to copy
+    /// within one process: it is not started. Settings that name a library ask for it.
     pub(super) fn start(settings: &Settings) -> Result<Self> {
         if settings.nixl.is_default() && settings.nixl.library.is_none() {
             #[cfg(feature = "nixl")]
@@ -61,7 +67,7 @@ impl NixlChoice {
         if enabled.is_empty() {
             return Ok(Self::default());
         }
-        // An explicit choice: what was asked for and cannot be had is an error, not a reason to go another way.
+        // An explicit choice: its absence is an error, not a reason for a fallback.
         let mut library = load(settings).map_err(|error| asked_for(&enabled.join(", "), &error))?;
         let mut plugins = BTreeMap::new();
         for name in enabled {
@@ -96,14 +102,13 @@ impl NixlChoice {
     }
 
     fn plugin(&self, name: &str) -> Result<&dyn NixlPlugin> {
-        self.plugins
-            .get(name)
-            .map(|plugin| &**plugin)
-            .ok_or_else(|| Error::new(ErrorKind::Invalid, format!("the NIXL plugin {name} was not started")))
+        self.plugins.get(name).map(|plugin| &**plugin).ok_or_else(|| {
+            Error::new(ErrorKind::Invalid, format!("the NIXL plugin {name} was not started"))
+        })
     }
 }
 
-/// What became of each plugin that is on, and of the library.
+/// The state of each plugin that is on, and of the library.
 pub(super) fn probe(settings: &Settings) -> NixlReport {
     let mut library = load(settings).map_err(|error| error.to_string());
     let told = |name: &str, started: Option<Box<dyn NixlPlugin>>| {
@@ -141,7 +146,7 @@ pub(super) fn installed(_: Option<&str>) -> Vec<String> {
     Vec::new()
 }
 
-/// That a plugin is on and nothing uses it, and what to set; `None`: something does.
+/// Says that a plugin is on but unused, and what to set; `None`: it is used.
 fn idle(name: &str, settings: &Settings) -> Option<String> {
     let (disk, object) = (&settings.disk, &settings.object);
     let to_use_it = match name {
@@ -179,12 +184,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_plugin_that_nothing_uses_is_told_with_what_to_set() {
+    fn an_unused_plugin_is_told_with_what_to_set() {
         let mut settings = Settings::default();
-        for (name, setting) in [("POSIX", "DYN_KVBM_DISK_BACKEND"), ("OBJ", "DYN_KVBM_OBJECT_BACKEND")] {
+        for (name, setting) in
+            [("POSIX", "DYN_KVBM_DISK_BACKEND"), ("OBJ", "DYN_KVBM_OBJECT_BACKEND")]
+        {
             let why = idle(name, &settings).expect(name);
             assert!(
-                why.contains(setting) && why.contains(&format!("DYN_KVBM_NIXL_BACKEND_{name}=false")),
+                why.contains(setting)
+                    && why.contains(&format!("DYN_KVBM_NIXL_BACKEND_{name}=false")),
                 "{why}"
             );
         }

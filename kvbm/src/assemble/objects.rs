@@ -1,4 +1,5 @@
-//! The object tier: shared with workers of the same fingerprint, whose blocks are resident from the start.
+//! The object tier: shared with workers of the same fingerprint, whose blocks are resident from the
+//! start.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -6,8 +7,8 @@ use std::time::Duration;
 use kvbm_settings::{Capacity, ObjectSettings, OlderEpoch as OlderEpochSetting};
 use kvbm_tiers::object::segment::{FooterKeys, Provenance};
 use kvbm_tiers::object::{
-    Budgets, Discovered, Discovery, EpochStanding, FoundBlock, OPERATION_LIMIT, ObjectBackend, ObjectOptions,
-    OlderEpoch, Sharing, TakeIn,
+    Budgets, Discovered, Discovery, EpochStanding, FoundBlock, OPERATION_LIMIT, ObjectBackend,
+    ObjectOptions, OlderEpoch, Sharing, TakeIn,
 };
 use kvbm_tiers::sealed::{KeyRing, TenantKeys};
 use kvbm_tiers::{SlotId, Tier, clock};
@@ -23,25 +24,27 @@ use crate::table::Table;
 /// An object tier, and what was in it before.
 pub(super) struct ObjectTier {
     backend: Arc<ObjectBackend>,
-    /// `None`: nobody shares it.
+    /// `None`: it is not shared.
     found: Option<Discovered>,
-    /// What its blocks are encrypted with, if they are.
+    /// The keys of its blocks, if they are encrypted.
     tenants: Option<Arc<TenantKeys>>,
     took: Duration,
 }
 
-/// What remains to be said to a store that others share, as long as its tier is open.
+/// What a shared store must still be told, while its tier is open.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SharedStore(Weak<ObjectBackend>);
 
-/// `block_bytes` are those of a block as it is stored, `kept_epoch` what is kept beside the store says.
+/// `block_bytes` are those of a block as it is stored, `kept_epoch` what is kept beside the store
+/// says.
 pub(super) fn options(
     object: &ObjectSettings,
     (namespace, ring): (&NamespaceNames, Option<&Arc<KeyRing>>),
     (segment_blocks, block_bytes): (usize, usize),
     kept_epoch: u64,
 ) -> ObjectOptions {
-    let bytes = |capacity: Capacity| capacity.blocks(block_bytes as u64).saturating_mul(block_bytes as u64);
+    let bytes =
+        |capacity: Capacity| capacity.blocks(block_bytes as u64).saturating_mul(block_bytes as u64);
     let keys = ring.map(|ring| FooterKeys::new(Arc::clone(ring), &namespace.name));
     let sharing = namespace.identity.filter(|_| namespace.shares_objects).map(|identity| Sharing {
         provenance: Provenance {
@@ -83,10 +86,11 @@ fn budgets(object: &ObjectSettings, bytes: impl Fn(Capacity) -> u64) -> Budgets 
 }
 
 impl ObjectTier {
-    /// Looks what is there, for a tier of so many slots.
+    /// Looks what is there, for a tier of `slots` slots.
     ///
     /// # Errors
-    /// `Invalid`: the store is in a later epoch than this process, and the settings do not say what is to become of that.
+    /// `Invalid`: the store is in a later epoch than this process, and the settings do not say what
+    /// to do.
     pub(super) fn find(
         backend: Arc<ObjectBackend>,
         (slots, is_shared): (u32, bool),
@@ -101,8 +105,9 @@ impl ObjectTier {
     }
 
     pub(super) fn export(&self, registry: &Registry) -> Result<()> {
-        let refused =
-            |error| Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error);
+        let refused = |error| {
+            Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error)
+        };
         let traffic = ObjectTraffic::new(self.backend.traffic()).map_err(refused)?;
         registry.register(Box::new(traffic)).map_err(refused)
     }
@@ -116,12 +121,13 @@ impl ObjectTier {
         Some((self.found.as_ref()?.epoch, 0))
     }
 
-    /// Makes resident what was found, if the epoch is still the present one; `None`: nothing was looked for.
+    /// Makes resident what was found, if the epoch is still the present one; `None`: nothing was
+    /// looked for.
     pub(super) fn restore(mut self, table: &mut Table) -> Option<RecoveryReport> {
         let mut found = self.found.take()?;
         let (epoch, forgotten) = table.naming().epoch;
         let all = found.blocks.len();
-        // Nobody can read what a tenant stored whose key was destroyed.
+        // Blocks of a tenant whose key was destroyed cannot be read.
         self.tenants.iter().for_each(|keys| keys.retain_readable(&mut found.blocks));
         let mut report = RecoveryReport {
             tier: Tier::Object,
@@ -168,7 +174,10 @@ impl TakeIn for TakeInto {
     ) -> Vec<Discovery> {
         let epoch = (provenance.epoch, provenance.forgotten);
         let core = self.0.upgrade().filter(|core| !core.is_closed());
-        core.map_or_else(|| vec![Discovery::Waits; found.len()], |core| core.take_in(epoch, found, stand_for))
+        core.map_or_else(
+            || vec![Discovery::Waits; found.len()],
+            |core| core.take_in(epoch, found, stand_for),
+        )
     }
 
     fn follow(&self, epoch: u64) -> bool {
@@ -178,7 +187,7 @@ impl TakeIn for TakeInto {
 }
 
 impl SharedStore {
-    /// From here on `core` takes in what others store.
+    /// From here on `core` takes in blocks that others store.
     pub(super) fn keep_looking(&self, core: &Arc<Core>) {
         if let Some(backend) = self.0.upgrade() {
             backend.keep_looking(Arc::new(TakeInto(Arc::downgrade(core))));
@@ -199,17 +208,18 @@ impl SharedStore {
         }
     }
 
-    /// A tenant was forgotten for the `life`-th time: what is stored for it there is not what it brings from here on.
+    /// A tenant was forgotten for the `life`-th time: its stored blocks are apart from those that
+    /// it brings from here on.
     pub(crate) fn forget_tenant(&self, tenant: u32, life: u32) {
         if let Some(backend) = self.0.upgrade() {
             backend.forget_tenant(tenant, life);
         }
     }
 
-    /// Tells whoever starts later that an epoch has begun.
+    /// Tells processes that start later that an epoch has begun.
     ///
     /// # Errors
-    /// `Unavailable`: the store does not take it. It is told again in the background.
+    /// `Unavailable`: the store does not take it. It is retried in the background.
     pub(crate) fn begin_epoch(&self, epoch: u64, forgotten: u64) -> Result<()> {
         let Some(backend) = self.0.upgrade() else { return Ok(()) };
         backend.begin_epoch(epoch, forgotten).map_err(|error| {

@@ -1,21 +1,21 @@
-//! Policies by their settings.
+//! Policies, by the settings.
 
 use kvbm_policies::admission::{Budget, Budgeted, TierPair, TierShape, WriteThrough};
 use kvbm_policies::eviction::{TenantTerms, Tenants};
-use kvbm_policies::{Admission, AdmissionKind, Eviction, EvictionKind};
-use kvbm_settings::{AdmissionMode, Capacity, DiskSettings, EvictionPolicy, Settings, WriteBudget};
+use kvbm_policies::{Admission, AdmissionKind, Eviction};
+use kvbm_settings::{AdmissionMode, Capacity, DiskSettings, Settings, WriteBudget};
 use kvbm_tiers::Tier;
 
 /// A fresh policy for a tier of `slots` slots.
 pub(super) fn eviction(settings: &Settings, slots: u32) -> Box<dyn Eviction> {
-    let policy = eviction_kind(settings.eviction).build(slots);
+    let policy = settings.eviction.build(slots);
     match tenant_terms(settings) {
         Some(terms) => Box::new(Tenants::new(policy, terms)),
         None => policy,
     }
 }
 
-/// On what terms tenants share each tier; `None` where nobody asks whose a block is.
+/// The terms on which tenants share each tier; `None` if owners of blocks do not matter.
 fn tenant_terms(settings: &Settings) -> Option<TenantTerms> {
     let Settings { fair_tenants, tenant_weights, tenant_quotas, .. } = settings;
     if !fair_tenants && tenant_weights.is_empty() && tenant_quotas.is_empty() {
@@ -29,33 +29,17 @@ fn tenant_terms(settings: &Settings) -> Option<TenantTerms> {
     Some(TenantTerms { weights: weights.collect(), quotas: quotas.collect() })
 }
 
-const fn eviction_kind(eviction: EvictionPolicy) -> EvictionKind {
-    match eviction {
-        EvictionPolicy::Hazard => EvictionKind::Hazard,
-        EvictionPolicy::Lru => EvictionKind::Lru,
-        EvictionPolicy::Fifo => EvictionKind::Fifo,
-        EvictionPolicy::Lfu => EvictionKind::Lfu,
-        EvictionPolicy::Lru2 => EvictionKind::Lru2,
-        EvictionPolicy::Slru => EvictionKind::Slru,
-        EvictionPolicy::Arc => EvictionKind::Arc,
-        EvictionPolicy::S3Fifo => EvictionKind::S3Fifo,
-        EvictionPolicy::Sieve => EvictionKind::Sieve,
-        EvictionPolicy::Lirs => EvictionKind::Lirs,
-        EvictionPolicy::Turn => EvictionKind::Turn,
-    }
-}
-
 /// A tier and its slots.
 pub(super) type TierSlots = (Tier, u32);
 
-/// The rule by which blocks go from `upper` to `lower`; `None` where all do, soon.
+/// The rule by which blocks go from `upper` to `lower`; `None` if all do, soon.
 pub(super) fn admission(
     upper: TierSlots,
     lower: TierSlots,
     settings: &Settings,
 ) -> Option<Box<dyn Admission>> {
     let disk = Some(&settings.disk).filter(|_| lower.0 == Tier::Disk)?;
-    let side = |(_, capacity)| TierShape { capacity, eviction: eviction_kind(settings.eviction) };
+    let side = |(_, capacity)| TierShape { capacity, eviction: settings.eviction };
     let pair = TierPair { upper: side(upper), lower: side(lower) };
     let rule = match disk.admission {
         AdmissionMode::WriteThrough => None,
@@ -72,7 +56,8 @@ fn budget(disk: &DiskSettings, block_bytes: u64) -> Option<Budget> {
     Some(match disk.write_budget? {
         WriteBudget::BytesPerDay(bytes_per_day) => Budget { bytes_per_day },
         WriteBudget::DriveWritesPerDay(times) => {
-            let bytes = disk.capacity.map_or(0, |capacity| capacity.blocks(block_bytes) * block_bytes);
+            let bytes =
+                disk.capacity.map_or(0, |capacity| capacity.blocks(block_bytes) * block_bytes);
             Budget::drive_writes_per_day(times, bytes)
         }
     })
@@ -81,10 +66,11 @@ fn budget(disk: &DiskSettings, block_bytes: u64) -> Option<Budget> {
 /// What may be written to the disk tier in a day; `None`: any number of bytes.
 pub(super) fn bytes_per_day(settings: &Settings) -> Option<u64> {
     settings.disk.capacity?;
-    budget(&settings.disk, settings.block_bytes.unwrap_or_default()).map(|budget| budget.bytes_per_day)
+    budget(&settings.disk, settings.block_bytes.unwrap_or_default())
+        .map(|budget| budget.bytes_per_day)
 }
 
-/// A disk tier that nothing can get into is allowed, and odd.
+/// A disk tier that nothing can enter is allowed, but odd.
 pub(super) fn warn_of_no_budget(settings: &Settings) {
     let budget = budget(&settings.disk, settings.block_bytes.unwrap_or_default());
     if settings.disk.capacity.is_some() && budget.is_some_and(|budget| budget.bytes_per_day == 0) {

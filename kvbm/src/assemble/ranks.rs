@@ -1,4 +1,5 @@
-//! The two halves of a manager with ranks: a leader has slots without bytes, a rank has bytes without a table.
+//! The two halves of a manager with ranks: a leader has slots without bytes, a rank has bytes
+//! without a table.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -12,19 +13,19 @@ use prometheus::Registry;
 
 use super::durable::{NameSeed, resume_rank};
 use super::{
-    HostSlots, NamespaceNames, OpenedRegions, host_slots, namespace, object_slots, own_slots, policies,
-    sealed, setup, slots,
+    HostSlots, NamespaceNames, OpenedRegions, host_slots, namespace, object_slots, own_slots,
+    policies, sealed, setup, slots,
 };
-use crate::device::Device;
+use crate::api::device::Device;
+use crate::api::engine_memory::EngineMemory;
+use crate::api::rank::{RankGroup, RankOptions};
 use crate::durable::DurableTiers;
-use crate::engine_memory::EngineMemory;
 use crate::error::{Error, ErrorKind, Result};
-use crate::fingerprint::{Fingerprint, Ranks};
 use crate::metrics::RankGauges;
-use crate::ranks::{RankGroup, RankOptions};
+use crate::names::fingerprint::{Fingerprint, Ranks};
 use crate::scheduler::Core;
 
-/// What is done when a rank is lost: all residency ends, since a part of every block is gone.
+/// When a rank is lost, all residency ends, since a part of every block is gone.
 #[derive(Clone, Default)]
 pub(super) struct LossHook(Arc<RankLosses>);
 
@@ -36,12 +37,12 @@ struct RankLosses {
 }
 
 impl LossHook {
-    /// Nothing is resident yet: who was lost until now took nothing along.
+    /// Nothing is resident yet: a rank that was lost so far took nothing along.
     fn begin(&self) {
         self.0.any.store(false, Ordering::SeqCst);
     }
 
-    /// There is a core. What was restored before may be a lost rank's by now.
+    /// Sets the core. A rank may have been lost since the restore.
     pub(super) fn set(&self, core: &Arc<Core>) {
         self.0.core.get_or_init(|| Arc::downgrade(core));
         if self.0.any.load(Ordering::SeqCst) {
@@ -50,7 +51,7 @@ impl LossHook {
     }
 
     fn lost(&self) {
-        // Before the look at the core: one of the two sides sees the other.
+        // Before reading the core: one of the two sides sees the other.
         self.0.any.store(true, Ordering::SeqCst);
         if let Some(core) = self.0.core.get().and_then(Weak::upgrade) {
             core.forget_all();
@@ -59,7 +60,8 @@ impl LossHook {
 }
 
 impl OpenedRegions {
-    /// Those of a leader: slots are counted here, and their bytes lie in the ranks, for which this waits.
+    /// The tiers of a leader: it counts slots, and their bytes lie in the ranks, for which this
+    /// waits.
     pub(super) fn lead(
         settings: &Settings,
         fingerprint: Option<&Fingerprint>,
@@ -121,8 +123,8 @@ impl OpenedRegions {
     }
 }
 
-/// Where a leader writes down what its ranks have yet to forget, if they keep something: beside what it keeps itself, else
-/// where they meet.
+/// Where a leader notes what its ranks must still forget, if they keep anything: beside its own
+/// indices, else where they meet.
 fn debts_path(namespace: &NamespaceNames, settings: &Settings, meeting: &Path) -> Option<PathBuf> {
     let (disk, host) = (&settings.disk, &settings.host);
     let kept = disk.dirs.first().filter(|_| disk.keep && disk.capacity.is_some());
@@ -133,7 +135,8 @@ fn debts_path(namespace: &NamespaceNames, settings: &Settings, meeting: &Path) -
 
 /// Exports which ranks are there.
 pub(super) fn export(roll_call: RankRegistry, registry: &Registry) -> Result<()> {
-    let refused = |error| Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error);
+    let refused =
+        |error| Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error);
     registry.register(Box::new(RankGauges::new(roll_call).map_err(refused)?)).map_err(refused)
 }
 
@@ -142,8 +145,8 @@ pub(super) fn chaos_is_elsewhere() -> Error {
     Error::new(ErrorKind::Invalid, message)
 }
 
-/// What is the same in the fingerprints of all ranks and their leader. Epochs are the leader's affair: it may have begun
-/// others since, when a rank is started anew.
+/// What the fingerprints of all ranks and their leader share. Epochs are the leader's: it may have
+/// begun others when a rank is started anew.
 fn shared_name(fingerprint: Option<&Fingerprint>) -> String {
     fingerprint.map_or("none".to_owned(), |fingerprint| {
         let ranks = Ranks { tensor_rank: 0, ..fingerprint.ranks };
@@ -156,7 +159,8 @@ fn slots_by_tier(settings: &Settings, engine: Option<&EngineMemory>) -> Result<[
     let count = |capacity: Option<_>| capacity.map_or(Ok(0), |capacity| slots(capacity, settings));
     let HostSlots { tier, staging } = host_slots(settings)?;
     let object = settings.object.place().map_or(Ok(0), |_| object_slots(settings))?;
-    let device = engine.map_or_else(|| count(settings.device.capacity), |engine| Ok(engine.slots()))?;
+    let device =
+        engine.map_or_else(|| count(settings.device.capacity), |engine| Ok(engine.slots()))?;
     Ok([device, tier + staging, count(settings.disk.capacity)?, object])
 }
 
@@ -168,25 +172,25 @@ pub(crate) struct OpenedRank {
     pub(crate) durable: DurableTiers,
 }
 
-/// Opens a rank's tiers, those of the cache group `suffix` apart from others', and joins. Takes memory, makes files, probes stores, and waits for the leader.
+/// Opens a rank's tiers, keeping those of the cache group `suffix` apart from others', and joins.
+/// Takes memory, makes files, probes stores, and waits for the leader.
 pub(crate) fn open_rank(
     settings: &Settings,
     options: RankOptions,
-    engine: Option<&EngineMemory>,
     suffix: &str,
 ) -> Result<OpenedRank> {
     settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
-    let RankOptions { group, rank, fingerprint, chaos } = options;
+    let RankOptions { group, rank, engine, groups: _, fingerprint, chaos } = options;
     let (RankGroup { dir, world, limit }, fingerprint) = (group, fingerprint.as_ref());
-    // Ranks are told of no block's tokens, so there is nothing to compare these with.
+    // Ranks do not know a block's tokens, so there is nothing to compare these with.
     fingerprint.map_or(Ok(()), |fingerprint| fingerprint.validate(fingerprint.block_tokens))?;
     // Ranks may share directories and stores: each has files and objects of its own there.
     let namespace = namespace(settings, fingerprint, suffix).part(&format!("rank{rank}of{world}"));
-    // Epochs are in the names of blocks, which are the leader's.
+    // Epochs are in the names of blocks, which the leader has.
     let identity = namespace.identity.map(|identity| NameSeed { epoch: 0, ..identity });
-    // Slices of blocks: nobody else finds anything in objects of them.
+    // Slices of blocks: their objects are of no use to others.
     let namespace = NamespaceNames { identity, shares_objects: false, ..namespace };
-    let region = engine.map(EngineMemory::region).transpose()?;
+    let region = engine.as_ref().map(EngineMemory::region).transpose()?;
     let tiers = OpenedRegions::open(settings, namespace, chaos, region)?;
     let tenants = tiers.tenants();
     let OpenedRegions { device, specs, executor, kept, away, .. } = tiers;
@@ -200,7 +204,7 @@ pub(crate) fn open_rank(
     let member = Membership {
         rank,
         world,
-        slots: slots_by_tier(settings, engine)?,
+        slots: slots_by_tier(settings, engine.as_ref())?,
         block_bytes: settings.block_bytes.unwrap_or_default(),
         fingerprint: shared_name(fingerprint),
         routes: Vec::new(),
@@ -217,7 +221,7 @@ pub(crate) fn open_rank(
     Ok(OpenedRank { member, device: device.zip(pool), durable })
 }
 
-/// A leader gives out slots of all directories, since nobody tells it which a rank has.
+/// A leader gives out slots of all directories, since it does not know which a rank has.
 fn leader_counts_on(away: &[PathBuf]) -> Error {
     let message = format!(
         "{away:?} cannot be used, and a rank needs all its disk.dirs (DYN_KVBM_DISK_CACHE_DIR): put them right or choose \

@@ -16,11 +16,11 @@ pub struct NixlReport {
 pub struct PluginReport {
     /// Its name.
     pub name: String,
-    /// What became of it, or why it does not run and what to do.
+    /// Its state, or why it does not run and what to do.
     pub state: Result<String, String>,
 }
 
-/// What there is of GPUs: each as it is, or why it is not and how to get it.
+/// The state of GPU support: each part, or why it is missing and how to get it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuReport {
     /// Driver and devices.
@@ -29,6 +29,6 @@ pub struct GpuReport {
     pub nvrtc: std::result::Result<String, String>,
     /// Transfers between disk and GPU.
     pub gds: std::result::Result<String, String>,
-    /// The NUMA node of each GPU, where the kernel says so: host memory is taken from there.
+    /// The NUMA node of each GPU, if the kernel says so: host memory is taken from there.
     pub nodes: Vec<Option<u32>>,
 }

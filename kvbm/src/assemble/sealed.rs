@@ -1,4 +1,4 @@
-//! Encryption of what outlives the process: keys by the settings, and what is put around a backend.
+//! Encryption of what outlives the process: keys by the settings, and layers around a backend.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
@@ -8,7 +8,8 @@ use kvbm_settings::{HostSettings, Settings};
 use kvbm_tiers::object::{OPERATION_LIMIT, Store};
 use kvbm_tiers::ranks::Leader;
 use kvbm_tiers::sealed::{
-    Cipher, KeyFiles, KeyRing, KeyStore, KeysInMemory, SEAL_BYTES, Scratch, ScratchOptions, TenantKeys,
+    Cipher, KeyFiles, KeyRing, KeyStore, KeysInMemory, SEAL_BYTES, Scratch, ScratchOptions,
+    TenantKeys,
 };
 use kvbm_tiers::{Backend, DramRegion, Frame, Memory, Route, Sealed, Tier, Verified};
 
@@ -16,8 +17,8 @@ use super::durable::PATIENCE;
 use super::{OpenedRegions, setup};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Sealed blocks on their way in each direction: what is read meanwhile on the fastest drives takes less, and a segment
-/// for the object tier not much more.
+/// Sealed blocks on their way in each direction: the fastest drives need less, and a segment for
+/// the object tier not much more.
 const SCRATCH_BYTES: usize = 64 << 20;
 
 /// The keys that the settings give; `None`: nothing is encrypted.
@@ -31,15 +32,16 @@ pub(super) fn keys(settings: &Settings) -> Result<Option<Arc<KeyRing>>> {
     keys.map(Arc::new).map(Some).map_err(setup)
 }
 
-/// The memory that a lower tier's backend reads and writes, and what stands between that and the host's.
+/// The memory that a lower tier's backend reads and writes, and the layer between that and the
+/// host's.
 pub(super) struct MemoryEnd {
     pub(super) memory: Arc<dyn Memory>,
     seal: Option<TierSeal>,
     host: HostEnd,
 }
 
-/// The memory that a backend finds in the place of the host's, and what stands between the two where blocks lie sealed in
-/// the latter.
+/// The memory that a backend sees in place of the host's, and the layer between the two if blocks
+/// lie sealed in the host's.
 pub(super) struct HostEnd {
     pub(super) memory: Arc<dyn Memory>,
     seal: Option<TierSeal>,
@@ -57,8 +59,8 @@ impl MemoryEnd {
 }
 
 impl HostEnd {
-    /// A region in which blocks of this end lie in the clear, and a slot of it, while nothing has been copied yet;
-    /// `None`: the host's is one.
+    /// A region in which blocks of this end lie unsealed, and a slot of it, while nothing has been
+    /// copied yet; `None`: the host's is such a region.
     pub(super) fn borrow_slot(&self) -> Option<(Arc<DramRegion>, Frame)> {
         self.seal.as_ref()?.parts.0.borrow_slot()
     }
@@ -88,16 +90,23 @@ impl OpenedRegions {
         let block_bytes = host.memory.block_bytes();
         let blocks = scratch_blocks(run_blocks, block_bytes, settings);
         let huge_pages = settings.host.huge_pages;
-        let scratch = Scratch::open(ScratchOptions { block_bytes, blocks, huge_pages }).map_err(setup)?;
+        let scratch =
+            Scratch::open(ScratchOptions { block_bytes, blocks, huge_pages }).map_err(setup)?;
         let cipher = Cipher::new(keys, tier, &self.namespace.name, block_bytes);
         let memory = scratch.memory();
-        Ok(MemoryEnd { memory, seal: Some(TierSeal { parts: (scratch, cipher), run_blocks }), host })
+        Ok(MemoryEnd {
+            memory,
+            seal: Some(TierSeal { parts: (scratch, cipher), run_blocks }),
+            host,
+        })
     }
 
     /// For a backend that gets up to `run_blocks` blocks together.
     pub(super) fn host_end(&self, run_blocks: usize, settings: &Settings) -> Result<HostEnd> {
         let memory = self.memory()?;
-        let Some(keys) = self.keys_of(Tier::Host) else { return Ok(HostEnd { memory, seal: None }) };
+        let Some(keys) = self.keys_of(Tier::Host) else {
+            return Ok(HostEnd { memory, seal: None });
+        };
         let block_bytes = memory.block_bytes() - SEAL_BYTES;
         let blocks = scratch_blocks(run_blocks, block_bytes, settings);
         let options = ScratchOptions { block_bytes, blocks, huge_pages: settings.host.huge_pages };
@@ -107,7 +116,8 @@ impl OpenedRegions {
         Ok(HostEnd { memory, seal: Some(TierSeal { parts: (scratch, cipher), run_blocks }) })
     }
 
-    /// Blocks that outlive the process in memory do so sealed, where there are keys. These lie beside the index.
+    /// Seals blocks that outlive the process in memory, if there are keys. These lie beside the
+    /// index.
     pub(super) fn seal_host(&mut self, settings: &HostSettings) -> Result<()> {
         let (Some(ring), Some(dir)) = (self.keys.clone(), &settings.persist) else { return Ok(()) };
         let namespace = format!("{}-host", self.namespace.name);
@@ -118,18 +128,23 @@ impl OpenedRegions {
         Ok(())
     }
 
-    /// Joins tiers by a backend of `end`, which is sealed where the host tier is.
-    pub(super) fn connect_host(&mut self, backend: impl Backend + 'static, end: HostEnd) -> Result<()> {
+    /// Joins tiers by a backend of `end`, which is sealed if the host tier is.
+    pub(super) fn connect_host(
+        &mut self,
+        backend: impl Backend + 'static,
+        end: HostEnd,
+    ) -> Result<()> {
         match end.seal {
             Some(TierSeal { parts, run_blocks }) => {
-                let sealed = Sealed::of_memory(backend, self.memory()?, parts, run_blocks).map_err(setup)?;
+                let sealed =
+                    Sealed::of_memory(backend, self.memory()?, parts, run_blocks).map_err(setup)?;
                 self.connect(sealed)
             }
             None => self.connect(backend),
         }
     }
 
-    /// Joins the tiers by a backend of `end`, which is sealed where the tier is.
+    /// Joins the tiers by a backend of `end`, which is sealed if the tier is.
     pub(super) fn connect_sealed(
         &mut self,
         verified: Verified<impl Backend + 'static>,
@@ -137,7 +152,8 @@ impl OpenedRegions {
     ) -> Result<()> {
         match end.seal {
             Some(TierSeal { parts, run_blocks }) => {
-                // What arrives has a tag, which is stronger than its checksum: to read it twice would tell nothing more.
+                // An arriving block has a tag, which is stronger than its checksum: reading it
+                // twice would tell nothing more.
                 let inner = verified.of_departures();
                 let memory = Arc::clone(&end.host.memory);
                 let sealed = Sealed::new(inner, memory, parts, run_blocks).map_err(setup)?;
@@ -158,9 +174,10 @@ impl OpenedRegions {
         Ok(host)
     }
 
-    /// How a backend is called in reports.
+    /// The name of a backend in reports.
     pub(super) fn told_sealed(&self, (from, to): Route, backend: &str) -> String {
-        let is_sealed_memory = [from, to].contains(&Tier::Host) && self.keys_of(Tier::Host).is_some();
+        let is_sealed_memory =
+            [from, to].contains(&Tier::Host) && self.keys_of(Tier::Host).is_some();
         match &self.keys {
             Some(keys) if from.max(to) >= Tier::Disk || is_sealed_memory => {
                 format!("{backend}, encrypted with key {}", keys.current())
@@ -172,7 +189,7 @@ impl OpenedRegions {
 
 /// Where the keys of tenants are kept: with what they seal.
 pub(super) enum KeyPlace<'a> {
-    /// What they seal nobody finds who has not the keys in memory.
+    /// Only in memory: what they seal is lost with the process.
     Nowhere,
     Beside(&'a [PathBuf]),
     In(&'a Store),
@@ -186,18 +203,20 @@ impl<'a> KeyPlace<'a> {
     fn open(self, namespace: &str) -> Result<Box<dyn KeyStore>> {
         Ok(match self {
             Self::Nowhere => Box::new(KeysInMemory),
-            Self::Beside(dirs) => Box::new(KeyFiles::open(dirs, namespace, PATIENCE).map_err(setup)?),
+            Self::Beside(dirs) => {
+                Box::new(KeyFiles::open(dirs, namespace, PATIENCE).map_err(setup)?)
+            }
             Self::In(store) => Box::new(store.keys(namespace)),
         })
     }
 }
 
-/// What it takes to forget a tenant.
+/// What forgetting a tenant needs.
 #[derive(Debug)]
 pub(crate) enum Tenants {
     /// Of each encrypted tier, the keys.
     Known(Vec<Arc<TenantKeys>>),
-    /// Something that outlives the process does not say whose it is.
+    /// A tier outlives the process without recording tenants.
     Untold,
     /// The ranks have the keys.
     Elsewhere(Weak<Leader>),
@@ -210,13 +229,14 @@ impl Tenants {
     /// `Invalid`: it cannot.
     pub(crate) fn check(&self) -> Result<()> {
         match self {
-            // What ranks have they say when they are told.
+            // Ranks report their part when they are told.
             Self::Known(_) | Self::Elsewhere(_) => Ok(()),
             Self::Untold => Err(untold()),
         }
     }
 
-    /// From here on no key of what the tenant stored in earlier lives than this opens or seals anything here. Asks nobody.
+    /// From here on no key of the tenant's earlier lives opens or seals anything here. It asks no
+    /// other process.
     pub(crate) fn begin_forgetting(&self, tenant: u32, life: u32) {
         if let Self::Known(keys) = self {
             keys.iter().for_each(|keys| keys.begin_forgetting(tenant, life));
@@ -233,14 +253,16 @@ impl Tenants {
             Self::Elsewhere(leader) => return forget_in_ranks(leader, tenant, life),
             Self::Untold => return Err(untold()),
         };
-        // All, also where one cannot be.
-        keys.iter().map(|keys| keys.destroy(tenant, life)).fold(Ok(()), std::io::Result::and).map_err(
-            |error| {
-                let message =
-                    format!("not every key of tenant {tenant} could be destroyed: {error}; try again");
+        // All of them, even if one fails.
+        keys.iter()
+            .map(|keys| keys.destroy(tenant, life))
+            .fold(Ok(()), std::io::Result::and)
+            .map_err(|error| {
+                let message = format!(
+                    "not every key of tenant {tenant} could be destroyed: {error}; try again"
+                );
                 Error::caused(ErrorKind::Unavailable, message, error)
-            },
-        )
+            })
     }
 }
 
@@ -250,7 +272,7 @@ fn untold() -> Error {
     Error::new(ErrorKind::Invalid, message)
 }
 
-/// An answer takes a rank as long as its store takes to delete an object.
+/// A rank answers after its store has deleted an object.
 const RANKS_PATIENCE: Duration = OPERATION_LIMIT.saturating_add(Duration::from_secs(5));
 
 fn forget_in_ranks(leader: &Weak<Leader>, tenant: u32, life: u32) -> Result<()> {
@@ -278,16 +300,20 @@ impl OpenedRegions {
     }
 }
 
-/// What a backend between the device and sealed memory gets together: a scheduler's batch, if that leaves room for others.
+/// Blocks that a backend between the device and sealed memory gets together: a scheduler's batch,
+/// if that leaves room for others.
 pub(super) fn device_run(settings: &Settings) -> usize {
     let block_bytes = settings.block_bytes.unwrap_or_default().max(1);
     (SCRATCH_BYTES / 4 / block_bytes as usize).clamp(1, settings.transfer.max_batch as usize)
 }
 
-/// Two runs at least, so that one is sealed while another is written; and no more than are ever sent at a time.
+/// At least two runs, so that one is sealed while another is written; and no more than are ever
+/// sent at a time.
 fn scratch_blocks(run_blocks: usize, block_bytes: usize, settings: &Settings) -> u32 {
     let transfer = &settings.transfer;
-    let sent = run_blocks.max(transfer.max_batch as usize).saturating_mul(transfer.max_concurrent as usize);
+    let sent = run_blocks
+        .max(transfer.max_batch as usize)
+        .saturating_mul(transfer.max_concurrent as usize);
     let blocks = (SCRATCH_BYTES / block_bytes).min(sent).max(2 * run_blocks);
     u32::try_from(blocks).unwrap_or(u32::MAX)
 }

@@ -1,32 +1,33 @@
-//! Who is told what is durable.
+//! Telling listeners what is durable.
 
 use std::fmt;
 use std::sync::Arc;
 
 use kvbm_tiers::{BlockKey, Tier};
 
-use crate::events::CachedBlock;
-use crate::hash::BlockHash;
+use crate::names::hash::BlockHash;
+use crate::observe::events::CachedBlock;
 use crate::sync::Mutex;
 use crate::table::{Naming, Note};
 
-/// What a process that is started after this one was killed will find.
+/// What the next process will find if this one is killed.
 ///
-/// Of one block in one tier they come in the order in which it happened: that it is stored once its index has it, that it
-/// is removed before its slot is another block's, perhaps twice where the index could not be written. They tell of the end
-/// of a process: what a power cut takes is in docs/disk-format.md.
+/// Events of one block in one tier come in order: stored once its index has it, removed before its
+/// slot gets another block, perhaps twice if the index could not be written. They hold for the end
+/// of a process; docs/disk-format.md says what a power cut takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DurableEvent {
     /// A block that is there until it is removed.
     Stored(CachedBlock),
-    /// A block that will not be found, or not any more.
+    /// A block that will not be found any more.
     Removed(CachedBlock),
-    /// Nothing of the tier that was stored before: a [reset](crate::Manager::reset).
+    /// No earlier block of the tier will be found: a [reset](crate::Manager::reset).
     Cleared(Tier),
 }
 
-/// Is told what has become durable, on threads of the manager's, one call at a time: it should not take long.
+/// Called with what has become durable, on the manager's threads, one call at a time: it should not
+/// take long.
 #[derive(Clone)]
 pub struct OnDurable(Arc<Mutex<Box<Listener>>>);
 
@@ -55,7 +56,12 @@ impl DurableEvent {
     pub(super) fn of(note: &Note, tier: Tier, naming: Naming) -> Self {
         let cached = |block: BlockKey, parent: Option<u128>| {
             let hash = |name| BlockHash::from_u128(naming.hash_of(name));
-            CachedBlock { tier, group: block.group, hash: hash(block.hash), parent: parent.map(hash) }
+            CachedBlock {
+                tier,
+                group: block.group,
+                hash: hash(block.hash),
+                parent: parent.map(hash),
+            }
         };
         match note {
             Note::Stored(entry) => Self::Stored(cached(entry.block, entry.parent)),

@@ -1,7 +1,8 @@
 //! Notes that wait for the medium.
 //!
-//! What happens to a slot while a medium cannot be written matters only by its end. So the notes are thinned out when
-//! they are many, and a medium that is away for a day costs no more memory than there are slots.
+//! Of what happens to a slot while a medium cannot be written, only the last matters. So the notes
+//! are thinned out when they are many, and a medium that is away for a day costs memory only in
+//! proportion to its slots.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -12,11 +13,11 @@ use crate::table::Note;
 #[derive(Debug)]
 pub(super) struct NoteBacklog {
     notes: VecDeque<Note>,
-    /// Thinned out when there are so many.
+    /// Thinned out at this many.
     limit: usize,
 }
 
-/// Notes that wait as they came, 6 MB of them.
+/// Notes that wait without thinning: 6 MB.
 const LIMIT: usize = 1 << 16;
 
 impl NoteBacklog {
@@ -24,10 +25,10 @@ impl NoteBacklog {
         Self { notes: VecDeque::new(), limit: LIMIT }
     }
 
-    /// Adds notes. Returns those of removals that are not written because of what came after: they are true all the same.
+    /// Adds notes. Returns removals that later notes make needless to write: they still happened.
     pub(super) fn extend(&mut self, notes: impl Iterator<Item = Note>) -> Vec<Note> {
         for note in notes {
-            // What was before does not matter any more.
+            // Earlier notes do not matter any more.
             if matches!(note, Note::Reset(_)) {
                 self.notes.clear();
             }
@@ -49,7 +50,9 @@ impl NoteBacklog {
             match slot_of(&note) {
                 None => kept.push_front(note),
                 Some(slot) if slots.insert(slot) => kept.push_front(note),
-                Some(_) => left_out.extend(Some(note).filter(|note| matches!(note, Note::Removed { .. }))),
+                Some(_) => {
+                    left_out.extend(Some(note).filter(|note| matches!(note, Note::Removed { .. })));
+                }
             }
         }
         self.notes = kept;
@@ -61,7 +64,7 @@ impl NoteBacklog {
         self.notes.is_empty()
     }
 
-    /// What comes next.
+    /// The notes to write next.
     pub(super) fn iter(&self) -> impl Iterator<Item = &Note> {
         self.notes.iter()
     }
@@ -72,7 +75,7 @@ impl NoteBacklog {
     }
 }
 
-/// `None`: it is about all.
+/// `None`: it is about all slots.
 const fn slot_of(note: &Note) -> Option<SlotId> {
     match note {
         Note::Stored(entry) => Some(entry.slot),
@@ -94,7 +97,8 @@ mod tests {
     fn note() -> impl Strategy<Value = Note> {
         (0..8u32, 0..9u128, any::<bool>()).prop_map(|(slot, hash, is_stored)| {
             let (slot, block, parent) = (SlotId(slot), BlockKey { hash, group: 0 }, None);
-            let entry = IndexEntry { slot, generation: 0, block, parent, checksum: 1, tenant: None };
+            let entry =
+                IndexEntry { slot, generation: 0, block, parent, checksum: 1, tenant: None };
             if is_stored { Note::Stored(entry) } else { Note::Removed { slot, block, parent } }
         })
     }

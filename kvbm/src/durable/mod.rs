@@ -1,15 +1,16 @@
 //! What outlives the process: the indices of tiers whose slots do.
 //!
-//! The table notes what comes and leaves ([`Journal`](crate::table::Journal)); for each index a thread takes the notes
-//! and appends them. A block is *durable* from then on: a process that is killed finds it again. A medium that cannot
-//! be written holds nobody up: notes wait in memory, as many as there are slots at most, and are written when it is well.
-//! If that is never, blocks are lost, or are taken to lie where they do not: their checksums tell.
+//! The table notes what comes and leaves ([`Journal`](crate::table::Journal)); for each index a
+//! thread takes the notes and appends them. A block is *durable* from then on: a process that is
+//! killed finds it again. A medium that cannot be written holds nothing up: notes wait in memory,
+//! at most as many as there are slots, and are written when it is well. If that never happens,
+//! blocks are lost, or are found in the wrong place, where their checksums show it.
 //!
 //! | module | holds |
 //! |---|---|
 //! | `writer` | the thread |
 //! | `backlog` | notes that wait for the medium |
-//! | `acknowledgement` | who is told what is durable |
+//! | `acknowledgement` | telling listeners what is durable |
 
 mod acknowledgement;
 mod backlog;
@@ -29,38 +30,39 @@ pub use self::acknowledgement::{DurableEvent, OnDurable};
 
 use self::writer::IndexWriter;
 
-/// The writers of all indices. None, where no tier outlives the process.
+/// The writers of all indices. None if no tier outlives the process.
 #[derive(Debug, Default)]
 pub(crate) struct DurableTiers {
     writers: Mutex<Vec<IndexWriter>>,
     reports: Vec<RecoveryReport>,
 }
 
-/// What was found of a tier that an earlier process left.
+/// What was found in a tier that an earlier process left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct RecoveryReport {
     /// Which.
     pub tier: Tier,
     /// Blocks that are resident again.
     pub blocks: usize,
-    /// Entries of the index that were of no use: blocks without those before them, or in slots that are taken.
+    /// Useless entries of the index: blocks without those before them, or in slots that are taken.
     pub dropped: usize,
-    /// Blocks of a past epoch, which are not to be found.
+    /// Blocks of a past epoch, which must not be found.
     pub past: usize,
-    /// Blocks that some [rank](crate::Rank) does not have where the leader has them, which are not to be found either.
+    /// Blocks that some [rank](crate::Rank) does not have where the leader has them; these must not
+    /// be found either.
     pub disagreed: usize,
-    /// Entries that had changed, and were skipped.
+    /// Damaged entries, which were skipped.
     pub damaged: u64,
-    /// Bytes at the end of indices that were no whole entries.
+    /// Bytes of incomplete entries at the end of indices.
     pub torn_bytes: u64,
     /// Microseconds that it took.
     pub took_us: u64,
 }
 
-/// Whom a writer serves.
+/// What a writer reports to.
 pub(crate) struct WriterService {
     pub(crate) tier: Tier,
-    /// The tier has so many indices, of which each numbers its slots from 0.
+    /// How many indices the tier has; each numbers its slots from 0.
     pub(crate) parts: u32,
     pub(crate) naming: Naming,
     pub(crate) on_durable: Option<OnDurable>,
@@ -73,7 +75,7 @@ impl DurableTiers {
         Self { writers: Mutex::default(), reports }
     }
 
-    /// Has what is noted written to these indices from here on. Returns where to note it, for each of them.
+    /// Writes notes to these indices from here on. Returns where to note, for each of them.
     pub(crate) fn write_all<T>(
         &self,
         indices: Vec<Option<(TierIndex, T)>>,
@@ -88,8 +90,9 @@ impl DurableTiers {
     }
 
     fn write(&self, index: TierIndex, notes: Arc<Notes>, service: WriterService) -> Result<()> {
-        let writer = IndexWriter::start(index, notes, service)
-            .map_err(|error| Error::caused(ErrorKind::Unavailable, "cannot start a thread", error))?;
+        let writer = IndexWriter::start(index, notes, service).map_err(|error| {
+            Error::caused(ErrorKind::Unavailable, "cannot start a thread", error)
+        })?;
         self.writers.lock().push(writer);
         Ok(())
     }
@@ -98,17 +101,18 @@ impl DurableTiers {
         &self.reports
     }
 
-    /// Waits until all that has been noted is in the indices, at most for `limit`.
+    /// Waits until the indices have all notes made so far, at most for `limit`.
     ///
     /// # Errors
-    /// `Unavailable`: one of them cannot be written, or takes longer. It is tried again in the background.
+    /// `Unavailable`: one of them cannot be written, or takes longer. It is retried in the
+    /// background.
     pub(crate) fn settle(&self, limit: Duration) -> Result<()> {
         let began = clock::now();
         let settling: Vec<_> = self.writers.lock().iter().map(IndexWriter::settle).collect();
         settling.into_iter().try_for_each(|end| end.wait(limit.saturating_sub(began.elapsed())))
     }
 
-    /// [`settle`](Self::settle), on the medium itself; then the files are let go.
+    /// [`settle`](Self::settle), on the medium itself; then closes the files.
     pub(crate) fn close(&self, limit: Duration) {
         let began = clock::now();
         let writers = std::mem::take(&mut *self.writers.lock());
@@ -118,7 +122,7 @@ impl DurableTiers {
         }
     }
 
-    /// Leaves everything as it is: this is a child that the manager's process forked.
+    /// Leaves everything as it is: this is a forked child of the manager's process.
     pub(crate) fn abandon(&self) {
         std::mem::forget(std::mem::take(&mut *self.writers.lock()));
     }

@@ -17,16 +17,17 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{JoinHandle, spawn};
 use crate::table::{Naming, Note, Notes};
 
-/// How long what is noted waits for company, while there is more to note and when there was nothing: nobody who holds the
-/// table's lock wakes the writer. A block that leaves is overwritten soon: what the index says of it is wrong until then.
+/// How long notes are gathered, under load and when idle: holders of the table's lock do not wake
+/// the writer. A block that leaves is overwritten soon: until then the index is wrong about it.
 const PERIOD: Duration = Duration::from_millis(1);
 const IDLE_PERIOD: Duration = Duration::from_millis(10);
-/// A medium that could not be written is left alone so long.
+/// How long a medium that could not be written is left alone.
 const PAUSE: Duration = Duration::from_secs(1);
 /// Changes written together.
 const MOST: usize = 4_096;
 
-/// Whoever asks is told what became of all that was noted before; `None`: somebody waits for what is noted, and will see.
+/// A request to write. The sender gets the result for all notes made before; `None`: the caller
+/// sees it by other means.
 type WriterRequest = Option<SyncSender<io::Result<()>>>;
 
 /// A thread with an index.
@@ -38,7 +39,7 @@ pub(super) struct IndexWriter {
     path: PathBuf,
 }
 
-/// The notes can wake the writer as long as it is wanted: they would keep its thread.
+/// Lets the notes wake the writer while it is wanted: they would keep its thread alive.
 struct WriterWaker(Arc<Notes>);
 
 impl Drop for WriterWaker {
@@ -47,7 +48,7 @@ impl Drop for WriterWaker {
     }
 }
 
-/// What becomes of all that was noted until now.
+/// The pending result for all notes made so far.
 pub(super) struct WriterFlush {
     answer: Receiver<io::Result<()>>,
     path: PathBuf,
@@ -67,17 +68,29 @@ impl fmt::Debug for IndexWriter {
 }
 
 impl IndexWriter {
-    pub(super) fn start(index: TierIndex, notes: Arc<Notes>, service: WriterService) -> io::Result<Self> {
+    pub(super) fn start(
+        index: TierIndex,
+        notes: Arc<Notes>,
+        service: WriterService,
+    ) -> io::Result<Self> {
         let path = index.path().to_owned();
         let (asks, asked) = sync_channel(16);
         let (end, ended) = sync_channel(1);
         let waker = asks.clone();
-        // A full channel means that it looks soon anyway.
+        // If the channel is full, it looks soon anyway.
         notes.set_waker(Some(Box::new(move || drop(waker.try_send(None)))));
         let waker = WriterWaker(Arc::clone(&notes));
         let (naming, backlog) = (service.naming, NoteBacklog::new());
-        let work =
-            WriterWork { index, notes, taken: 0, service, naming, backlog, retry_at: None, is_idle: true };
+        let work = WriterWork {
+            index,
+            notes,
+            taken: 0,
+            service,
+            naming,
+            backlog,
+            retry_at: None,
+            is_idle: true,
+        };
         let thread = spawn("kvbm-index", move || {
             work.run(&asked);
             drop(end);
@@ -85,10 +98,10 @@ impl IndexWriter {
         Ok(Self { asks, _waker: waker, thread, ended, path })
     }
 
-    /// Has all that was noted until now written.
+    /// Requests that all notes made so far are written.
     pub(super) fn settle(&self) -> WriterFlush {
         let (ask, answer) = sync_channel(1);
-        // Where the thread is gone or hangs, no answer comes.
+        // If the thread is gone or hangs, no answer comes.
         drop(self.asks.try_send(Some(ask)));
         WriterFlush { answer, path: self.path.clone() }
     }
@@ -100,7 +113,7 @@ impl IndexWriter {
 }
 
 impl WriterFlush {
-    /// Until it is in the index, at most for `limit`.
+    /// Waits until they are in the index, at most for `limit`.
     pub(super) fn wait(self, limit: Duration) -> Result<()> {
         let timed_out = Err(io::ErrorKind::TimedOut.into());
         self.answer.recv_timeout(limit).unwrap_or(timed_out).map_err(|error| {
@@ -111,7 +124,7 @@ impl WriterFlush {
 }
 
 impl WriterStop {
-    /// Until all is written, at most for `limit`.
+    /// Waits until everything is written, at most for `limit`.
     pub(super) fn wait(self, limit: Duration) {
         if self.ended.recv_timeout(limit) == Err(RecvTimeoutError::Disconnected) {
             drop(self.thread.join());
@@ -122,7 +135,7 @@ impl WriterStop {
 }
 
 impl Drop for WriterWork {
-    /// Also where a round panicked.
+    /// Even if a round panicked.
     fn drop(&mut self) {
         self.notes.written(None);
     }
@@ -131,15 +144,15 @@ impl Drop for WriterWork {
 struct WriterWork {
     index: TierIndex,
     notes: Arc<Notes>,
-    /// Notes that came with the last look and those before.
+    /// Notes taken so far.
     taken: u64,
     service: WriterService,
-    /// The names that blocks have by what was taken; the service's, by what was told.
+    /// The names of blocks as of the notes taken; the service's are as of those told.
     naming: Naming,
     backlog: NoteBacklog,
-    /// When the medium, which failed, is tried again.
+    /// When a failed medium is tried again.
     retry_at: Option<Instant>,
-    /// Nothing was noted of late.
+    /// Nothing was noted lately.
     is_idle: bool,
 }
 
@@ -148,7 +161,7 @@ impl WriterWork {
         loop {
             let period = if self.is_idle { IDLE_PERIOD } else { PERIOD };
             match asked.recv_timeout(period) {
-                // Who asks has a reason to have it tried now.
+                // A request is a reason to try now.
                 Ok(Some(answer)) => drop(answer.send(self.round())),
                 Ok(None) | Err(RecvTimeoutError::Timeout) => {
                     if self.retry_at.is_none_or(|due| clock::now() >= due) {
@@ -195,7 +208,7 @@ impl WriterWork {
             Ok(()) => {}
             Err(error) => self.note_failure(error),
         }
-        // An index that cannot be written stops nobody.
+        // An index that cannot be written holds nothing up.
         self.notes.written(written.is_ok().then_some(self.taken));
         written
     }
@@ -217,7 +230,7 @@ impl WriterWork {
     fn write_backlog(&mut self) -> io::Result<()> {
         while !self.backlog.is_empty() {
             let (gone, rest) = self.next_told();
-            // Before: a process that is killed in between has told of too little, not of too much.
+            // Before: a process killed in between has told too little, not too much.
             self.tell(&gone);
             let written = self.write_some()?;
             self.backlog.written(written);
@@ -226,7 +239,7 @@ impl WriterWork {
         Ok(())
     }
 
-    /// The notes that are written next: removals of blocks that were told of before, and all others.
+    /// The notes to write next: removals of blocks that were told as stored, and all others.
     fn next_told(&self) -> (Vec<Note>, Vec<Note>) {
         let mut stored = HashSet::new();
         self.next().partition(|note| match note {
@@ -239,7 +252,7 @@ impl WriterWork {
         })
     }
 
-    /// Those that are written together.
+    /// The notes that are written together.
     fn next(&self) -> impl Iterator<Item = Note> {
         let is_reset = |note: &&Note| matches!(note, Note::Reset(_));
         let is_alone = self.backlog.iter().next().is_some_and(|note| is_reset(&note));
@@ -254,13 +267,15 @@ impl WriterWork {
             self.index.set_epoch(epoch, forgotten)?;
             return Ok(1);
         }
-        let changes: Vec<_> = self.next().filter_map(|note| change(&note, self.service.parts)).collect();
+        let changes: Vec<_> =
+            self.next().filter_map(|note| change(&note, self.service.parts)).collect();
         self.index.append(&changes)?;
         Ok(changes.len())
     }
 
     fn tell(&mut self, notes: &[Note]) {
-        if let Some(Note::Reset(naming)) = notes.iter().find(|note| matches!(note, Note::Reset(_))) {
+        if let Some(Note::Reset(naming)) = notes.iter().find(|note| matches!(note, Note::Reset(_)))
+        {
             self.service.naming = *naming;
         }
         if let Some(on_durable) = &self.service.on_durable {

@@ -1,4 +1,4 @@
-//! The faults of late, for who looks after the system: each kind once for each place, with its count.
+//! Recent faults, for operators: each kind once for each place, with its count.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use kvbm_tiers::{CopyErrorKind, Route, Tier, clock};
 
 use crate::sync::Mutex;
 
-/// So many kinds in so many places are remembered; the one that was longest ago goes first.
+/// Faults that are remembered, each a kind in a place; the oldest goes first.
 const MAX_FAULTS: usize = 32;
 
 /// What went wrong, where, and how often.
@@ -93,7 +93,7 @@ impl FaultLog {
         faults.push_back(Fault { kind, place, count: before + 1, at: clock::now() });
     }
 
-    /// From the latest on.
+    /// Latest first.
     pub(super) fn latest(&self) -> Vec<Fault> {
         self.0.lock().iter().rev().cloned().collect()
     }
@@ -107,8 +107,11 @@ mod tests {
     fn a_storm_of_one_fault_does_not_displace_the_others() {
         let log = FaultLog::default();
         log.note(FaultKind::Index, FaultPlace::Tier(Tier::Host));
-        (0..1_000).for_each(|_| log.note(FaultKind::Copy(CopyErrorKind::Io), FaultPlace::Tier(Tier::Disk)));
-        let found: Vec<_> = log.latest().iter().map(|fault| (fault.kind.name(), fault.count)).collect();
+        (0..1_000).for_each(|_| {
+            log.note(FaultKind::Copy(CopyErrorKind::Io), FaultPlace::Tier(Tier::Disk));
+        });
+        let found: Vec<_> =
+            log.latest().iter().map(|fault| (fault.kind.name(), fault.count)).collect();
         assert_eq!(found, [("copy_io", 1_000), ("index_write", 1)]);
     }
 
@@ -117,6 +120,9 @@ mod tests {
         let log = FaultLog::default();
         (0..100).for_each(|dir| log.note(FaultKind::Directory, FaultPlace::Directory(dir)));
         let latest = log.latest();
-        assert_eq!((latest.len(), latest[0].place.name()), (MAX_FAULTS, "disk.dirs[99]".to_owned()));
+        assert_eq!(
+            (latest.len(), latest[0].place.name()),
+            (MAX_FAULTS, "disk.dirs[99]".to_owned())
+        );
     }
 }

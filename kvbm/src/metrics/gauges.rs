@@ -7,7 +7,7 @@ use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{GaugeVec, IntGauge, IntGaugeVec, Opts};
 
-use crate::demand::has_limit;
+use crate::observe::demand::has_limit;
 use crate::scheduler::{Core, StagingCounts};
 
 /// Asks a [`Core`] for its state at each scrape. Shows the last state after the core is gone.
@@ -18,10 +18,10 @@ pub(crate) struct StateGauges {
     accounting_drift: IntGauge,
     slots: IntGaugeVec,
     directories: IntGaugeVec,
-    /// Where there is a budget.
+    /// If there is a budget.
     write_budget: Option<IntGauge>,
     dirty_blocks: IntGaugeVec,
-    // Gauges, though they only grow: the table does the counting, and a counter cannot be set.
+    // Gauges, although they only grow: the table counts, and a counter cannot be set.
     published_blocks: IntGaugeVec,
     evicted_blocks: IntGaugeVec,
     declined_blocks: IntGaugeVec,
@@ -40,14 +40,15 @@ pub(crate) struct StateGauges {
 }
 
 /// At which multiples of a tier's size its hit rate is estimated.
-// No further than the curve reaches: see `Demand`.
+// Within the reach of the curve: see `Demand`.
 const SCALES: [(&str, f64); 5] = [("0.25", 0.25), ("0.5", 0.5), ("1", 1.0), ("2", 2.0), ("4", 4.0)];
 
 impl StateGauges {
     /// `bytes_per_day` may be written to the disk tier.
     pub(crate) fn new(core: Weak<Core>, bytes_per_day: Option<u64>) -> prometheus::Result<Self> {
-        let gauges =
-            |name: &str, help: &str, labels: &[&str]| IntGaugeVec::new(Opts::new(name, help), labels);
+        let gauges = |name: &str, help: &str, labels: &[&str]| {
+            IntGaugeVec::new(Opts::new(name, help), labels)
+        };
         let (tier, route) = (["tier"], ["from", "to"]);
         Ok(Self {
             core,
@@ -69,7 +70,11 @@ impl StateGauges {
                 "Blocks that became resident since the start.",
                 &tier,
             )?,
-            evicted_blocks: gauges("kvbm_evicted_blocks", "Blocks evicted since the start.", &tier)?,
+            evicted_blocks: gauges(
+                "kvbm_evicted_blocks",
+                "Blocks evicted since the start.",
+                &tier,
+            )?,
             declined_blocks: gauges(
                 "kvbm_declined_blocks",
                 "Blocks not taken in since the start: not worth the room that they would have taken.",
@@ -157,13 +162,15 @@ impl StateGauges {
         self.update_staging(core);
         self.epoch.set(i64::try_from(core.table().epoch()).unwrap_or(i64::MAX));
         self.accounting_drift.set(core.accounting_drift() as i64);
-        // Counted in `tiers`, which knows of no manager: those of the whole process.
+        // Counted in `tiers`, which knows no manager: those of the whole process.
         self.completion_panics.set(Done::panics() as i64);
         for (dir, is_up) in core.table().directories(Tier::Disk).enumerate() {
             self.directories.with_label_values(&[&dir.to_string()]).set(i64::from(is_up));
         }
-        // The table is locked anew for each tier: a scrape must not keep requests waiting for all of them.
-        let present: Vec<Tier> = Tier::ALL.into_iter().filter(|&tier| core.table().has(tier)).collect();
+        // The table is locked anew for each tier: a scrape must not hold up requests for all of
+        // them.
+        let present: Vec<Tier> =
+            Tier::ALL.into_iter().filter(|&tier| core.table().has(tier)).collect();
         for &tier in &present {
             self.update_tier(core, tier);
             for &to in present.iter().filter(|&&to| to != tier) {
@@ -189,7 +196,7 @@ impl StateGauges {
     fn update_tier(&self, core: &Core, tier: Tier) {
         let table = core.table();
         let (counts, stats, dirty) = (table.counts(tier), table.stats(tier), table.dirty(tier));
-        // The estimates take in the keys that wait, some 100 ns each: not with the table locked.
+        // The estimates take in the waiting keys, some 100 ns each: not with the table locked.
         drop(table);
         let by_state = [
             ("free", counts.free),

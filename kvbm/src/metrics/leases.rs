@@ -1,8 +1,8 @@
 //! What leases found and what they missed.
 //!
-//! A lease is short: to find a counter by its labels takes longer than to pin a block, and in a large table each cache
-//! line that it reads is one more that it waits for. So leases count in two lines of memory, and the registry's counters
-//! catch up when they are read.
+//! A lease is short: finding a counter by its labels takes longer than pinning a block, and in a
+//! large table each further cache line is one more wait. So leases count in two cache lines, and
+//! the registry's counters catch up when they are read.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -19,8 +19,8 @@ use crate::table::{Match, Miss, MissReason};
 
 /// Bounds of the histogram of ages, in seconds: 1 s to 9 h.
 const AGE_BOUNDS: [f64; 16] = [
-    1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1_024.0, 2_048.0, 4_096.0, 8_192.0, 16_384.0,
-    32_768.0,
+    1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1_024.0, 2_048.0, 4_096.0, 8_192.0,
+    16_384.0, 32_768.0,
 ];
 
 /// What is counted with each lease, in blocks.
@@ -40,7 +40,7 @@ struct MissedBlocks {
     blocks: AtomicU64,
 }
 
-/// What was asked for and found, in blocks.
+/// What leases asked for and found, in blocks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Lookups {
     pub(crate) blocks: u64,
@@ -51,10 +51,10 @@ fn count(counter: &AtomicU64, blocks: usize) {
     counter.fetch_add(blocks as u64, Ordering::Relaxed);
 }
 
-/// Counts leases, and has the counters of a registry.
+/// Counts leases, and holds the registry's counters.
 pub(super) struct LeaseMetrics {
     counts: LeaseCounts,
-    /// By tier, from the first time on that somebody asks for what left it.
+    /// By tier, made when a request first asks for a block that left it.
     ages: [OnceLock<Histogram>; Tier::COUNT],
     block_tokens: u64,
     requests: IntCounter,
@@ -70,16 +70,22 @@ pub(super) struct LeaseMetrics {
 
 impl LeaseMetrics {
     pub(super) fn new(block_tokens: u64) -> prometheus::Result<Self> {
-        let counters =
-            |name: &str, help: &str, labels: &[&str]| IntCounterVec::new(Opts::new(name, help), labels);
-        let ages =
-            HistogramOpts::new("kvbm_miss_age_seconds", "How long a block had been gone when it was missed.");
+        let counters = |name: &str, help: &str, labels: &[&str]| {
+            IntCounterVec::new(Opts::new(name, help), labels)
+        };
+        let ages = HistogramOpts::new(
+            "kvbm_miss_age_seconds",
+            "How long a block had been gone when it was missed.",
+        );
         Ok(Self {
             counts: LeaseCounts::default(),
             ages: Default::default(),
             block_tokens,
             requests: IntCounter::new("kvbm_requests_total", "Chains leased.")?,
-            requested_tokens: IntCounter::new("kvbm_requested_tokens_total", "Tokens of leased chains.")?,
+            requested_tokens: IntCounter::new(
+                "kvbm_requested_tokens_total",
+                "Tokens of leased chains.",
+            )?,
             hit_tokens: counters(
                 "kvbm_hit_tokens_total",
                 "Tokens found, by the fastest tier that had them.",
@@ -112,12 +118,13 @@ impl LeaseMetrics {
 
     /// The last `blocks` blocks of a chain were not found, the first of them because of `miss`.
     pub(super) fn missed(&self, blocks: usize, miss: Miss) {
-        let missed = &self.counts.missed[miss.reason as usize][miss.tier.map_or(Tier::COUNT, Tier::index)];
+        let missed =
+            &self.counts.missed[miss.reason as usize][miss.tier.map_or(Tier::COUNT, Tier::index)];
         count(&missed.chains, 1);
         count(&missed.blocks, blocks);
         if let (Some(tier), Some(age_s)) = (miss.tier, miss.age_s) {
-            let ages =
-                self.ages[tier.index()].get_or_init(|| self.miss_age.with_label_values(&[tier.name()]));
+            let ages = self.ages[tier.index()]
+                .get_or_init(|| self.miss_age.with_label_values(&[tier.name()]));
             ages.observe(age_s as f64);
         }
     }
@@ -134,13 +141,13 @@ impl LeaseMetrics {
 
     fn catch_up(&self) {
         let _turn = self.turn.lock();
-        // What was hit before what was asked for: no rate is above 1 because of leases that come in between.
+        // Hits before requests: leases in between cannot make a rate above 1.
         let hit = self.counts.hit.each_ref().map(|blocks| self.tokens(blocks));
         let requested = self.tokens(&self.counts.requested);
         catch_up(&self.requests, self.counts.requests.load(Ordering::Relaxed));
         catch_up(&self.requested_tokens, requested);
         for tier in Tier::ALL {
-            // To ask for a counter by its labels makes it appear.
+            // Asking for a counter by its labels makes it appear.
             if hit[tier.index()] > 0 {
                 catch_up(&self.hit_tokens.with_label_values(&[tier.name()]), hit[tier.index()]);
             }
@@ -179,7 +186,7 @@ impl LeaseMetrics {
     }
 }
 
-/// What a registry has of them.
+/// The registry's view of them.
 pub(super) struct LeaseCollector(pub(super) Arc<LeaseMetrics>);
 
 impl Collector for LeaseCollector {

@@ -1,7 +1,7 @@
 //! What the manager counts, built from a registry that the caller injects.
 //!
-//! Counters move when a copy has ended, never when it starts. Labels come from closed sets: tiers, routes,
-//! kinds of error. docs/metrics.md describes each metric; a test compares.
+//! Counters move when a copy has ended, never when it starts. Labels come from closed sets: tiers,
+//! routes, kinds of error. docs/metrics.md describes each metric; a test compares.
 
 mod faults;
 mod gauges;
@@ -45,8 +45,8 @@ pub struct Metrics {
     block_tokens: u64,
     transfer_blocks: IntCounterVec,
     transfer_bytes: IntCounterVec,
-    /// Handles to the counters of each route on which blocks were copied: to find them by their labels takes half a
-    /// microsecond, which a copy of 64 KiB would feel.
+    /// Handles to the counters of each route that has copied blocks: finding them by their labels
+    /// takes half a microsecond, noticeable in a copy of 64 KiB.
     routes: Arc<[[OnceLock<RouteCounters>; Tier::COUNT]; Tier::COUNT]>,
     transfer_failures: IntCounterVec,
     transfer_seconds: HistogramVec,
@@ -85,15 +85,16 @@ struct RouteCounters {
 /// Bounds of the transfer histogram, in seconds: 16 µs to 2 s.
 // Doubling: a quantile is wrong by less than a factor of two, from DRAM to object stores.
 const TRANSFER_BOUNDS: [f64; 18] = [
-    0.000_016, 0.000_032, 0.000_064, 0.000_128, 0.000_256, 0.000_512, 0.001, 0.002, 0.004, 0.008, 0.016,
-    0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0,
+    0.000_016, 0.000_032, 0.000_064, 0.000_128, 0.000_256, 0.000_512, 0.001, 0.002, 0.004, 0.008,
+    0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0,
 ];
 
 fn refused(error: prometheus::Error) -> Error {
     Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error)
 }
 
-/// Why a copy fails: label values of `kvbm_transfer_failures_total`. `CopyErrorKind` may grow; the set of labels is closed.
+/// Why a copy fails: label values of `kvbm_transfer_failures_total`. `CopyErrorKind` may grow; the
+/// set of labels is closed.
 const FAILURES: [(&str, Option<CopyErrorKind>); 7] = [
     ("io", Some(CopyErrorKind::Io)),
     ("corrupt", Some(CopyErrorKind::Corrupt)),
@@ -129,7 +130,7 @@ impl MetricsBuilder<'_> {
         self.register(IntCounter::new(name, help))
     }
 
-    /// There from the start on, since what it counts happens at the start or never.
+    /// There from the start, since what it counts happens at the start or never.
     fn fallbacks(&self) -> Result<IntCounterVec> {
         let help = "Backends that `auto` would have taken, and that this machine has not.";
         let fallbacks = self.counters("kvbm_backend_fallbacks_total", help, &["backend"])?;
@@ -150,9 +151,11 @@ impl Metrics {
     pub fn new(registry: &Registry, block_bytes: u64, block_tokens: u64) -> Result<Self> {
         let route = ["from", "to"];
         let b = MetricsBuilder(registry);
-        let histogram =
-            HistogramOpts::new("kvbm_transfer_seconds", "Time from a batch's start to a block's arrival.")
-                .buckets(TRANSFER_BOUNDS.to_vec());
+        let histogram = HistogramOpts::new(
+            "kvbm_transfer_seconds",
+            "Time from a batch's start to a block's arrival.",
+        )
+        .buckets(TRANSFER_BOUNDS.to_vec());
         Ok(Self {
             block_bytes,
             block_tokens,
@@ -221,7 +224,7 @@ impl Metrics {
             )?,
             duplicates: b.counter(
                 "kvbm_duplicate_blocks_total",
-                "Blocks that an engine brought and that were there, or on their way, already.",
+                "Blocks that an engine brought and that are there without it.",
             )?,
             out_of_reach: b.counter(
                 "kvbm_out_of_reach_tokens_total",
@@ -232,9 +235,13 @@ impl Metrics {
         })
     }
 
-    /// Failures of copies on these routes, of the tiers that they come from and of so many directories are counted from 0
-    /// on: a panel has something to show before the first, and the first is an increase.
-    pub(crate) fn count_from_zero(&self, routes: impl IntoIterator<Item = Route>, directories: usize) {
+    /// Counts failures of these routes, of their source tiers and of `directories` directories from
+    /// 0 on: a panel shows something before the first, and the first is an increase.
+    pub(crate) fn count_from_zero(
+        &self,
+        routes: impl IntoIterator<Item = Route>,
+        directories: usize,
+    ) {
         for (from, to) in routes {
             let route = [from.name(), to.name()];
             for (kind, _) in FAILURES {
@@ -252,7 +259,7 @@ impl Metrics {
         }
     }
 
-    /// So many blocks arrived together after `took`.
+    /// `blocks` blocks arrived together after `took`.
     pub(crate) fn copied(&self, route: Route, took: Duration, blocks: u64) {
         let counters = self.of_route(route);
         counters.blocks.inc_by(blocks);
@@ -261,7 +268,7 @@ impl Metrics {
         self.upstream.copied(route, blocks);
     }
 
-    // With the first copy, not at the start: a route that nobody uses is not shown.
+    // Made with the first copy, not at the start: an unused route is not shown.
     fn of_route(&self, (from, to): Route) -> &RouteCounters {
         self.routes[from.index()][to.index()].get_or_init(|| {
             let labels = [from.name(), to.name()];
@@ -285,7 +292,7 @@ impl Metrics {
         self.upstream.failed(route);
     }
 
-    /// A block that was lent, or verified in passing, had changed.
+    /// A block that was lent, or verified in a copy, had changed.
     pub(crate) fn found_corrupt(&self, tier: Tier) {
         self.faults.note(FaultKind::Checksum, FaultPlace::Tier(tier));
         self.checksum_failures.with_label_values(&[tier.name()]).inc();
@@ -304,7 +311,8 @@ impl Metrics {
 
     /// Copies on a route that are overdue now.
     pub(crate) fn overdue_now(&self, route: Route) -> u64 {
-        // An end may be counted before its going overdue, which is counted when the batch's lock is free again.
+        // An end may be counted before the time-out, which is counted once the batch's lock is
+        // free.
         let returned = counted(&self.returned_copies, route);
         counted(&self.overdue_copies, route).saturating_sub(returned)
     }
@@ -314,18 +322,18 @@ impl Metrics {
         self.background_panics.inc();
     }
 
-    /// `auto` took another backend than the best.
+    /// `auto` took a backend other than the best.
     pub(crate) fn fell_back(&self, wanted: &'static str) {
         self.fallbacks.with_label_values(&[wanted]).inc();
     }
 
-    /// What a tier has could not be written down.
+    /// A tier's index could not be written.
     pub(crate) fn index_failed(&self, tier: Tier) {
         self.faults.note(FaultKind::Index, FaultPlace::Tier(tier));
         self.index_failures.with_label_values(&[tier.name()]).inc();
     }
 
-    /// A block was verified that nobody had asked for.
+    /// An idle block was verified.
     pub(crate) fn scrubbed(&self, tier: Tier, is_sound: bool) {
         let outcome = if is_sound { "sound" } else { "bad" };
         self.scrubbed_blocks.with_label_values(&[tier.name(), outcome]).inc();
@@ -337,7 +345,7 @@ impl Metrics {
         self.directory_failures.with_label_values(&[&dir.to_string()]).inc();
     }
 
-    /// A hit was computed again, after which this bounds the share of wrong ones.
+    /// A hit was computed again; `bound` now bounds the share of wrong ones.
     pub(crate) fn shadowed(&self, tier: Tier, is_wrong: bool, bound: f64) {
         let verdict = if is_wrong { "wrong" } else { "same" };
         if is_wrong {
@@ -357,27 +365,27 @@ impl Metrics {
         self.leases.missed(blocks, miss);
     }
 
-    /// So many blocks are sooner computed than loaded.
+    /// `blocks` blocks are faster to compute than to load.
     pub(crate) fn left_to_engine(&self, blocks: usize) {
         self.recompute_tokens.inc_by(blocks as u64 * self.block_tokens);
     }
 
-    /// Blocks of an engine's that nothing was there to hang on.
+    /// The engine's blocks whose parents were missing.
     pub(crate) fn orphaned(&self, blocks: usize) {
         self.orphans.inc_by(blocks as u64);
     }
 
-    /// Blocks of an engine's that were there already.
+    /// The engine's blocks that were there already.
     pub(crate) fn duplicated(&self, blocks: usize) {
         self.duplicates.inc_by(blocks as u64);
     }
 
-    /// So many blocks are held that no checkpoint leads to.
+    /// `blocks` blocks are held that no checkpoint reaches.
     pub(crate) fn out_of_reach(&self, blocks: usize) {
         self.out_of_reach.inc_by(blocks as u64 * self.block_tokens);
     }
 
-    /// Faults of late, from the latest on.
+    /// Recent faults, latest first.
     pub(crate) fn faults(&self) -> Vec<Fault> {
         self.faults.latest()
     }
@@ -403,7 +411,8 @@ impl Metrics {
     }
 }
 
-/// What was counted on a route, whatever the other labels. To ask for a counter by its labels would make it appear.
+/// The sum of a route's counters over all other labels. Asking for a counter by its labels would
+/// make it appear.
 fn counted(counters: &IntCounterVec, (from, to): Route) -> u64 {
     let families = counters.collect();
     let has = |row: &Metric, name, value| {
@@ -411,9 +420,12 @@ fn counted(counters: &IntCounterVec, (from, to): Route) -> u64 {
     };
     let rows = families.iter().flat_map(MetricFamily::get_metric);
     let of_route = rows.filter(|row| has(row, "from", from.name()) && has(row, "to", to.name()));
-    // Asked by its labels: a row gives its value by other calls where somebody compiles `prometheus` with protobuf.
+    // By its labels: other calls give a row's value if `prometheus` is compiled with protobuf.
     let labels = |row: &Metric| -> HashMap<String, String> {
-        row.get_label().iter().map(|label| (label.name().to_owned(), label.value().to_owned())).collect()
+        row.get_label()
+            .iter()
+            .map(|label| (label.name().to_owned(), label.value().to_owned()))
+            .collect()
     };
     let counters = of_route.filter_map(|row| {
         let labels = labels(row);

@@ -1,4 +1,4 @@
-//! What an object store is asked: its client counts, and is asked when the registry is.
+//! Requests to an object store: its client counts them, and is asked when the registry is read.
 
 use std::sync::Arc;
 
@@ -32,7 +32,10 @@ impl ObjectTraffic {
             "kvbm_object_budget_refusals_total",
             "Segments not stored and runs of blocks not read because a budget of the object tier was spent.",
         );
-        let left = Opts::new("kvbm_object_budget_left", "Share of a budget of the object tier that is left.");
+        let left = Opts::new(
+            "kvbm_object_budget_left",
+            "Share of a budget of the object tier that is left.",
+        );
         Ok(Self {
             traffic,
             refusals: IntCounterVec::new(refusals, &["budget"])?,
@@ -63,9 +66,12 @@ impl Collector for ObjectTraffic {
         catch_up(&self.bytes.with_label_values(&["sent"]), self.traffic.bytes_sent());
         catch_up(&self.bytes.with_label_values(&["received"]), self.traffic.bytes_received());
         for expense in Expense::ALL {
-            // Where there is no limit there is nothing to watch.
+            // Without a limit there is nothing to watch.
             if let Some(left) = self.traffic.budget_left(expense) {
-                catch_up(&self.refusals.with_label_values(&[expense.name()]), self.traffic.refused(expense));
+                catch_up(
+                    &self.refusals.with_label_values(&[expense.name()]),
+                    self.traffic.refused(expense),
+                );
                 self.left.with_label_values(&[expense.name()]).set(left);
             }
         }

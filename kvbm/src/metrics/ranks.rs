@@ -1,4 +1,4 @@
-//! Which ranks are there, asked when the registry is read.
+//! Which ranks are there, checked when the registry is read.
 
 use kvbm_tiers::ranks::RankRegistry;
 use prometheus::core::{Collector, Desc};

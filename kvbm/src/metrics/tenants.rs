@@ -1,7 +1,7 @@
 //! What tenants ask for, find and hold: those that the settings name, and all others together.
 //!
-//! Requests may name any of four thousand million tenants, and a series of each would be one too many. So a metric has a
-//! label for as many as an operator gave a weight or a quota, up to a bound, and `other`.
+//! Requests may name any of four billion tenants, too many for a series each. So a metric has a
+//! label for each tenant with a weight or a quota, up to a bound, and `other`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -16,7 +16,7 @@ use super::catch_up;
 use crate::scheduler::Core;
 use crate::sync::Mutex;
 
-/// So many tenants have a label, those of the smallest numbers.
+/// Tenants that have a label: those with the smallest numbers.
 const MAX_SHOWN: usize = 8;
 const OTHER: &str = "other";
 
@@ -37,7 +37,7 @@ pub(crate) struct TenantLeases {
     counts: Vec<TenantCounts>,
 }
 
-/// A line of memory for each: tenants must not wait for each other's counts.
+/// A cache line for each: tenants must not wait for each other's counts.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 struct TenantCounts {
@@ -64,9 +64,9 @@ impl TenantLeases {
     }
 }
 
-/// What a registry has of tenants.
+/// The registry's view of tenants.
 pub(crate) struct TenantMetrics {
-    // Weak: as gauges.
+    // Weak: as in gauges.
     core: Weak<Core>,
     leases: Arc<TenantLeases>,
     block_tokens: u64,
@@ -90,15 +90,23 @@ impl TenantMetrics {
         if shown.is_empty() {
             return Ok(None);
         }
-        let counters = |name: &str, help: &str| IntCounterVec::new(Opts::new(name, help), &["tenant"]);
-        let gauges =
-            |name: &str, help: &str, labels: &[&str]| IntGaugeVec::new(Opts::new(name, help), labels);
+        let counters =
+            |name: &str, help: &str| IntCounterVec::new(Opts::new(name, help), &["tenant"]);
+        let gauges = |name: &str, help: &str, labels: &[&str]| {
+            IntGaugeVec::new(Opts::new(name, help), labels)
+        };
         let metrics = Self {
             core: Arc::downgrade(core),
             leases: core.count_tenants(TenantLeases::new(shown)),
             block_tokens,
-            requested: counters("kvbm_tenant_requested_tokens_total", "Tokens of a tenant's leased chains.")?,
-            hit: counters("kvbm_tenant_hit_tokens_total", "Tokens found of a tenant's leased chains.")?,
+            requested: counters(
+                "kvbm_tenant_requested_tokens_total",
+                "Tokens of a tenant's leased chains.",
+            )?,
+            hit: counters(
+                "kvbm_tenant_hit_tokens_total",
+                "Tokens found of a tenant's leased chains.",
+            )?,
             blocks: gauges(
                 "kvbm_tenant_blocks",
                 "Blocks of a tier that are charged to a tenant.",
@@ -109,7 +117,11 @@ impl TenantMetrics {
                 "Blocks of a tenant's evicted since the start.",
                 &["tenant", "tier"],
             )?,
-            quota: gauges("kvbm_tenant_quota_blocks", "A tenant's quota of each tier.", &["tenant"])?,
+            quota: gauges(
+                "kvbm_tenant_quota_blocks",
+                "A tenant's quota of each tier.",
+                &["tenant"],
+            )?,
             turn: Mutex::new(()),
         };
         let block_bytes = settings.block_bytes.unwrap_or(u64::MAX);

@@ -1,4 +1,4 @@
-//! Names that dashboards of NVIDIA's KVBM use, kept so that they go on working.
+//! Names that dashboards of NVIDIA's KVBM use, kept so that these go on working.
 
 use kvbm_tiers::{Route, Tier};
 use prometheus::core::Collector;
@@ -19,12 +19,13 @@ pub(super) struct UpstreamMetrics {
 impl UpstreamMetrics {
     pub(super) fn new(b: &MetricsBuilder<'_>) -> Result<Self> {
         use Tier::{Device, Disk, Host, Object};
-        let blocks =
-            |route, name: &str| Ok((route, b.counter(name, "Blocks copied (name used by NVIDIA's KVBM).")?));
+        let blocks = |route, name: &str| {
+            Ok((route, b.counter(name, "Blocks copied (name used by NVIDIA's KVBM).")?))
+        };
         Ok(Self {
             offload_blocks: [
                 blocks((Device, Host), "kvbm_offload_blocks_d2h")?,
-                // `h2d` is host to disk here, and host to device below: NVIDIA's dashboards know them so.
+                // `h2d` is host to disk here, and host to device below, as in NVIDIA's dashboards.
                 blocks((Host, Disk), "kvbm_offload_blocks_h2d")?,
                 blocks((Device, Disk), "kvbm_offload_blocks_d2d")?,
                 blocks((Device, Object), "kvbm_offload_blocks_d2o")?,
@@ -34,15 +35,20 @@ impl UpstreamMetrics {
                 blocks((Disk, Device), "kvbm_onboard_blocks_d2d")?,
                 blocks((Object, Device), "kvbm_onboard_blocks_o2d")?,
             ],
-            object_read_failures: b
-                .counter("kvbm_object_read_failures", "Blocks that an object store failed to give.")?,
-            object_write_failures: b
-                .counter("kvbm_object_write_failures", "Blocks that an object store failed to take.")?,
+            object_read_failures: b.counter(
+                "kvbm_object_read_failures",
+                "Blocks that an object store failed to give.",
+            )?,
+            object_write_failures: b.counter(
+                "kvbm_object_write_failures",
+                "Blocks that an object store failed to take.",
+            )?,
         })
     }
 
     pub(super) fn copied(&self, route: Route, blocks: u64) {
-        // A block that stops in DRAM comes by once for each leg: `d2d`, `d2o` and `o2d` count direct copies alone.
+        // A block that stops in DRAM counts once for each leg: `d2d`, `d2o` and `o2d` count direct
+        // copies only.
         let counters = self.offload_blocks.iter().chain(&self.onboard_blocks);
         counters.filter(|(of, _)| *of == route).for_each(|(_, counter)| counter.inc_by(blocks));
     }
@@ -56,7 +62,7 @@ impl UpstreamMetrics {
     }
 }
 
-/// Those of leases. Brought up to date when they are read.
+/// The metrics of leases, updated when they are read.
 pub(super) struct UpstreamHits {
     matched_tokens: IntCounter,
     rates: [(Tier, GaugeVec); 3],
@@ -64,13 +70,17 @@ pub(super) struct UpstreamHits {
 
 impl UpstreamHits {
     pub(super) fn new() -> prometheus::Result<Self> {
-        // A vector without labels appears with its first value. A plain gauge would say 0 before anybody asked.
+        // A vector without labels appears with its first value. A plain gauge would say 0 before
+        // the first request.
         let rate = |tier, name: &str| {
             let help = "Share of requested blocks that the tier held (name used by NVIDIA's KVBM).";
             GaugeVec::new(Opts::new(name, help), &[]).map(|rate| (tier, rate))
         };
         Ok(Self {
-            matched_tokens: IntCounter::new("kvbm_matched_tokens", "Tokens found below the device.")?,
+            matched_tokens: IntCounter::new(
+                "kvbm_matched_tokens",
+                "Tokens found below the device.",
+            )?,
             rates: [
                 rate(Tier::Host, "kvbm_host_cache_hit_rate")?,
                 rate(Tier::Disk, "kvbm_disk_cache_hit_rate")?,
@@ -79,7 +89,7 @@ impl UpstreamHits {
         })
     }
 
-    /// So many tokens were hit in each tier, of those requested, since the start: no window as NVIDIA has it.
+    /// `hit` of the `requested` tokens were hit in each tier since the start; NVIDIA has a window.
     pub(super) fn catch_up(&self, hit: [u64; Tier::COUNT], requested: u64) {
         catch_up(&self.matched_tokens, self.rates.iter().map(|(tier, _)| hit[tier.index()]).sum());
         for (tier, rate) in &self.rates {

@@ -1,4 +1,4 @@
-//! What nobody asks for but must happen: flushing dirty blocks, and giving up copies that are overdue.
+//! Background work: flushing dirty blocks, giving up overdue copies, and other upkeep.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,13 +11,17 @@ use super::batch::TaskBatch;
 use super::breaker::RoutePassage;
 use super::{Core, spans};
 use crate::sync::{AtomicUsize, Mutex};
-use crate::table::{Budget, Effects, Table};
+use crate::table::{Budget, Effects, FlushStep, Table};
 use crate::task::{Class, CopyTask};
 
-/// Where blocks go down only when they leave, one slot in so many is kept free.
+/// One slot in this many is kept free in a tier whose blocks go down only when they leave.
 const HEADROOM: usize = 16;
-/// No more than so many.
+/// But at most this many.
 const MAX_HEADROOM: usize = 4_096;
+
+/// Holds that may look for ancestors or room and send nothing: enough to climb a chain of a hundred
+/// thousand blocks.
+const MAX_HOLDS_IN_VAIN: usize = 64;
 
 /// State of flushing.
 #[derive(Debug, Default)]
@@ -26,9 +30,9 @@ pub(super) struct FlushState {
     in_flight: [AtomicUsize; Tier::COUNT],
     /// Per source: dirty blocks still to be flushed since flushing was last due.
     goals: Mutex<[usize; Tier::COUNT]>,
-    /// Calls of [`Core::drain`] under way: everything goes down as if it left.
+    /// Calls of [`Core::drain`] under way: every block goes down as if it left.
     drains: AtomicUsize,
-    /// Wakes whoever runs [`Core::tick`].
+    /// Wakes the thread that runs [`Core::tick`].
     waker: Mutex<Option<std::sync::mpsc::SyncSender<()>>>,
 }
 
@@ -40,13 +44,13 @@ impl FlushState {
 
     pub(super) fn wake(&self) {
         if let Some(waker) = &*self.waker.lock() {
-            // A full channel means that a wake-up is under way already.
+            // If the channel is full, a wake-up is already under way.
             let _ = waker.try_send(());
         }
     }
 }
 
-/// How far the audit in the background has come, and what it found.
+/// How far the background audit has come, and what it found.
 #[derive(Debug, Default)]
 pub(super) struct AuditPass {
     /// The record to go on with.
@@ -64,30 +68,32 @@ impl AuditPass {
     }
 }
 
-/// What a [`Core::drain`] came to.
+/// The result of a [`Core::drain`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[must_use]
 pub struct Drained {
-    /// By tier: blocks that the tier below is to have and has not.
+    /// By tier: blocks that the tier below should have and lacks.
     pub unflushed: [usize; Tier::COUNT],
     /// Whether copies are still under way.
     pub in_flight: bool,
 }
 
 impl Drained {
-    /// Whether everything is where it is to be, and nothing is under way.
+    /// Whether everything is where it should be, and nothing is under way.
     pub fn is_complete(&self) -> bool {
         !self.in_flight && self.unflushed == [0; Tier::COUNT]
     }
 
-    /// Of two groups of blocks together.
+    /// The sum of two cache groups.
     pub(crate) fn and(self, other: Self) -> Self {
-        let unflushed = Tier::ALL.map(|tier| self.unflushed[tier.index()] + other.unflushed[tier.index()]);
+        let unflushed =
+            Tier::ALL.map(|tier| self.unflushed[tier.index()] + other.unflushed[tier.index()]);
         Self { unflushed, in_flight: self.in_flight || other.in_flight }
     }
 }
 
-/// A [`Core::drain`] under way. It ends also by a panic: else all that is merely used would go down from then on.
+/// A [`Core::drain`] under way. A panic ends it too: else every used block would go down from then
+/// on.
 struct DrainState<'a>(&'a AtomicUsize);
 
 impl<'a> DrainState<'a> {
@@ -103,8 +109,8 @@ impl Drop for DrainState<'_> {
     }
 }
 
-/// Flushes that are sent together, however many holds of the table it took to plan them: also where one of these panicked, since
-/// the table counts on them.
+/// Flushes that are sent together, even if it took several holds of the table to plan them, and
+/// even if one of these panicked, since the table counts on them.
 struct PlannedFlushes<'a> {
     core: &'a Arc<Core>,
     to: Tier,
@@ -118,7 +124,7 @@ impl Drop for PlannedFlushes<'_> {
     }
 }
 
-/// Between two tries of what failed, while somebody waits for everything to be flushed.
+/// Between two retries of failed flushes during a drain.
 const DRAIN_RETRY: Duration = Duration::from_millis(20);
 
 impl Core {
@@ -127,8 +133,8 @@ impl Core {
         if matches!(to, Tier::Object) { self.tuning.segment_blocks } else { self.tuning.max_batch }
     }
 
-    /// Most blocks that may be on their way into `to` to be flushed: enough to keep the route busy, few enough
-    /// that loads soon get through.
+    /// Most blocks that may be on their way into `to` as flushes: enough to keep the route busy,
+    /// few enough that loads soon get through.
     const fn flush_window(&self, to: Tier) -> usize {
         self.flush_batch(to) * self.tuning.max_concurrent
     }
@@ -137,7 +143,8 @@ impl Core {
     pub fn tick(self: &Arc<Self>) {
         self.give_up_overdue();
         self.give_up_unfenced();
-        // If somebody panicked while he pumped, what others had left to him is still to be done.
+        self.save_again();
+        // If a thread panicked in a pump, the work that others had left to it is still to do.
         self.pump();
         self.provide_memory();
         self.learn();
@@ -159,8 +166,8 @@ impl Core {
         self.scrub_some();
     }
 
-    /// Looks at some records for what should be impossible: a million in a minute and a half. A table that has lost count
-    /// would serve on for days, with fewer slots each hour.
+    /// Audits some records for broken invariants: a million in a minute and a half. Else a table
+    /// that has lost count would serve on for days, with fewer slots each hour.
     fn audit_some(&self) {
         let mut violations = Vec::new();
         let from = self.audit.next.load(Ordering::Relaxed) as u32;
@@ -175,21 +182,23 @@ impl Core {
         }
     }
 
-    /// Violations of the table's invariants that the audit in the background has found, in this pass or the last.
+    /// Violations of the table's invariants that the background audit found, in this pass or the
+    /// last.
     pub(crate) fn accounting_drift(&self) -> usize {
         self.audit.found.load(Ordering::Relaxed).max(self.audit.found_last.load(Ordering::Relaxed))
     }
 
-    /// Has memory ready that the table needs soon, so that nobody who holds it waits for the kernel.
-    fn provide_memory(&self) {
+    /// Provides memory that the table needs soon, so that no holder of its lock waits for the
+    /// kernel.
+    pub(crate) fn provide_memory(&self) {
         let wanted = self.table().wanted_memory();
         if let Some(spare) = wanted.provide() {
-            // Not wanted any more: dropped with the table unlocked.
+            // Dropped with the table unlocked.
             let _unused = self.table().supply(spare);
         }
     }
 
-    /// Has policies learn. They collect what they learn from in steps, between which others get the table.
+    /// Lets policies learn. They collect their data in steps, between which others get the table.
     fn learn(&self) {
         if self.learner.is_busy() {
             return;
@@ -199,20 +208,21 @@ impl Core {
         self.learner.start(work);
     }
 
-    /// Waits until nothing is learned any more.
+    /// Waits until the learner is idle.
     pub(crate) fn join_learner(&self) {
         self.learner.join();
     }
 
-    /// Sets who is woken when background work is due before the next regular [`tick`](Self::tick).
+    /// Sets the channel that is woken when background work is due before the next regular
+    /// [`tick`](Self::tick).
     pub(crate) fn set_waker(&self, waker: Option<std::sync::mpsc::SyncSender<()>>) {
         *self.flushing.waker.lock() = waker;
     }
 
-    /// Starts to flush `from` if that is due, or in any case if `all`.
+    /// Starts to flush `from` if that is due, or if `all`.
     fn flush(self: &Arc<Self>, from: Tier, all: bool) {
         let Some(to) = self.table().flushes_to(from) else { return };
-        // Where nothing leads down every copy would fail at once, and be asked for again, without end.
+        // Without a route down every copy would fail at once, and be retried without end.
         if !self.legs((from, to)).all(|leg| self.executor.connects(leg)) {
             return;
         }
@@ -227,19 +237,24 @@ impl Core {
         self.keep_headroom(from, to);
     }
 
-    /// Why blocks go down now. Asked with the table locked: a drain says that it is there before it locks the table to
-    /// want its blocks flushed, so none of these is asked about, and refused, as if it were merely used.
+    /// Why blocks go down now. Asked with the table locked: a drain announces itself before it
+    /// locks the table to queue its blocks, so none of these is refused as if it were merely used.
     fn trigger(&self) -> Trigger {
-        if self.flushing.drains.load(Ordering::Acquire) > 0 { Trigger::Leaving } else { Trigger::Used }
+        if self.flushing.drains.load(Ordering::Acquire) > 0 {
+            Trigger::Leaving
+        } else {
+            Trigger::Used
+        }
     }
 
-    /// Sends the block that waits longest, if it is time to see whether the media that it passes are well again; where
-    /// blocks go down only when they leave, the next to leave with what the tier below lacks before it.
+    /// Sends the block that waits longest, if it is time to test whether the media that it passes
+    /// are well again. In a tier whose blocks go down only when they leave, sends the next to
+    /// leave, with the ancestors that the tier below lacks.
     fn probe_flush(self: &Arc<Self>, from: Tier, to: Tier) {
         if self.pass((from, to)) == RoutePassage::Blocked {
             return;
         }
-        // What failed may be all that there is to try it with.
+        // A block whose flush failed may be the only one to test with.
         self.hold(|table, hold| {
             table.end_pauses(from);
             table.revive_flushes(from, hold);
@@ -256,7 +271,8 @@ impl Core {
         table.block_flushes(from, true);
         drop(table);
         drop(turn);
-        // A probe is of a medium that a copy touches: a block that lies in DRAM as well is not read from disk.
+        // A probe tests a medium that a copy touches: a block that also lies in DRAM is not read
+        // from disk.
         if !effects.tasks.iter().any(|task| task.from.tier == from) {
             self.retract_probe((from, if effects.tasks.is_empty() { to } else { Tier::Host }));
         }
@@ -264,7 +280,7 @@ impl Core {
         self.start_flushes(to, effects);
     }
 
-    /// Sends down what leaves `from` next, so that there is room when somebody needs it.
+    /// Sends down what leaves `from` next, so that there is room when a request needs it.
     fn keep_headroom(self: &Arc<Self>, from: Tier, to: Tier) {
         let mut is_short = true;
         while is_short {
@@ -287,7 +303,7 @@ impl Core {
         self.apply(effects);
     }
 
-    /// Of no request: each flush is of a stretch of one chain.
+    /// Without a request: each flush is of a stretch of one chain.
     fn trace_flushes(&self, to: Tier, tasks: &[CopyTask]) {
         let firsts = tasks.iter().filter(|task| task.class == Class::Flush && task.id.block == 0);
         firsts.for_each(|first| {
@@ -305,25 +321,27 @@ impl Core {
         *goal = if is_due { dirty } else { (*goal).min(dirty) };
     }
 
-    /// Starts one batch's worth; false when the goal is reached or the window is full. The next batch goes out
-    /// when one of those before it has ended: the route never runs dry in between.
+    /// Starts one batch's worth; false when the goal is reached or the window is full. The next
+    /// batch goes out when an earlier one has ended: the route never runs dry in between.
     fn flush_some(self: &Arc<Self>, from: Tier, to: Tier) -> bool {
         let in_flight = &self.flushing.in_flight[to.index()];
         let room = self.flush_window(to).saturating_sub(in_flight.load(Ordering::Acquire));
         let goal = self.flushing.goals.lock()[from.index()].min(self.flush_batch(to));
-        // Better a full batch later than a small one now: in an object store each batch becomes a segment.
+        // A full batch later is better than a small one now: in an object store each batch becomes
+        // a segment.
         if room < goal {
             return false;
         }
         let mut planned = PlannedFlushes { core: self, to, tasks: Vec::new() };
-        let (mut looked_at, mut has_more) = (0, goal > 0);
+        let (mut looked_at, mut holds_in_vain, mut has_more) = (0, 0, goal > 0);
         while has_more {
             let _turn = self.planning.lock();
             let mut table = self.table();
             let (so_far, before) = (planned.tasks.len(), table.dirty(from));
-            table.take_flush(from, goal - so_far, self.trigger(), &mut Budget::of_a_hold());
+            let mut hold = Budget::of_a_hold();
+            let step = table.take_flush(from, goal - so_far, self.trigger(), &mut hold);
             let mut effects = table.take_effects();
-            // Before others have the table: what ends is taken off again.
+            // Before others have the table: each end subtracts again.
             in_flight.fetch_add(effects.tasks.len(), Ordering::AcqRel);
             let done = before.saturating_sub(table.dirty(from));
             drop(table);
@@ -331,23 +349,28 @@ impl Core {
             self.apply(effects);
             looked_at += done;
             let count = planned.tasks.len();
-            has_more = count < goal && (done > 0 || count > so_far);
+            let has_moved = done > 0 || count > so_far;
+            holds_in_vain = if has_moved { 0 } else { holds_in_vain + 1 };
+            // A spent hold says nothing about what is left to do.
+            let goes_on = step == FlushStep::HasMore && holds_in_vain < MAX_HOLDS_IN_VAIN;
+            has_more = count < goal && (has_moved || goes_on);
         }
         {
             let mut goals = self.flushing.goals.lock();
             goals[from.index()] = goals[from.index()].saturating_sub(looked_at);
         }
-        // Where a rule refuses all that it was asked about, there is more to ask about.
+        // If a rule refused all that it was asked about, there is more to ask about.
         looked_at > 0 || !planned.tasks.is_empty()
     }
 
     pub(super) fn flush_is_due(&self, table: &Table, from: Tier) -> bool {
-        let watermark = (f64::from(table.counts(from).total) * self.tuning.dirty_watermark) as usize;
+        let watermark =
+            (f64::from(table.counts(from).total) * self.tuning.dirty_watermark) as usize;
         table.flush_is_due(from, self.tuning.flush_interval_ms, watermark)
     }
 
-    /// Copies everything dirty down and waits until nothing is in flight, at most for `limit`. Tells what did not
-    /// get there.
+    /// Copies all dirty blocks down and waits until nothing is in flight, at most for `limit`.
+    /// Tells what did not get there.
     pub fn drain(self: &Arc<Self>, limit: Duration) -> Drained {
         {
             let _under_way = DrainState::start(&self.flushing.drains);
@@ -361,7 +384,7 @@ impl Core {
         Drained { unflushed, in_flight: self.is_busy(&self.table()) }
     }
 
-    /// Blocks that the tier below is to have and lacks.
+    /// Blocks that the tier below should have and lacks.
     fn unflushed(&self, tier: Tier) -> usize {
         let (mut unflushed, mut from) = (0, Some(0));
         while let Some(slot) = from {
@@ -372,18 +395,19 @@ impl Core {
         unflushed
     }
 
-    /// A quick look, for who asks often.
+    /// A quick check, for frequent calls.
     fn is_drained(&self) -> bool {
         let table = self.table();
         !self.is_busy(&table) && !Tier::ALL.into_iter().any(|tier| table.has_dirty(tier))
     }
 
     fn is_busy(&self, table: &Table) -> bool {
-        self.batches.have_tasks() || [Tier::Disk, Tier::Object].into_iter().any(|tier| table.is_filling(tier))
+        self.batches.have_tasks()
+            || [Tier::Disk, Tier::Object].into_iter().any(|tier| table.is_filling(tier))
     }
 
     fn drain_until(self: &Arc<Self>, deadline: Duration) {
-        // Nothing goes down any more, however long one waits.
+        // Nothing goes down any more: waiting would not help.
         if self.is_closed() {
             return;
         }
@@ -399,12 +423,15 @@ impl Core {
             if now >= retry_at {
                 retry_at = now + DRAIN_RETRY;
                 Tier::ALL.into_iter().for_each(|tier| self.table().end_pauses(tier));
+                // A drain fills the tiers below faster than anything else.
+                self.provide_memory();
             }
             Tier::ALL.into_iter().for_each(|tier| self.flush(tier, true));
             if self.is_drained() || self.is_closed() || self.clock.uptime() >= deadline {
                 return;
             }
-            // Copies end on other threads; a look five times a millisecond costs nothing that a drain would feel.
+            // Copies end on other threads; a look five times a millisecond costs a drain nothing
+            // noticeable.
             std::thread::sleep(Duration::from_micros(200));
         }
     }
@@ -417,7 +444,7 @@ impl Core {
     }
 
     fn give_up_all(self: &Arc<Self>, overdue: Vec<Arc<TaskBatch>>, now: Duration) {
-        // A completion whose handling panicked leaves a batch that is never done, and works on nothing.
+        // If handling a completion panicked, its batch is never done, and works on nothing.
         for batch in overdue.into_iter().filter(|batch| batch.is_working()) {
             tracing::error!(from = %batch.route.0, to = %batch.route.1, "copies are overdue: nobody waits for them");
             if !self.directories_hang(&batch, now) {
@@ -428,7 +455,56 @@ impl Core {
     }
 }
 
-/// How many slots are kept free where blocks go down only when they leave.
+/// How many slots are kept free in a tier whose blocks go down only when they leave.
 fn headroom(table: &Table, tier: Tier) -> usize {
     (table.counts(tier).total as usize / HEADROOM).clamp(1, MAX_HEADROOM)
+}
+
+#[cfg(test)]
+mod tests {
+    use kvbm_policies::{EvictionKind, Hints};
+    use kvbm_tiers::FramePool;
+
+    use super::*;
+    use crate::names::hash::{BlockHash, Chain};
+    use crate::scheduler::core_of;
+    use crate::table::{RequestInfo, TierSpec};
+
+    fn save(core: &Arc<Core>, tier: Tier, number: u128, tenant: Option<u32>) {
+        let hashes = [BlockHash::from_u128(number << 64 | number)];
+        let info = RequestInfo {
+            hints: Hints { tenant, ..Hints::default() },
+            request: None,
+            ..RequestInfo::default()
+        };
+        let mut reserved = core.reserve(tier, Chain::from(&hashes[..]), info);
+        let effects = core.table().fill(reserved.transfer, 0, reserved.frames.drain(..));
+        core.apply(effects);
+        core.abandon(reserved);
+    }
+
+    /// The block of the probe was forgotten once there was room for it.
+    #[test]
+    fn a_probe_that_sends_nothing_still_tells_what_left() {
+        let spec = |tier, flush_to| TierSpec {
+            pool: FramePool::new(tier, 1),
+            policy: EvictionKind::Lru.build(1),
+            flush_to,
+            admission: None,
+        };
+        let route = (Tier::Host, Tier::Disk);
+        let core =
+            core_of(Table::new([spec(Tier::Host, Some(Tier::Disk)), spec(Tier::Disk, None)]));
+        let left: Arc<Mutex<Vec<Tier>>> = Arc::default();
+        let heard = Arc::clone(&left);
+        core.tell_left_blocks(move |blocks| {
+            heard.lock().extend(blocks.iter().map(|block| block.tier));
+        });
+        save(&core, Tier::Disk, 1, None);
+        save(&core, Tier::Host, 2, Some(7));
+        core.table().begin_forgetting(7);
+        core.breakers.failed(route, CopyErrorKind::Unavailable, false, Duration::ZERO);
+        core.probe_flush(Tier::Host, Tier::Disk);
+        assert_eq!(*left.lock(), [Tier::Disk]);
+    }
 }

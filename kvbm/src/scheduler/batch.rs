@@ -1,4 +1,4 @@
-//! Batches: the tasks that a medium is working on, and which of them are overdue.
+//! Batches: the tasks that a medium works on, and which of them are overdue.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,33 +13,34 @@ use super::routed::RoutedTask;
 use crate::sync::{AtomicUsize, Mutex};
 use crate::task::{Class, CopyTask};
 
-/// Tasks handed to a backend together. Each counts as ended once: when it completes or when it is overdue.
+/// Tasks handed to a backend together. Each counts as ended once: when it completes or when it is
+/// overdue.
 #[derive(Debug)]
 pub(super) struct TaskBatch {
     id: u64,
     pub(super) route: Route,
     pub(super) class: Class,
-    /// It tries whether the medium is well again.
+    /// It tests whether the medium is well again.
     pub(super) is_probe: bool,
     pub(super) started: Duration,
-    /// When one of its copies completed last.
+    /// When one of its copies last completed.
     progress: AtomicUptime,
-    /// One lock for all: what ends together is looked at together.
+    /// One lock for all: copies that end together are handled together.
     tasks: Mutex<Vec<TaskState>>,
     left: AtomicUsize,
-    /// Open until the medium is done with all of it.
+    /// Open until the medium has finished all of it.
     _span: Span,
     /// Instead of tasks: a copy that no request asked for.
     pub(super) errand: Option<InternalCopy>,
 }
 
-/// A point in time that is written often and read seldom.
+/// A point in time, written often and read seldom.
 #[derive(Debug, Default)]
 struct AtomicUptime(AtomicU64);
 
 impl AtomicUptime {
     fn set(&self, now: Duration) {
-        // Relaxed will do: it is compared with limits of seconds, and orders nothing else.
+        // Relaxed is enough: it is compared with limits of seconds, and orders nothing else.
         self.0.fetch_max(now.as_nanos() as u64, Ordering::Relaxed);
     }
 
@@ -55,7 +56,7 @@ enum TaskState {
     Ended,
 }
 
-/// A task of which nobody expects anything any more.
+/// A task that was given up.
 #[derive(Debug)]
 pub(super) struct OverdueTask {
     pub(super) task: CopyTask,
@@ -63,19 +64,19 @@ pub(super) struct OverdueTask {
     pub(super) staging: Option<Frame>,
 }
 
-/// What a backend's report is about.
+/// What a backend's report contains.
 #[derive(Debug, Default)]
 pub(super) struct ReportedTasks {
-    /// Tasks that are waited for, each with how its copy ended.
+    /// Tasks that are still awaited, each with the result of its copy.
     pub(super) tasks: Vec<(RoutedTask, Result<(), CopyError>)>,
-    /// Those that were given up.
+    /// Tasks that were given up.
     pub(super) overdue: Vec<OverdueTask>,
     /// Operations that were reported before: the backend breaks its contract.
     pub(super) twice: Vec<usize>,
 }
 
 impl TaskBatch {
-    /// These operations were reported.
+    /// Takes the tasks of these reported operations.
     pub(super) fn take(&self, ended: Vec<Completion>) -> ReportedTasks {
         let mut reported =
             ReportedTasks { tasks: Vec::with_capacity(ended.len()), ..ReportedTasks::default() };
@@ -90,21 +91,23 @@ impl TaskBatch {
         reported
     }
 
-    /// Gives up what is still being worked on. `tell` is told of it under the lock: the completion that may come at this
-    /// moment has to wait until the table knows.
+    /// Gives up what is still being worked on. `tell` runs under the lock: a completion that comes
+    /// at this moment waits until the table knows.
     pub(super) fn give_up<T>(&self, tell: impl FnOnce(&[&RoutedTask]) -> T) -> T {
         let mut tasks = self.tasks.lock();
         let working = tasks.iter().filter_map(|state| match state {
             TaskState::Working(task) => Some(task),
-            // Its completion was faster.
+            // Its completion came first.
             _ => None,
         });
         let told = tell(&working.collect::<Vec<_>>());
         for state in &mut *tasks {
             match std::mem::replace(state, TaskState::Ended) {
                 TaskState::Working(mut task) => {
-                    *state =
-                        TaskState::Overdue(OverdueTask { staging: task.take_staging(), task: task.task });
+                    *state = TaskState::Overdue(OverdueTask {
+                        staging: task.take_staging(),
+                        task: task.task,
+                    });
                 }
                 other => *state = other,
             }
@@ -118,9 +121,10 @@ impl TaskBatch {
             || self.tasks.lock().iter().any(|state| matches!(state, TaskState::Working(_)))
     }
 
-    /// What the medium works on that is not overdue.
+    /// Copies that the medium works on and that are not overdue.
     pub(super) fn working(&self) -> Vec<CopyOp> {
-        let errand = self.errand.iter().filter(|errand| errand.is_working()).map(|errand| *errand.op());
+        let errand =
+            self.errand.iter().filter(|errand| errand.is_working()).map(|errand| *errand.op());
         let task = |state: &TaskState| match state {
             TaskState::Working(task) => Some(task.op()),
             _ => None,
@@ -128,12 +132,12 @@ impl TaskBatch {
         errand.chain(self.tasks.lock().iter().filter_map(task)).collect()
     }
 
-    /// How long none of its copies has completed.
+    /// How long ago one of its copies last completed.
     pub(super) fn idle(&self, now: Duration) -> Duration {
         now.saturating_sub(self.started.max(self.progress.get()))
     }
 
-    /// So many tasks ended. True with the last one.
+    /// Counts `tasks` tasks as ended. True with the last one.
     pub(super) fn tasks_ended(&self, tasks: usize) -> bool {
         tasks > 0 && self.left.fetch_sub(tasks, Ordering::AcqRel) == tasks
     }
@@ -144,12 +148,12 @@ impl TaskBatch {
     }
 }
 
-/// All batches in flight, and how the media behind them get on.
+/// All batches in flight, and the progress of their media.
 ///
-/// A copy waits in the queues of its backend and of the medium, behind copies of other routes and requests. So
-/// what is judged is the medium's progress, not the age of a copy: a copy is overdue when its medium has completed
-/// nothing at all for the limit, or when its batch has been the medium's oldest for that long without any
-/// completion of its own. A healthy medium may be as slow and as busy as it likes.
+/// A copy waits in the queues of its backend and of the medium, behind copies of other routes and
+/// requests. So it judges the medium's progress, not the age of a copy: a copy is overdue when its
+/// medium has completed nothing at all for the limit, or when its batch has been the medium's
+/// oldest for that long without any completion of its own. A healthy medium may be slow and busy.
 #[derive(Debug, Default)]
 pub(super) struct BatchesInFlight {
     in_flight: Mutex<BatchRegister>,
@@ -161,7 +165,7 @@ struct BatchRegister {
     /// In the order in which they were started.
     batches: BTreeMap<u64, Arc<TaskBatch>>,
     next: u64,
-    /// The oldest batch of each medium, and since when it has been that.
+    /// The oldest batch of each medium, and since when it has been the oldest.
     oldest: [Option<(u64, Duration)>; Tier::COUNT],
 }
 
@@ -188,7 +192,7 @@ impl BatchesInFlight {
         })
     }
 
-    /// A copy that no request asked for, judged by the clock of all others.
+    /// Starts a copy that no request asked for; it goes overdue as all others do.
     pub(super) fn start_errand(&self, errand: InternalCopy, now: Duration) -> Arc<TaskBatch> {
         self.register(|id| TaskBatch {
             id,
@@ -214,10 +218,10 @@ impl BatchesInFlight {
         batch
     }
 
-    /// A copy completed, well or not, in time or not.
+    /// A copy completed, successfully or not, in time or not.
     pub(super) fn progressed(&self, batch: &TaskBatch, now: Duration) {
         batch.progress.set(now);
-        // Late and failed completions count as well: they show that the medium moves.
+        // Late and failed completions count too: they show that the medium moves.
         self.progress[batch.medium().index()].set(now);
     }
 
@@ -225,7 +229,7 @@ impl BatchesInFlight {
         self.in_flight.lock().batches.remove(&batch.id);
     }
 
-    /// Tasks that are being worked on on a route.
+    /// Tasks in progress on a route.
     pub(super) fn blocks(&self, route: Route) -> usize {
         let register = self.in_flight.lock();
         let of_route = register.batches.values().filter(|batch| batch.route == route);
@@ -233,12 +237,17 @@ impl BatchesInFlight {
     }
 
     /// Batches whose copies are overdue.
-    pub(super) fn overdue(&self, now: Duration, limit: impl Fn(Route) -> Duration) -> Vec<Arc<TaskBatch>> {
+    pub(super) fn overdue(
+        &self,
+        now: Duration,
+        limit: impl Fn(Route) -> Duration,
+    ) -> Vec<Arc<TaskBatch>> {
         let mut register = self.in_flight.lock();
         let BatchRegister { batches, oldest, .. } = &mut *register;
         for medium in Tier::ALL {
-            // Found out here instead of kept: batches end far more often than this is asked.
-            let first = batches.values().find(|batch| batch.medium() == medium).map(|batch| batch.id);
+            // Computed here, not kept: batches end far more often than this is called.
+            let first =
+                batches.values().find(|batch| batch.medium() == medium).map(|batch| batch.id);
             let known = &mut oldest[medium.index()];
             if known.map(|(id, _)| id) != first {
                 *known = first.map(|id| (id, now));
@@ -250,7 +259,9 @@ impl BatchesInFlight {
             let is_over = |since: Duration| now.saturating_sub(since) > limit;
             let first = oldest[medium].filter(|&(id, _)| id == batch.id);
             is_over(batch.started.max(self.progress[medium].get()))
-                || first.is_some_and(|(_, since)| is_over(since.max(batch.started).max(batch.progress.get())))
+                || first.is_some_and(|(_, since)| {
+                    is_over(since.max(batch.started).max(batch.progress.get()))
+                })
         };
         batches.values().filter(is_overdue).cloned().collect()
     }

@@ -1,5 +1,5 @@
-//! Circuit breakers: a medium that is away, full or hanging is left alone for a while, so that requests do not
-//! queue up behind its time-outs. One copy then tries whether it is well again.
+//! Circuit breakers: a medium that is away, full or hanging is left alone for a while, so that
+//! requests do not queue up behind its time-outs. Then one copy tests whether it is well again.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::sync::Mutex;
 pub(super) struct Breakers {
     reads: [MediumBreaker; Tier::COUNT],
     writes: [MediumBreaker; Tier::COUNT],
-    /// How long a breaker is open at first; each probe that fails doubles it, up to 64 times that.
+    /// How long a breaker is open at first; each failed probe doubles it, up to 64 times that.
     first_pause: Duration,
 }
 
@@ -21,7 +21,7 @@ pub(super) struct Breakers {
 pub(super) enum RoutePassage {
     /// All of them.
     Free,
-    /// One, to see whether the medium is well again.
+    /// One, to test whether the medium is well again.
     Probe,
     /// None.
     Blocked,
@@ -47,9 +47,9 @@ enum BreakerState {
 /// What opened a breaker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum OpeningCause {
-    /// The medium does not answer, in whichever direction.
+    /// The medium does not answer, in either direction.
     Away,
-    /// It answers that it cannot do this: it is full, or fails, or its budget is spent.
+    /// It answers with an error: it is full, or fails, or its budget is spent.
     Refuses,
 }
 
@@ -69,9 +69,9 @@ impl Breakers {
         Self { reads: Default::default(), writes: Default::default(), first_pause }
     }
 
-    /// Whether copies may be planned on `route`. Who is told [`RoutePassage::Probe`] is to send one block, and is the only
-    /// one until it is known what became of that. A probe of which nothing was heard for `verdict`, which is longer
-    /// than any copy may take, was never sent.
+    /// Whether copies may be planned on `route`. A caller that gets [`RoutePassage::Probe`] must
+    /// send one block, and is the only one until the result is known. A probe without a result
+    /// after `verdict`, which is longer than any copy may take, was never sent.
     pub(super) fn pass(&self, route: Route, verdict: Duration, now: Duration) -> RoutePassage {
         self.of(route).lock().pass(now, verdict)
     }
@@ -81,24 +81,28 @@ impl Breakers {
         matches!(*self.of(route).lock(), BreakerState::Open { until, .. } if now < until)
     }
 
-    /// Who was told [`RoutePassage::Probe`] has nothing to try it with: the next one may.
+    /// The caller that got [`RoutePassage::Probe`] has nothing to send: the next one may probe.
     pub(super) fn retract_probe(&self, route: Route, now: Duration) {
-        if let BreakerState::Open { until, is_probing: probing @ true, .. } = &mut *self.of(route).lock() {
+        if let BreakerState::Open { until, is_probing: probing @ true, .. } =
+            &mut *self.of(route).lock()
+        {
             (*until, *probing) = (now, false);
         }
     }
 
-    /// Whether what was planned before must not go any more, unless it is a probe.
+    /// Whether earlier plans must not go any more, except a probe.
     pub(super) fn is_open(&self, route: Route) -> bool {
         self.of(route).lock().is_open()
     }
 
-    /// A copy on `route` arrived, or brought what is not right: the medium answers. Only a probe closes a breaker; what
-    /// was sent before it opened may still arrive from a medium that hangs for every tenth copy.
+    /// A copy on `route` arrived, even if its bytes are wrong: the medium answers. Only a probe
+    /// closes a breaker; earlier copies may still arrive from a medium that hangs for every tenth
+    /// copy.
     pub(super) fn succeeded(&self, route: Route, is_probe: bool, now: Duration) {
         self.of(route).lock().succeeded(is_probe, now, self.first_pause);
-        // A medium that answers in one direction may in the other. If a probe there found out that it does not, its
-        // pauses are not cut short: reads that succeed must not have a full disk tried all the time.
+        // A medium that answers in one direction may answer in the other. If a probe there failed,
+        // its pauses are not cut short: successful reads must not make a full disk be tested all
+        // the time.
         self.opposite(route).lock().answers(now, self.first_pause);
     }
 
@@ -108,20 +112,22 @@ impl Breakers {
         match kind {
             CopyErrorKind::Unavailable | CopyErrorKind::TimedOut => {
                 own.lock().open(OpeningCause::Away, is_probe, now, pause);
-                // What does not answer does so in both directions; what is full can still be read.
+                // A medium that does not answer fails in both directions; a full one can still be
+                // read.
                 self.opposite(route).lock().open(OpeningCause::Away, false, now, pause);
             }
             CopyErrorKind::NoSpace | CopyErrorKind::OverBudget => {
                 own.lock().open(OpeningCause::Refuses, is_probe, now, pause);
             }
             CopyErrorKind::Io => own.lock().count_error(is_probe, now, pause),
-            // That a block's bytes are wrong says nothing of the next one's.
+            // Wrong bytes of one block say nothing about the next.
             CopyErrorKind::Corrupt => self.succeeded(route, is_probe, now),
             _ => {}
         }
     }
 
-    /// An overdue copy ended after all: the medium moves again, so a probe may go soon, however long the pause was.
+    /// An overdue copy ended after all: the medium moves again, so a probe may go soon, even after
+    /// a long pause.
     pub(super) fn revived(&self, route: Route, now: Duration) {
         let soon = now + self.first_pause;
         self.of(route).lock().probe_by(soon);
@@ -138,7 +144,7 @@ impl Breakers {
     }
 }
 
-/// Each of these is called with the lock held: what is looked at is what is changed.
+/// These are called with the lock held: a check and its change are one step.
 impl BreakerState {
     const fn is_open(&self) -> bool {
         !matches!(self, Self::Closed { .. })
@@ -173,7 +179,7 @@ impl BreakerState {
     fn open(&mut self, cause: OpeningCause, is_probe: bool, now: Duration, first_pause: Duration) {
         let pause = match *self {
             Self::Closed { .. } => first_pause,
-            // One of those that were on their way when it opened: nothing new.
+            // A copy that was on its way when it opened: nothing new.
             Self::Open { .. } if !is_probe => return,
             Self::Open { pause, .. } => (pause * 2).min(first_pause * MAX_PAUSES),
         };
@@ -235,13 +241,21 @@ mod tests {
         breakers.failed(READ, CopyErrorKind::TimedOut, false, at(1));
         assert_eq!(breakers.pass(READ, VERDICT, at(499)), RoutePassage::Blocked);
         assert_eq!(breakers.pass(READ, VERDICT, at(500)), RoutePassage::Probe);
-        assert_eq!(breakers.pass(READ, VERDICT, at(501)), RoutePassage::Blocked, "one probe at a time");
+        assert_eq!(
+            breakers.pass(READ, VERDICT, at(501)),
+            RoutePassage::Blocked,
+            "one probe at a time"
+        );
         breakers.failed(READ, CopyErrorKind::TimedOut, true, at(600));
         assert_eq!(breakers.pass(READ, VERDICT, at(1_599)), RoutePassage::Blocked);
         assert_eq!(breakers.pass(READ, VERDICT, at(1_600)), RoutePassage::Probe);
         breakers.succeeded(READ, true, at(1_700));
         assert_eq!(breakers.pass(READ, VERDICT, at(1_700)), RoutePassage::Free);
-        assert_eq!(breakers.pass(WRITE, VERDICT, at(1_700)), RoutePassage::Probe, "no need to wait there");
+        assert_eq!(
+            breakers.pass(WRITE, VERDICT, at(1_700)),
+            RoutePassage::Probe,
+            "no need to wait there"
+        );
     }
 
     #[test]
@@ -265,9 +279,17 @@ mod tests {
         breakers.failed(READ, CopyErrorKind::TimedOut, false, at(0));
         breakers.succeeded(READ, false, at(1));
         assert!(breakers.is_open(READ));
-        assert_eq!(breakers.pass(READ, VERDICT, at(1)), RoutePassage::Probe, "it answers: a probe may go");
+        assert_eq!(
+            breakers.pass(READ, VERDICT, at(1)),
+            RoutePassage::Probe,
+            "it answers: a probe may go"
+        );
         breakers.failed(READ, CopyErrorKind::Unavailable, false, at(2));
-        assert_eq!(breakers.pass(READ, VERDICT, at(1_000)), RoutePassage::Blocked, "the probe is still out");
+        assert_eq!(
+            breakers.pass(READ, VERDICT, at(1_000)),
+            RoutePassage::Blocked,
+            "the probe is still out"
+        );
         breakers.succeeded(READ, true, at(1_001));
         assert!(!breakers.is_open(READ));
     }

@@ -1,10 +1,10 @@
 //! Directories of the disk tier: one whose medium fails is left alone, and the others go on.
 //!
-//! A tier in one directory is left alone as a whole, by its [breakers](super::breaker); so is the last of several that
-//! is well, and so are all where none answers. One of several that fails every operation, or hangs while another answers,
-//! gets no slots any more and is not read, and is tried from time to time, with a slot of its own that holds no block. What
-//! it holds leaves the tier, with all that hangs on it, when it is not well again after a few tries. One that is full gets no
-//! slots either until a try succeeds, and is read as before.
+//! For a tier in one directory its [breakers](super::breaker) do this; so they do for the last of
+//! several that is well, and when none answers. One of several that fails every operation, or hangs
+//! while another answers, gives out no slots and is not read. It is tried from time to time, with a
+//! slot of its own that holds no block. If a few trials fail, its blocks leave the tier with their
+//! descendants. A full one gives out no slots either until a trial succeeds, and is read as before.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,7 +18,7 @@ use super::errand::{CopyPurpose, overdue};
 use crate::sync::{AtomicBool, AtomicUsize, Mutex};
 use crate::table::Budget;
 
-/// All of them; none, where there are not several.
+/// All of them; none, unless there are several.
 #[derive(Debug)]
 pub(super) struct DiskDirectories {
     all: Vec<DiskDirectory>,
@@ -40,9 +40,9 @@ struct DiskDirectory {
 /// Whether a directory answers.
 #[derive(Clone, Copy, Debug, Default)]
 struct DirectoryPulse {
-    /// When it completed something last, well or not.
+    /// When it last completed something, successfully or not.
     answered: Duration,
-    /// Copies have been overdue since, and so far no other directory has shown that it does better.
+    /// Copies have been overdue since, and so far no other directory has answered.
     is_suspect: bool,
 }
 
@@ -51,19 +51,20 @@ enum DirectoryState {
     Well,
     /// It could not be opened.
     Absent,
-    /// It has room for no block that it has not, and is read.
+    /// It has no room for new blocks, and is read.
     Full(DirectoryTrials),
     LeftAlone(DirectoryTrials),
 }
 
-/// How one that is not well is tried.
+/// The trials of one that is not well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct DirectoryTrials {
-    /// When it is tried next; `None`: it is being tried.
+    /// When the next trial is due; `None`: one is under way.
     next: Option<Duration>,
     pause: Duration,
     failed: u32,
-    /// One is overdue, and its slot the medium's until it ends: no other one is sent, and each that were due has failed.
+    /// A trial is overdue, and the medium has its slot until it ends: no other is sent, and each
+    /// that falls due counts as failed.
     is_stuck: bool,
 }
 
@@ -72,7 +73,7 @@ struct DirectoryTrials {
 enum DueTrial {
     /// A trial with this slot.
     Trial(SlotRef),
-    /// Another trial, while one that is overdue has not ended.
+    /// Another trial, while an overdue one has not ended.
     Stuck,
 }
 
@@ -80,21 +81,24 @@ enum DueTrial {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TrialVerdict {
     Well,
-    /// It was left alone for long enough: its blocks are to go.
+    /// It was left alone for long enough: its blocks must go.
     Lost,
     NotYet,
 }
 
 /// A bad block is no reason to leave a directory alone; this many errors in a row are.
 const MAX_ERRORS: usize = 3;
-/// So many trials fail before blocks are dropped: some 3.5 s, in which a bus may reset.
+/// Trials that fail before blocks are dropped: some 3.5 s, in which a bus may reset.
 const TRIALS: u32 = 3;
 /// The pause after which doubling ends, in first pauses.
 const MAX_PAUSES: u32 = 64;
 
 impl DiskDirectories {
-    /// Each with a slot to try it with, and whether it is there.
-    pub(super) fn new(trials: impl IntoIterator<Item = (Frame, bool)>, first_pause: Duration) -> Self {
+    /// Each with a slot for its trials, and whether it is there.
+    pub(super) fn new(
+        trials: impl IntoIterator<Item = (Frame, bool)>,
+        first_pause: Duration,
+    ) -> Self {
         let directory = |(trial, is_there)| DiskDirectory {
             trial,
             errors: AtomicUsize::new(0),
@@ -116,22 +120,25 @@ impl DiskDirectories {
         is_of_several.then(|| slot.slot.0 as usize % self.all.len())
     }
 
-    /// Whether nothing is to be read or written there now.
+    /// Whether nothing may be read or written there now.
     pub(super) fn is_left_alone(&self, slot: SlotRef) -> bool {
         self.of_slot(slot).is_some_and(|dir| !self.is_of_use(dir))
     }
 
-    /// Whether what lies there can be read.
+    /// Whether its blocks can be read.
     fn is_of_use(&self, dir: usize) -> bool {
         matches!(*self.all[dir].state.lock(), DirectoryState::Well | DirectoryState::Full(_))
     }
 
-    /// Whether any is left alone, whatever it may hold.
+    /// Whether any is left alone, even an empty one.
     fn are_left_alone(&self) -> bool {
-        self.all.iter().any(|directory| matches!(*directory.state.lock(), DirectoryState::LeftAlone(_)))
+        self.all
+            .iter()
+            .any(|directory| matches!(*directory.state.lock(), DirectoryState::LeftAlone(_)))
     }
 
-    /// An operation succeeded. Returns those that are to be left alone from now on, since copies there are overdue.
+    /// An operation succeeded. Returns those to leave alone from now on, since copies there are
+    /// overdue.
     fn succeeded(&self, dir: usize, now: Duration) -> Vec<usize> {
         self.answered(dir, now);
         let errors = &self.all[dir].errors;
@@ -142,10 +149,13 @@ impl DiskDirectories {
             return Vec::new();
         }
         let is_suspect = |other: &usize| self.all[*other].pulse.lock().is_suspect;
-        (0..self.all.len()).filter(is_suspect).filter(|&other| self.leave_alone(other, now)).collect()
+        (0..self.all.len())
+            .filter(is_suspect)
+            .filter(|&other| self.leave_alone(other, now))
+            .collect()
     }
 
-    /// It completed something, well or not.
+    /// It completed something, successfully or not.
     fn answered(&self, dir: usize, now: Duration) {
         *self.all[dir].pulse.lock() = DirectoryPulse { answered: now, is_suspect: false };
     }
@@ -155,8 +165,8 @@ impl DiskDirectories {
         DirectoryTrials { next: Some(now + pause), pause, failed: 0, is_stuck: false }
     }
 
-    /// An operation failed. `None`: it is for the tier's breakers, since no other directory is well. Else whether this
-    /// one is to be left alone from now on.
+    /// An operation failed. `None`: the tier's breakers handle it, since no other directory is
+    /// well. Else whether to leave this one alone from now on.
     fn failed(&self, dir: usize, now: Duration) -> Option<bool> {
         self.answered(dir, now);
         if !(0..self.all.len()).any(|other| other != dir && self.is_of_use(other)) {
@@ -166,7 +176,7 @@ impl DiskDirectories {
         Some(is_too_much && self.leave_alone(dir, now))
     }
 
-    /// Whether it was not before.
+    /// Returns whether that is new.
     fn leave_alone(&self, dir: usize, now: Duration) -> bool {
         let mut state = self.all[dir].state.lock();
         let is_new = matches!(*state, DirectoryState::Well | DirectoryState::Full(_));
@@ -176,8 +186,8 @@ impl DiskDirectories {
         is_new
     }
 
-    /// There is no room for a block. `None`: it is for the tier's breakers, since no other directory takes blocks. Else
-    /// whether this one is to get none from now on.
+    /// There is no room for a block. `None`: the tier's breakers handle it, since no other
+    /// directory takes blocks. Else whether this one gets none from now on.
     fn found_full(&self, dir: usize, now: Duration) -> Option<bool> {
         self.answered(dir, now);
         let is_well = |other: usize| *self.all[other].state.lock() == DirectoryState::Well;
@@ -192,11 +202,12 @@ impl DiskDirectories {
         Some(is_new)
     }
 
-    /// Nothing came of these in time since then. `None`: it is for the tier's breakers, since no other directory has
-    /// answered meanwhile; when one does, these are the ones that hang. Else those of them that are to be left alone from now
-    /// on.
+    /// These have completed nothing in time `since` then. `None`: the tier's breakers handle it,
+    /// since no other directory has answered meanwhile; when one does, these are the ones that
+    /// hang. Else those of them to leave alone from now on.
     fn hang(&self, hanging: &[usize], since: Duration, now: Duration) -> Option<Vec<usize>> {
-        let answers = |dir: usize| self.is_of_use(dir) && self.all[dir].pulse.lock().answered >= since;
+        let answers =
+            |dir: usize| self.is_of_use(dir) && self.all[dir].pulse.lock().answered >= since;
         let is_known = hanging.iter().all(|&dir| !self.is_of_use(dir));
         if !is_known && !(0..self.all.len()).any(|dir| !hanging.contains(&dir) && answers(dir)) {
             hanging.iter().for_each(|&dir| self.all[dir].pulse.lock().is_suspect = true);
@@ -206,17 +217,19 @@ impl DiskDirectories {
         Some(hanging.iter().copied().filter(|&dir| self.leave_alone(dir, now)).collect())
     }
 
-    /// A directory that is to be tried now, and by this call is being tried.
+    /// A directory whose trial is due now; this call begins it.
     fn due(&self, now: Duration) -> Option<(usize, DueTrial)> {
-        self.all.iter().enumerate().find_map(|(dir, directory)| match &mut *directory.state.lock() {
-            DirectoryState::LeftAlone(trials) | DirectoryState::Full(trials)
-                if trials.next.is_some_and(|due| due <= now) =>
-            {
-                trials.next = None;
-                let trial = DueTrial::Trial(directory.trial.slot_ref());
-                Some((dir, if trials.is_stuck { DueTrial::Stuck } else { trial }))
+        self.all.iter().enumerate().find_map(|(dir, directory)| {
+            match &mut *directory.state.lock() {
+                DirectoryState::LeftAlone(trials) | DirectoryState::Full(trials)
+                    if trials.next.is_some_and(|due| due <= now) =>
+                {
+                    trials.next = None;
+                    let trial = DueTrial::Trial(directory.trial.slot_ref());
+                    Some((dir, if trials.is_stuck { DueTrial::Stuck } else { trial }))
+                }
+                _ => None,
             }
-            _ => None,
         })
     }
 
@@ -238,7 +251,7 @@ impl DiskDirectories {
         if trials.failed == TRIALS && !is_read { TrialVerdict::Lost } else { TrialVerdict::NotYet }
     }
 
-    /// A trial is overdue, or has ended after all: then the next one may go.
+    /// A trial is overdue, or has ended after all: then the next may go.
     fn trial_is_stuck(&self, dir: usize, is_stuck: bool, now: Duration) {
         if let DirectoryState::LeftAlone(trials) | DirectoryState::Full(trials) =
             &mut *self.all[dir].state.lock()
@@ -250,7 +263,7 @@ impl DiskDirectories {
         }
     }
 
-    /// There was nothing to try it with.
+    /// Its trial could not be made: another is due later.
     fn try_later(&self, dir: usize, now: Duration) {
         if let DirectoryState::LeftAlone(trials) | DirectoryState::Full(trials) =
             &mut *self.all[dir].state.lock()
@@ -277,16 +290,23 @@ impl Core {
     }
 
     fn directory_hangs(&self, dir: usize) {
-        tracing::error!(dir, "a directory of the disk tier hangs, and is left alone; the others go on");
+        tracing::error!(
+            dir,
+            "a directory of the disk tier hangs, and is left alone; the others go on"
+        );
         self.directory_is_left_alone(dir);
     }
 
-    /// A medium failed at a copy. Whether that was one of several, which the tier's breakers need not know.
+    /// A medium failed at a copy. True: it was one of several directories, and the tier's breakers
+    /// need not know.
     pub(super) fn directory_failed(&self, op: &CopyOp, now: Duration) -> bool {
         let Some(dir) = self.directories.of(op) else { return false };
         let Some(is_left_alone) = self.directories.failed(dir, now) else { return false };
         if is_left_alone {
-            tracing::error!(dir, "a directory of the disk tier fails, and is left alone; the others go on");
+            tracing::error!(
+                dir,
+                "a directory of the disk tier fails, and is left alone; the others go on"
+            );
             self.directory_is_left_alone(dir);
         }
         true
@@ -298,28 +318,34 @@ impl Core {
         self.flushing.wake();
     }
 
-    /// A medium has no room for a block. Whether that is one of several, which the tier's breakers need not know.
+    /// A medium has no room for a block. True: it is one of several directories, and the tier's
+    /// breakers need not know.
     pub(super) fn directory_is_full(&self, op: &CopyOp, now: Duration) -> bool {
         let Some(dir) = self.directories.of(op) else { return false };
         let Some(is_news) = self.directories.found_full(dir, now) else { return false };
         if is_news {
-            tracing::error!(dir, "a directory of the disk tier is full: it is read, and gets no more blocks");
+            tracing::error!(
+                dir,
+                "a directory of the disk tier is full: it is read, and gets no more blocks"
+            );
             self.table.lock().close_directory(Tier::Disk, dir, true);
             self.flushing.wake();
         }
         true
     }
 
-    /// Copies of a batch are overdue. Whether that is the fault of some of several directories while others answer, which
-    /// the tier's breakers need not know.
+    /// Copies of a batch are overdue. True: some of several directories hang while others answer,
+    /// and the tier's breakers need not know.
     pub(super) fn directories_hang(&self, batch: &TaskBatch, now: Duration) -> bool {
         let Some(hanging) = self.directories_of(batch) else { return false };
-        let Some(left_alone) = self.directories.hang(&hanging, batch.started, now) else { return false };
+        let Some(left_alone) = self.directories.hang(&hanging, batch.started, now) else {
+            return false;
+        };
         left_alone.into_iter().for_each(|dir| self.directory_hangs(dir));
         true
     }
 
-    /// Those that copies of a batch have not come back from; `None`: there is another medium among them.
+    /// The directories where copies of a batch are pending; `None`: another medium is among them.
     fn directories_of(&self, batch: &TaskBatch) -> Option<Vec<usize>> {
         let mut dirs =
             batch.working().iter().map(|op| self.directories.of(op)).collect::<Option<Vec<_>>>()?;
@@ -328,21 +354,24 @@ impl Core {
         (!dirs.is_empty()).then_some(dirs)
     }
 
-    /// Batches that have come to nothing for as long as they may, in directories that are left alone: nobody need find
-    /// that out of each of them in turn.
+    /// Batches that reached their time limit in directories that are left alone: the limit need not
+    /// run for each of them in turn.
     pub(super) fn stuck_batches(&self, now: Duration) -> Vec<Arc<TaskBatch>> {
         if !self.directories.are_left_alone() {
             return Vec::new();
         }
-        let are_left_alone = |dirs: Vec<usize>| dirs.into_iter().all(|dir| !self.directories.is_of_use(dir));
+        let are_left_alone =
+            |dirs: Vec<usize>| dirs.into_iter().all(|dir| !self.directories.is_of_use(dir));
         let is_stuck = |batch: &Arc<TaskBatch>| {
             let is_late = batch.idle(now) > self.tuning.limit(batch.route);
-            is_late && batch.errand.is_none() && self.directories_of(batch).is_some_and(are_left_alone)
+            is_late
+                && batch.errand.is_none()
+                && self.directories_of(batch).is_some_and(are_left_alone)
         };
         self.batches.all().into_iter().filter(is_stuck).collect()
     }
 
-    /// Tries directories that are left alone, where it is time.
+    /// Tries directories that are left alone, if a trial is due.
     pub(super) fn try_directories(self: &Arc<Self>) {
         let now = self.clock.uptime();
         while let Some((dir, due)) = self.directories.due(now) {
@@ -358,7 +387,7 @@ impl Core {
         }
     }
 
-    /// Writes to the directory, and reads what was written, which is verified on the way.
+    /// Writes to the directory, and reads that back, which verifies it.
     fn try_copy(self: &Arc<Self>, dir: usize, (from, to): (SlotRef, SlotRef), staging: Frame) {
         let block = BlockKey { hash: 0, group: 0 };
         let op = CopyOp { block, parent: None, owner: None, from, to };
@@ -386,7 +415,7 @@ impl Core {
         self.directory_tried(dir, Some(&overdue()));
     }
 
-    /// One that was overdue has ended.
+    /// An overdue trial has ended.
     pub(super) fn trial_came_back(&self, dir: usize) {
         self.directories.trial_is_stuck(dir, false, self.clock.uptime());
     }
@@ -400,7 +429,10 @@ impl Core {
                 self.table.lock().close_directory(Tier::Disk, dir, false);
             }
             (TrialVerdict::Lost, _) => {
-                tracing::error!(dir, "a directory of the disk tier is lost: its blocks are dropped");
+                tracing::error!(
+                    dir,
+                    "a directory of the disk tier is lost: its blocks are dropped"
+                );
                 self.table.lock().lose_directory(Tier::Disk, dir);
             }
             (TrialVerdict::NotYet, Some(error)) => {
@@ -418,7 +450,7 @@ impl Core {
         let has_more = table.drop_lost(&mut Budget::of_a_hold());
         let mut effects = table.take_effects();
         drop(table);
-        // They were told of together.
+        // They were reported together.
         effects.dropped.clear();
         self.apply(effects);
         has_more
@@ -433,7 +465,8 @@ mod tests {
 
     fn directories(there: &[bool]) -> DiskDirectories {
         let mut pool = FramePool::sharded(Tier::Disk, there.len() as u32, there.len() as u32);
-        let trials: Vec<_> = there.iter().map(|&is_there| (pool.take().unwrap(), is_there)).collect();
+        let trials: Vec<_> =
+            there.iter().map(|&is_there| (pool.take().unwrap(), is_there)).collect();
         DiskDirectories::new(trials, Duration::from_millis(500))
     }
 
@@ -532,7 +565,7 @@ mod tests {
             assert!(two.due(at(trial * 64_000)).is_some());
             assert_eq!(two.tried(1, false, at(trial * 64_000)), TrialVerdict::NotYet);
         }
-        // It may fail besides.
+        // It may fail too.
         assert_eq!((0..3).map(|_| two.failed(1, at(0))).last(), Some(Some(true)));
         assert!(two.is_left_alone(two.all[1].trial.slot_ref()));
         assert_eq!(two.tried(1, true, at(1)), TrialVerdict::Well);

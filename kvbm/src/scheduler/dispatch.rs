@@ -16,13 +16,13 @@ use crate::sync::{AtomicUsize, MutexGuard};
 use crate::task::CopyTask;
 
 impl Core {
-    /// Queues copy tasks, and sends what may go.
+    /// Queues copy tasks, and sends those that may go.
     pub(super) fn queue(self: &Arc<Self>, tasks: Vec<CopyTask>) {
         if tasks.is_empty() {
             return;
         }
         let mut queues = self.queues.lock();
-        // Straight into the queues: a task is moved often enough on its way to a backend.
+        // Straight into the queues: a task is moved often enough.
         let in_vain = self.orders.lock().let_through(tasks, |task, order| {
             let is_direct = self.executor.connects((task.from.tier, task.to.tier));
             queues.push(RoutedTask::new(task, is_direct, order));
@@ -31,20 +31,21 @@ impl Core {
         self.drop_held(in_vain);
         self.pump();
         if self.is_closed() {
-            // It was closed while this was planned.
+            // It was closed while these were planned.
             self.drop_waiting();
         }
     }
 
-    /// Hands waiting tasks to the backends. A backend may complete a batch, and so come back here, before
-    /// its `submit` returns: then the outer call goes on with the work, and the stack stays flat.
+    /// Hands waiting tasks to the backends. A backend may complete a batch, and so come back here,
+    /// before its `submit` returns: then the outer call continues the work, and the stack stays
+    /// flat.
     pub(super) fn pump(self: &Arc<Self>) {
         if self.pumps.fetch_add(1, Ordering::AcqRel) > 0 {
             return;
         }
         let turn = PumpTurn(&self.pumps);
         loop {
-            // Whoever asks from here on is counted behind `asked`, and has another round done for him.
+            // A later call is counted after `asked`, and gets another round.
             let asked = self.pumps.load(Ordering::Acquire);
             while self.start_batch() {}
             if self.pumps.fetch_sub(asked, Ordering::AcqRel) == asked {
@@ -72,10 +73,12 @@ impl Core {
         let report = self.report(&batch);
         let done = Done::new(move |completions| report.copies_ended(completions));
         let executor = Arc::clone(&self.executor);
-        // Nobody knows what became of a batch whose backend panicked: its copies will be overdue. The request that
-        // happened to pump, and all the others, must not suffer for it.
+        // If its backend panics, the state of a batch is unknown: its copies will be overdue. The
+        // request that happened to pump, and all others, must not suffer.
         let submit = move || {
-            if catch_unwind(AssertUnwindSafe(|| executor.submit(route, ops, fences, &done))).is_err() {
+            if catch_unwind(AssertUnwindSafe(|| executor.submit(route, ops, fences, &done)))
+                .is_err()
+            {
                 tracing::error!(from = %route.0, to = %route.1, "a backend panicked when it was given a batch");
             }
         };
@@ -84,13 +87,13 @@ impl Core {
             None => submit(),
         }
         if self.is_closed() {
-            // It was closed since this was decided: nobody else will give the batch up.
+            // It was closed since this was decided: nothing else will give the batch up.
             self.give_up(&batch);
         }
         true
     }
 
-    /// What a backend is to keep of a batch.
+    /// What a backend keeps of a batch.
     pub(super) fn report(self: &Arc<Self>, batch: &Arc<TaskBatch>) -> BatchReport {
         BatchReport {
             core: Arc::clone(self),
@@ -100,16 +103,16 @@ impl Core {
     }
 }
 
-/// What becomes of tasks whose turn has come. What one batch asks of breakers and staging slots is asked once.
+/// Decides what happens to tasks whose turn has come. A batch asks breakers and staging slots once.
 struct TaskTurns<'a> {
     core: &'a Core,
     staging: Option<MutexGuard<'a, StagingSlots>>,
-    /// Whether the breaker of the route is open that was asked last.
+    /// The route that was last asked about, and whether its breaker is open.
     open: Option<(Route, bool)>,
 }
 
 impl TaskTurns<'_> {
-    /// The task gets the staging slot that it needs.
+    /// Gives the task the staging slot that it needs.
     fn of(&mut self, task: &mut RoutedTask) -> TaskTurn {
         let core = self.core;
         if core.is_closed() || (!task.task.is_probe && self.is_open(task.route())) {
@@ -121,7 +124,7 @@ impl TaskTurns<'_> {
         if !matches!(task.stop, Some(BounceStop::Wanted)) {
             return TaskTurn::Send;
         }
-        // Taken at the last moment: a task that waits in a queue must not keep a slot from one that could go.
+        // Taken at the last moment: a queued task must not keep a slot from one that could go.
         let staging = self.staging.get_or_insert_with(|| core.staging.lock());
         match staging.take() {
             Some(frame) => task.stop = Some(BounceStop::Staging(frame)),
@@ -138,11 +141,12 @@ impl TaskTurns<'_> {
     }
 }
 
-/// What a backend keeps of a batch until it is done with it.
+/// What a backend keeps of a batch until it has finished.
 pub(super) struct BatchReport {
     core: Arc<Core>,
     batch: Arc<TaskBatch>,
-    /// After the core, so that who counts these knows that a medium's thread is not the last to hold that.
+    /// Dropped after the core: once none of these is left, no medium's thread is the last holder of
+    /// the core.
     _with_medium: Arc<()>,
 }
 
@@ -156,7 +160,7 @@ impl BatchReport {
     }
 }
 
-/// Somebody pumps. If he panics, others may.
+/// A thread pumps. If it panics, others may.
 struct PumpTurn<'a>(&'a AtomicUsize);
 
 impl Drop for PumpTurn<'_> {

@@ -1,4 +1,5 @@
-//! Transfers between the tiers and an engine's own memory: the engine names its slots, and nothing is recorded of them.
+//! Transfers between the tiers and an engine's own memory: the engine names its slots, which have
+//! no records.
 
 use std::any::Any;
 use std::num::NonZeroU16;
@@ -11,22 +12,22 @@ use super::Core;
 use super::engine_order::EngineOrder;
 use super::routed::RoutedTask;
 use super::spans;
-use crate::engine_results::{Loaded, Saved, Writers};
+use crate::api::engine_results::{Loaded, Saved, Writers};
+use crate::api::layers::LayerCount;
+use crate::api::lease::Lease;
+use crate::api::transfer::Transfer;
 use crate::error::Error;
-use crate::hash::Chain;
-use crate::layers::LayerCount;
-use crate::lease::Lease;
-use crate::table::{RequestInfo, TransferEnd, TransferPlan};
+use crate::names::hash::Chain;
+use crate::table::{RequestInfo, SaveAgain, TransferEnd, TransferPlan};
 use crate::task::{Class, CopyTask, TransferId};
-use crate::transfer::Transfer;
 
-/// So many completions wait for an engine that polls.
+/// Completions that wait for an engine that polls.
 const MAX_COMPLETIONS: usize = 1 << 16;
 
 /// A save from an engine's slots.
 #[derive(Debug)]
 pub struct SaveFrom<'a> {
-    /// Whose blocks they are.
+    /// The request.
     pub info: RequestInfo,
     /// The request's chain.
     pub chain: Chain<'a>,
@@ -34,9 +35,9 @@ pub struct SaveFrom<'a> {
     pub first: usize,
     /// The engine's slots of successive blocks.
     pub slots: &'a [SlotId],
-    /// When they are written.
+    /// Raised when they are written.
     pub ready: Fence,
-    /// What it is a part of, if it is.
+    /// The larger transfer that it is a part of, if any.
     pub part_of: Option<Arc<JoinedTransfer>>,
 }
 
@@ -49,20 +50,21 @@ pub struct LoadInto<'a> {
     pub blocks: Range<usize>,
     /// Where each goes.
     pub slots: &'a [SlotId],
-    /// When these may be written.
+    /// Raised when these may be written.
     pub after: Fence,
     /// Layers of a block.
     pub layers: NonZeroU16,
-    /// Goes when no medium has any of the slots any more.
+    /// Dropped when no medium uses the slots any more.
     pub with_media: Arc<()>,
-    /// What it is a part of, if it is.
+    /// The larger transfer that it is a part of, if any.
     pub part_of: Option<Arc<JoinedTransfer>>,
 }
 
-/// A transfer of several cache groups: it has ended, for an engine that polls, when no part holds this any more.
+/// A transfer of several cache groups: for an engine that polls, it has ended when no part holds
+/// this any more.
 #[derive(Debug)]
 pub struct JoinedTransfer {
-    // Weak: a medium that hangs keeps a part of one group, which must not keep a closed manager alive.
+    // Weak: a hanging medium keeps a part of one group, which must not keep a closed manager alive.
     core: Weak<Core>,
     id: OnceLock<TransferId>,
     /// Is dropped before its end is noted.
@@ -70,7 +72,8 @@ pub struct JoinedTransfer {
 }
 
 impl Core {
-    /// Brings blocks from an engine's slots into `to`, as far as it lacks them and they can hang on what it has.
+    /// Brings blocks from an engine's slots into `to`, if it lacks them and has or awaits their
+    /// parents.
     pub fn save_from(self: &Arc<Self>, to: Tier, save: SaveFrom<'_>) -> Transfer<Saved> {
         if self.is_closed() {
             return Transfer::failed(Error::closed());
@@ -86,15 +89,57 @@ impl Core {
         let mut plan = table.plan_saving(to, chain, (first, &slots), pins);
         drop(table);
         self.send(Class::Save, to, &mut plan, Some(EngineOrder::after(&ready).part_of(part_of)));
-        let (id, duplicates, orphans) = (plan.transfer(), plan.duplicates(), plan.orphans());
-        self.metrics.duplicated(duplicates);
+        let (id, orphans) = (plan.transfer(), plan.orphans());
         self.metrics.orphaned(orphans);
         self.spans.open(id, span);
         let (reply, transfer) =
-            self.reply_with(move |ended, lease| Saved::new(ended, (duplicates, orphans), lease));
+            self.reply_with(move |ended, lease| Saved::new(ended, orphans, lease));
         self.hand_over(plan, reply, (turn, started));
         self.go_after(id, ready);
         self.cancellable(transfer, id).named(id)
+    }
+
+    /// Plans saves anew whose blocks other transfers should have brought and did not.
+    pub(super) fn save_again(self: &Arc<Self>) {
+        while let Some(SaveAgain { mut plan, reply }) = self.next_again() {
+            let turn = self.planning.lock();
+            let started = self.clock.uptime();
+            self.send(Class::Save, plan.to(), &mut plan, None);
+            self.hand_over(plan, reply, (turn, started));
+        }
+    }
+
+    /// The same after a close: they end.
+    pub(super) fn end_saves_again(self: &Arc<Self>) {
+        while let Some(SaveAgain { mut plan, reply }) = self.next_again() {
+            self.take_slots(&mut plan, None);
+            let mut table = self.table();
+            table.finish_plan(&mut plan, reply, self.clock.uptime());
+            let effects = table.take_effects();
+            drop(table);
+            self.apply(effects);
+        }
+    }
+
+    /// The one that begins first in its chain: another may hang on what it brings.
+    fn next_again(&self) -> Option<SaveAgain> {
+        let mut waiting = self.saves_again.lock();
+        let first = (0..waiting.len()).min_by_key(|&at| waiting[at].plan.before())?;
+        waiting.swap_remove_back(first)
+    }
+
+    /// A thread that lands copies may have the turn to plan: this is left to background work.
+    pub(super) fn save_again_soon(self: &Arc<Self>, again: Vec<SaveAgain>) {
+        if again.is_empty() {
+            return;
+        }
+        self.saves_again.lock().extend(again);
+        // Checked afterwards: a close looks at these after it has set its flag.
+        if self.is_closed() {
+            self.end_saves_again();
+        } else {
+            self.flushing.wake();
+        }
     }
 
     /// Brings what a lease holds into an engine's slots.
@@ -103,15 +148,21 @@ impl Core {
             return Transfer::failed(Error::closed());
         }
         let LoadInto { lease, blocks, slots, after, layers, with_media, part_of } = load;
-        let wanted = blocks.len();
-        // Of what is not held no layer comes: an engine that goes on with a layer must have it of all that it asked for.
+        let (first, wanted) = (blocks.start, blocks.len());
+        // No layer comes of blocks that are not held: an engine that goes on with a layer must have
+        // it of all the blocks that it asked for.
         let count = Arc::new(LayerCount::new(layers.get(), wanted));
         let writers = Writers::new(&with_media);
-        let span = spans::of_transfer(Class::Load, Tier::Device, lease.pins().context().info.request);
+        let span =
+            spans::of_transfer(Class::Load, Tier::Device, lease.pins().context().info.request);
         let turn = self.planning.lock();
         let started = self.clock.uptime();
-        let mut plan =
-            TransferPlan::into_engine(lease.into_pins(), blocks.start, slot_refs(slots), with_media);
+        let mut plan = TransferPlan::into_engine(
+            lease.into_pins(),
+            blocks.start,
+            slot_refs(slots),
+            with_media,
+        );
         while !self.table().trace(&mut plan) {}
         let order = EngineOrder::after(&after).in_layers(layers, &count).part_of(part_of);
         self.send(Class::Load, Tier::Device, &mut plan, Some(order));
@@ -120,7 +171,7 @@ impl Core {
         let ends = EndsLayers(Arc::clone(&count));
         let (reply, transfer) = self.reply_with(move |ended: &TransferEnd, lease| {
             ends.0.end(ended.copied == wanted);
-            Loaded { arrived: ended.copied, failed: wanted - ended.copied, lease, writers }
+            Loaded::new((first, wanted), ended.copied, lease, writers)
         });
         self.hand_over(plan, reply, (turn, started));
         self.go_after(id, after);
@@ -135,30 +186,31 @@ impl Core {
         }
     }
 
-    /// Ends transfers whose fence does not come.
+    /// Ends transfers whose fence is overdue.
     pub(super) fn give_up_unfenced(self: &Arc<Self>) {
         let overdue = self.orders.lock().overdue(self.clock.uptime(), self.tuning.timeout);
         for id in overdue {
-            // The engine is late, no medium: no breaker opens.
+            // The engine is late, not a medium: no breaker opens.
             tracing::error!(?id, "an engine's fence does not come: its transfer ends");
             self.end_early(id);
         }
     }
 
-    /// Tasks that were held back are not sent.
+    /// Drops tasks that were held back.
     pub(super) fn drop_held(self: &Arc<Self>, held: Vec<CopyTask>) {
         self.drop_tasks(held.into_iter().map(|task| RoutedTask::new(task, true, None)).collect());
     }
 
-    /// Adds the transfers of an engine's slots that have ended since the last call, of those since the first call.
+    /// Adds the transfers of an engine's slots that have ended since the last call, of those since
+    /// the first call.
     pub(crate) fn completions(&self, out: &mut Vec<TransferId>) {
-        // Collected from the first call on: whoever never asks must not have them pile up.
+        // Collected from the first call on: they must not pile up for an engine that never asks.
         out.extend(self.completions.lock().get_or_insert_default().drain(..));
     }
 
     pub(super) fn note_completion(&self, id: TransferId) {
         if let Some(completions) = &mut *self.completions.lock() {
-            // Nor whoever asks no more.
+            // Nor for one that stopped asking.
             if completions.len() == MAX_COMPLETIONS {
                 completions.pop_front();
             }
@@ -168,7 +220,7 @@ impl Core {
 }
 
 impl JoinedTransfer {
-    /// Its end is noted in `core`.
+    /// A transfer whose end is noted in `core`.
     pub(crate) fn of(core: &Arc<Core>) -> Arc<Self> {
         Arc::new(Self { core: Arc::downgrade(core), id: OnceLock::new(), until_end: None })
     }
@@ -179,7 +231,7 @@ impl JoinedTransfer {
         Arc::new(Self { core: Arc::downgrade(core), id: OnceLock::new(), until_end })
     }
 
-    /// Gives it the name of its first part, which is of that core. Without one nothing is noted.
+    /// Names it after its first part, which is of that core. Without a name nothing is noted.
     pub(crate) fn name(&self, id: Option<TransferId>) {
         id.map(|id| self.id.get_or_init(|| id));
     }
@@ -196,7 +248,7 @@ impl Drop for JoinedTransfer {
 
 /// A transfer that waits for a thread of the engine.
 struct WaitingTransfer {
-    // Weak: a fence that nobody raises must not keep a closed manager alive.
+    // Weak: a fence that is never raised must not keep a closed manager alive.
     core: Weak<Core>,
     id: TransferId,
     is_raised: bool,
@@ -213,7 +265,7 @@ impl WaitingTransfer {
 }
 
 impl Drop for WaitingTransfer {
-    /// A fence that nobody can raise any more ends what waits for it.
+    /// A fence that can no longer be raised ends what waits for it.
     fn drop(&mut self) {
         if let Some(core) = self.core.upgrade().filter(|_| !self.is_raised) {
             core.end_early(self.id);
@@ -221,7 +273,7 @@ impl Drop for WaitingTransfer {
     }
 }
 
-/// Tells whoever waits for layers that no more will come, also where the answer is never given.
+/// Tells waiters for layers that no more will come, even if the answer is never given.
 struct EndsLayers(Arc<LayerCount>);
 
 impl Drop for EndsLayers {

@@ -1,7 +1,8 @@
-//! The order between copies and an engine's own work, where copies touch the engine's memory.
+//! The order between an engine's own work and copies that touch its memory.
 //!
-//! A transfer of an engine's slots is held back until the engine has raised its fence: no medium is to blame for one that
-//! never comes. What a GPU signals goes along with the batches, since no thread here can see it.
+//! A transfer of an engine's slots is held back until the engine has raised its fence: no medium is
+//! to blame for a missing one. A GPU's signals go along with the batches, since no thread here can
+//! see them.
 
 use std::collections::HashMap;
 use std::num::NonZeroU16;
@@ -12,18 +13,18 @@ use std::time::Duration;
 use kvbm_tiers::{Fence, Fences, Layers, Tier};
 
 use super::engine::JoinedTransfer;
-use crate::layers::LayerCount;
+use crate::api::layers::LayerCount;
 use crate::task::{CopyTask, TransferId};
 
-/// What the batches of a transfer keep to.
+/// The order that the batches of a transfer keep.
 #[derive(Debug)]
 pub(super) struct EngineOrder {
     after: Fence,
-    /// Tells how far its layers have come, where they come one by one.
+    /// Reports its layers, if they come one by one.
     layers: Option<Layers>,
     /// Until it is [open](EngineOrders::open).
     part_of: Option<Arc<JoinedTransfer>>,
-    /// A backend has a batch of it, or had.
+    /// A backend has or had a batch of it.
     is_begun: AtomicBool,
 }
 
@@ -34,7 +35,10 @@ impl EngineOrder {
 
     pub(super) fn in_layers(self, layers: NonZeroU16, arrived: &Arc<LayerCount>) -> Self {
         let arrived = Arc::clone(arrived);
-        Self { layers: Some(Layers::new(layers, move |layer, blocks| arrived.add(layer, blocks))), ..self }
+        Self {
+            layers: Some(Layers::new(layers, move |layer, blocks| arrived.add(layer, blocks))),
+            ..self
+        }
     }
 
     pub(super) fn part_of(self, joined: Option<Arc<JoinedTransfer>>) -> Self {
@@ -45,14 +49,15 @@ impl EngineOrder {
         self.layers.is_some()
     }
 
-    /// Whether what comes now comes with layers that others of the load are at already. It does not wait until those are
-    /// through with the last: an engine waits for the first layer of all blocks.
+    /// Whether earlier batches of the load are already copying layers. New ones do not wait until
+    /// these have finished the last: an engine waits for the first layer of all blocks.
     pub(super) fn has_layers_under_way(&self) -> bool {
-        // Relaxed: who plans the load sends it as well. Whoever else sees it late sends a batch later.
+        // Relaxed: the thread that plans the load also sends it. Another thread that sees this late
+        // sends a batch later.
         self.has_layers() && self.is_begun.load(Ordering::Relaxed)
     }
 
-    /// For a batch that is sent.
+    /// The fences for a batch that is sent.
     pub(super) fn fences(&self) -> Fences {
         self.is_begun.store(true, Ordering::Relaxed);
         Fences { after: self.after.clone(), layers: self.layers.clone(), ..Fences::default() }
@@ -63,11 +68,11 @@ impl EngineOrder {
 #[derive(Debug)]
 struct OrderedTransfer {
     order: Arc<EngineOrder>,
-    /// Not in the order: batches keep that for as long as a medium has them.
+    /// Not in the order, which batches keep for as long as a medium has them.
     part_of: Option<Arc<JoinedTransfer>>,
-    /// The engine's fence is yet to come before anything is copied.
+    /// The engine has not raised its fence yet: nothing is copied.
     lacks_fence: bool,
-    /// Its time is not the tiers' alone.
+    /// Its time does not measure the tiers alone.
     waits: bool,
     since: Duration,
     held: Vec<CopyTask>,
@@ -78,9 +83,9 @@ struct OrderedTransfer {
 pub(super) struct EndedOrder {
     /// It had to wait for the engine.
     pub(super) waited: bool,
-    /// What was held back for it since it failed, and is in vain.
+    /// Tasks held back for it, which are now useless.
     pub(super) held: Vec<CopyTask>,
-    /// To be let go of when its caller was told.
+    /// Dropped once its caller was told.
     pub(super) part_of: Option<Arc<JoinedTransfer>>,
 }
 
@@ -88,7 +93,7 @@ pub(super) struct EndedOrder {
 #[derive(Debug)]
 pub(super) struct EngineOrders {
     transfers: HashMap<TransferId, OrderedTransfer>,
-    /// No slot there is ours: what is copied from or to the device is of one of these transfers.
+    /// No device slot is ours: every copy from or to the device belongs to one of these transfers.
     is_device_of_engine: bool,
 }
 
@@ -101,26 +106,27 @@ impl EngineOrders {
     pub(super) fn open(&mut self, id: TransferId, mut order: EngineOrder, now: Duration) {
         let waits = !order.after.is_done();
         let part_of = order.part_of.take();
-        // A thread's fence is waited for here, everything else is left to the backend.
+        // A thread's fence is waited for here; everything else is left to the backend.
         let (lacks_fence, after) = match order.after {
             Fence::Host(fence) => (!fence.is_raised(), Fence::Done),
             other => (false, other),
         };
         let order = Arc::new(EngineOrder { after, ..order });
-        let ordered = OrderedTransfer { order, part_of, lacks_fence, waits, since: now, held: Vec::new() };
+        let ordered =
+            OrderedTransfer { order, part_of, lacks_fence, waits, since: now, held: Vec::new() };
         self.transfers.insert(id, ordered);
     }
 
-    /// Holds back what has to wait of `tasks`; `queue` gets the others, each with the order that it keeps. Returns those of
-    /// transfers that ended while these were on their way here: the engine may use their slots again, and no fence says
-    /// when.
+    /// Holds back those of `tasks` that must wait; `queue` gets the others, each with its order.
+    /// Returns those whose transfers ended meanwhile: the engine may use their slots again, and no
+    /// fence says when.
     pub(super) fn let_through(
         &mut self,
         tasks: Vec<CopyTask>,
         mut queue: impl FnMut(CopyTask, Option<Arc<EngineOrder>>),
     ) -> Vec<CopyTask> {
         let mut in_vain = Vec::new();
-        // Most managers have no engine's memory.
+        // Most managers have no engine memory.
         if !self.is_device_of_engine {
             tasks.into_iter().for_each(|task| queue(task, None));
             return in_vain;
@@ -150,7 +156,7 @@ impl EngineOrders {
         std::mem::take(&mut ordered.held)
     }
 
-    /// Takes out what is held back of a transfer for its blocks from `block` on.
+    /// Takes out the held-back tasks of a transfer for its blocks from `block` on.
     pub(super) fn cancel(&mut self, (id, block): (TransferId, u32)) -> Vec<CopyTask> {
         let Some(ordered) = self.transfers.get_mut(&id) else { return Vec::new() };
         let held = std::mem::take(&mut ordered.held);
@@ -164,11 +170,16 @@ impl EngineOrders {
         self.transfers.values_mut().flat_map(|ordered| std::mem::take(&mut ordered.held)).collect()
     }
 
-    /// Transfers whose fence has not come within `limit`.
+    /// Transfers whose fence was not raised within `limit`.
     pub(super) fn overdue(&self, now: Duration, limit: Duration) -> Vec<TransferId> {
-        let is_overdue =
-            |ordered: &OrderedTransfer| ordered.lacks_fence && now.saturating_sub(ordered.since) > limit;
-        self.transfers.iter().filter(|(_, ordered)| is_overdue(ordered)).map(|(&id, _)| id).collect()
+        let is_overdue = |ordered: &OrderedTransfer| {
+            ordered.lacks_fence && now.saturating_sub(ordered.since) > limit
+        };
+        self.transfers
+            .iter()
+            .filter(|(_, ordered)| is_overdue(ordered))
+            .map(|(&id, _)| id)
+            .collect()
     }
 
     /// A transfer has ended, perhaps one of these.
@@ -215,7 +226,8 @@ mod tests {
         assert!(queued == 0 && in_vain.is_empty(), "it waits for its fence");
         let ended = orders.end(ID).expect("it is an engine's");
         assert!(ended.waited && ended.held.len() == 1);
-        let in_vain = orders.let_through(vec![task(Tier::Device), task(Tier::Host)], |_, _| queued += 1);
+        let in_vain =
+            orders.let_through(vec![task(Tier::Device), task(Tier::Host)], |_, _| queued += 1);
         assert_eq!(in_vain.len(), 1, "nothing orders it with the engine any more");
         assert_eq!(queued, 1, "a flush touches no memory of the engine's");
     }

@@ -1,6 +1,7 @@
-//! Errands: copies that no request asked for, each of one block through a staging slot. The scrubber reads by them, and a
-//! directory that is left alone is tried by them. They go overdue by the clock of all other copies; what one that never
-//! ends may still touch stays its own, and nothing else waits for it.
+//! Errands: copies that no request asked for, each of one block through a staging slot. The
+//! scrubber uses them to read, and a directory that is left alone is tried with them. They go
+//! overdue as all other copies do; one that never ends keeps what it may still touch, and nothing
+//! else waits for it.
 
 use std::sync::Arc;
 
@@ -21,7 +22,7 @@ pub(super) struct InternalCopy {
 #[derive(Debug)]
 enum CopyState {
     Working(CopyPurpose, Frame),
-    /// The staging slot, and what the purpose holds, are the medium's until it ends.
+    /// The medium keeps the staging slot, and what the purpose holds, until it ends.
     Overdue(CopyPurpose, Frame),
     Ended,
 }
@@ -31,7 +32,7 @@ enum CopyState {
 pub(super) enum CopyPurpose {
     /// To verify a block.
     Scrub(Scrubbed),
-    /// To see whether this directory is well.
+    /// To test whether this directory is well.
     Trial(usize),
 }
 
@@ -50,7 +51,7 @@ impl InternalCopy {
 }
 
 impl Core {
-    /// Has the medium make the copy. `staging` is lent for it.
+    /// Sends the copy to its medium. `staging` is lent for it.
     pub(super) fn run_errand(self: &Arc<Self>, op: CopyOp, staging: Frame, purpose: CopyPurpose) {
         let errand = InternalCopy { op, state: Mutex::new(CopyState::Working(purpose, staging)) };
         let batch = self.batches.start_errand(errand, self.clock.uptime());
@@ -60,7 +61,7 @@ impl Core {
         });
         self.executor.submit(op.route(), vec![op], Fences::default(), &done);
         if self.is_closed() {
-            // It was closed since this was decided: nobody else will give it up.
+            // It was closed since this was decided: nothing else will give it up.
             self.give_up(&batch);
         }
     }
@@ -78,16 +79,18 @@ impl Core {
                 self.trial_ended(dir, &errand.op, staging, error);
             }
             CopyState::Overdue(purpose, staging) => self.errand_came_back(batch, purpose, staging),
-            CopyState::Ended => tracing::error!(route = ?batch.route, "a backend reported a copy twice"),
+            CopyState::Ended => {
+                tracing::error!(route = ?batch.route, "a backend reported a copy twice");
+            }
         }
     }
 
-    /// Nobody waits for the errand any more: who sent it goes on without it.
+    /// Gives the errand up: its sender goes on without it.
     pub(super) fn give_up_errand(self: &Arc<Self>, batch: &TaskBatch, errand: &InternalCopy) {
         let mut state = errand.state.lock();
         let (purpose, staging) = match std::mem::replace(&mut *state, CopyState::Ended) {
             CopyState::Working(purpose, staging) => (purpose, staging),
-            // Its end was faster.
+            // Its end came first.
             other => return *state = other,
         };
         self.staging.lock().lose_lent();
@@ -103,7 +106,8 @@ impl Core {
 
     fn errand_came_back(self: &Arc<Self>, batch: &TaskBatch, purpose: CopyPurpose, staging: Frame) {
         match purpose {
-            // Too late to say anything of the block: it is pinned no longer, and looked at again in its turn.
+            // Too late to say anything about the block: it is no longer pinned, and will be
+            // verified in its next turn.
             CopyPurpose::Scrub(scrubbed) => self.end_scrub(scrubbed, None),
             CopyPurpose::Trial(dir) => self.trial_came_back(dir),
         }

@@ -12,7 +12,7 @@ pub struct Executor {
 }
 
 impl Executor {
-    /// Lets `backend` serve those of its routes that nobody serves yet.
+    /// Lets `backend` serve those of its routes that no other backend serves yet.
     pub fn add(&mut self, backend: &Arc<dyn Backend>) {
         for &(from, to) in backend.routes() {
             self.routes[from.index()][to.index()].get_or_insert_with(|| Arc::clone(backend));
@@ -24,7 +24,7 @@ impl Executor {
         self.routes[from.index()][to.index()].as_ref()
     }
 
-    /// Whether blocks can go this way without a bounce.
+    /// Whether a backend serves this route, so that blocks need not bounce.
     pub fn connects(&self, route: Route) -> bool {
         self.backend(route).is_some()
     }
@@ -34,7 +34,7 @@ impl Executor {
         if let Some(backend) = self.backend(route) {
             return submit(backend, batch, fences, done.clone());
         }
-        // An answer all the same: a task that nobody completes would hold its slots for ever.
+        // Answers anyway: a task that is never completed would hold its slots for ever.
         done.refuse(0..batch.len(), &format!("no backend copies {} to {}", route.0, route.1));
     }
 }

@@ -1,4 +1,4 @@
-//! Forgetting a tenant: what it stored leaves every tier, and what of it is under way lands nowhere.
+//! Forgetting a tenant: its blocks leave every tier, and its copies under way are discarded.
 
 use std::sync::Arc;
 
@@ -6,10 +6,12 @@ use super::Core;
 use crate::table::TransferCursor;
 
 impl Core {
-    /// Forgets what a tenant stored, and returns how often that was done by now. Takes time in proportion to the table,
-    /// in steps between which others use it. Who reads a block of it now may end that.
+    /// Forgets what a tenant stored, and returns how often it was forgotten so far. Takes time in
+    /// proportion to the table, in steps between which others use it. Current readers of its blocks
+    /// may finish.
     pub fn forget(self: &Arc<Self>, tenant: u32) -> u32 {
-        // From here on no copy of it is planned: once what is under way has ended, nothing more comes to what is found.
+        // From here on no copy of its blocks is planned: once those under way have ended, no more
+        // come.
         let life = self.table().begin_forgetting(tenant);
         let mut under_way = Some(TransferCursor::default());
         while let Some(from) = under_way {
@@ -18,7 +20,7 @@ impl Core {
         let mut next = Some(0);
         while let Some(record) = next {
             next = self.hold(|table, hold| table.drop_forgotten(record, hold));
-            // At once: a match looks at each block of which more is to be dropped.
+            // At once: a match looks at each chain that is still being dropped.
             while self.hold(|table, _| table.drop_more()) {}
         }
         life

@@ -1,4 +1,4 @@
-//! The landing of copies: media are judged by them, slots go home, the table is told, callers are answered.
+//! The landing of copies: judges media, returns slots, tells the table, answers callers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,11 +9,11 @@ use super::Core;
 use super::batch::{OverdueTask, ReportedTasks, TaskBatch};
 use super::engine_order::EndedOrder;
 use super::routed::RoutedTask;
-use crate::hash::Chain;
+use crate::names::hash::Chain;
 use crate::table::{Dropped, Effects, Table, TransferEnd};
 use crate::task::{Class, Defect, Outcome, TaskResult};
 
-/// Copies that ended together land so many at a time.
+/// Copies that land at a time, of those that ended together.
 const MAX_LANDED: usize = 256;
 
 impl Core {
@@ -30,7 +30,9 @@ impl Core {
         let (mut going_on, mut ended) = (Vec::new(), Vec::with_capacity(left));
         for (task, result) in tasks {
             match result {
-                Ok(()) if task.has_second_leg() => going_on.push(RoutedTask { halfway: true, ..task }),
+                Ok(()) if task.has_second_leg() => {
+                    going_on.push(RoutedTask { halfway: true, ..task });
+                }
                 Ok(()) => ended.push((task, Outcome::Arrived)),
                 Err(error) => {
                     let outcome = why_broken(&task, &error);
@@ -43,11 +45,21 @@ impl Core {
         self.tasks_left(batch, left, going_on);
     }
 
-    /// Judges the medium by what ended together, in its order: errors count as long as no success comes between them.
-    fn judge(&self, batch: &TaskBatch, tasks: &[(RoutedTask, Result<(), CopyError>)], now: Duration) {
+    /// Judges the medium by copies that ended together, in their order: errors count until a
+    /// success.
+    fn judge(
+        &self,
+        batch: &TaskBatch,
+        tasks: &[(RoutedTask, Result<(), CopyError>)],
+        now: Duration,
+    ) {
         for alike in tasks.chunk_by(|(_, one), (_, next)| one.is_ok() == next.is_ok()) {
             if alike.first().is_some_and(|(_, result)| result.is_ok()) {
-                self.metrics.copied(batch.route, now.saturating_sub(batch.started), alike.len() as u64);
+                self.metrics.copied(
+                    batch.route,
+                    now.saturating_sub(batch.started),
+                    alike.len() as u64,
+                );
                 self.directories_answer(alike.iter().map(|(task, _)| task.op()), now);
                 self.breakers.succeeded(batch.route, batch.is_probe, now);
             }
@@ -61,7 +73,13 @@ impl Core {
         }
     }
 
-    fn judge_failure(&self, batch: &TaskBatch, task: &RoutedTask, error: &CopyError, now: Duration) {
+    fn judge_failure(
+        &self,
+        batch: &TaskBatch,
+        task: &RoutedTask,
+        error: &CopyError,
+        now: Duration,
+    ) {
         self.metrics.failed(batch.route, error.kind());
         let is_a_directory = match error.kind() {
             CopyErrorKind::Io => self.directory_failed(&task.op(), now),
@@ -73,8 +91,8 @@ impl Core {
         }
     }
 
-    /// So many of a batch's copies are not waited for any more. Those that go on need not wait for the first legs of the
-    /// batch's other blocks.
+    /// Counts `tasks` of a batch's copies as ended or given up. Those `going_on` need not wait for
+    /// the first legs of the batch's other blocks.
     fn tasks_left(self: &Arc<Self>, batch: &TaskBatch, tasks: usize, going_on: Vec<RoutedTask>) {
         let is_over = batch.tasks_ended(tasks);
         if is_over {
@@ -92,7 +110,7 @@ impl Core {
         self.pump();
     }
 
-    /// Tasks that no medium has any more, with what became of each. Their staging slots are free.
+    /// Outcomes of tasks that no medium has any more; frees their staging slots.
     fn outcomes(&self, ended: Vec<(RoutedTask, Outcome)>) -> Vec<TaskResult> {
         let mut frames = Vec::new();
         let outcome = |(mut task, outcome): (RoutedTask, Outcome)| {
@@ -106,7 +124,7 @@ impl Core {
         results
     }
 
-    /// These tasks are not sent, or not sent on.
+    /// Drops tasks before their first or second leg.
     pub(super) fn drop_tasks(self: &Arc<Self>, tasks: Vec<RoutedTask>) {
         if !tasks.is_empty() {
             let dropped = tasks.into_iter().map(|task| {
@@ -117,12 +135,12 @@ impl Core {
         }
     }
 
-    /// A prompt of thousands of blocks may end at once: others get the table in between.
+    /// A prompt of thousands of blocks may end at once: others get the table in between steps.
     fn land_all(self: &Arc<Self>, results: &[TaskResult]) {
         results.chunks(MAX_LANDED).for_each(|results| self.land(results.iter().copied()));
     }
 
-    /// Nobody waits for the batch's copies any more. What the medium may still touch stays theirs.
+    /// Gives the batch's copies up. They keep what the medium may still touch.
     pub(super) fn give_up(self: &Arc<Self>, batch: &TaskBatch) {
         if let Some(errand) = &batch.errand {
             return self.give_up_errand(batch, errand);
@@ -131,9 +149,9 @@ impl Core {
         let (effects, overdue) = batch.give_up(|tasks| {
             let staged = tasks.iter().filter(|task| task.has_staging()).count();
             self.staging.lock().lose(staged);
-            let results = tasks
-                .iter()
-                .map(|task| task.task.ended(Outcome::Overdue { writes_destination: !task.has_second_leg() }));
+            let results = tasks.iter().map(|task| {
+                task.task.ended(Outcome::Overdue { writes_destination: !task.has_second_leg() })
+            });
             let results: Vec<_> = results.collect();
             let land = |some: &[TaskResult]| self.table.lock().land(some.iter().copied(), now);
             (results.chunks(MAX_LANDED).map(land).collect::<Vec<_>>(), tasks.len())
@@ -151,25 +169,32 @@ impl Core {
         if overdue.is_empty() {
             return;
         }
-        overdue.iter().for_each(|OverdueTask { task, .. }| self.directory_came_back([task.from, task.to]));
+        overdue
+            .iter()
+            .for_each(|OverdueTask { task, .. }| self.directory_came_back([task.from, task.to]));
         self.metrics.came_back(batch.route, overdue.len() as u64);
         self.land(overdue.iter().map(|OverdueTask { task, .. }| task.ended(Outcome::Returned)));
         let mut staging = self.staging.lock();
-        overdue.into_iter().filter_map(|overdue| overdue.staging).for_each(|frame| staging.regain(frame));
+        overdue
+            .into_iter()
+            .filter_map(|overdue| overdue.staging)
+            .for_each(|frame| staging.regain(frame));
         drop(staging);
-        // It neither closes the breaker nor counts as failed: only a probe tells whether the medium is well.
+        // This neither closes the breaker nor counts as a failure: only a probe tells whether the
+        // medium is well.
         self.breakers.revived(batch.route, self.clock.uptime());
         self.flushing.wake();
         self.pump();
     }
 
-    /// Tells the table what became of copies, and does what follows from it.
+    /// Tells the table the results of copies, and does what follows.
     pub(super) fn land(self: &Arc<Self>, results: impl IntoIterator<Item = TaskResult>) {
         let now = self.clock.uptime();
         let mut table = self.table.lock();
         let effects = table.land(results, now);
-        // Looked at while the lock is held anyway: what arrived may have made a tier dirty enough.
-        let is_due = table.is_dropping() || Tier::ALL.into_iter().any(|tier| self.flush_is_due(&table, tier));
+        // Checked while the lock is held anyway: arrivals may have made a tier dirty enough.
+        let is_due = table.is_dropping()
+            || Tier::ALL.into_iter().any(|tier| self.flush_is_due(&table, tier));
         drop(table);
         self.apply(effects);
         if is_due {
@@ -177,7 +202,8 @@ impl Core {
         }
     }
 
-    /// A block of a chain that was lent for reading is not what it was: it leaves `tier` with its descendants.
+    /// A block of a chain that was lent for reading has changed: it leaves `tier` with its
+    /// descendants.
     pub(crate) fn lent_is_corrupt(self: &Arc<Self>, tier: Tier, chain: Chain<'_>, position: usize) {
         self.metrics.found_corrupt(tier);
         self.drop_block(chain, position, |table, key| {
@@ -185,8 +211,8 @@ impl Core {
         });
     }
 
-    /// A block of a chain is not what its name says: it leaves every tier with its descendants, and no copy of it that is
-    /// under way lands.
+    /// A block of a chain is not what its name says: it leaves every tier with its descendants, and
+    /// its copies under way are discarded.
     pub fn drop_wrong(self: &Arc<Self>, chain: Chain<'_>, position: usize) {
         self.drop_block(chain, position, Table::drop_wrong);
     }
@@ -208,7 +234,7 @@ impl Core {
         }
     }
 
-    /// Does what follows from a change of the table, step by step where it is long.
+    /// Does what follows from a change of the table, in steps if it is long.
     pub(super) fn apply(self: &Arc<Self>, mut effects: Effects) {
         loop {
             let has_more = effects.has_more;
@@ -221,8 +247,10 @@ impl Core {
     }
 
     fn apply_step(self: &Arc<Self>, effects: Effects) {
-        let Effects { tasks, awaited, cancelled, ended, dropped, released, left, news, .. } = effects;
-        // Before the replies: who is told that all is over must find that it is.
+        let Effects {
+            tasks, awaited, cancelled, ended, again, dropped, released, left, news, ..
+        } = effects;
+        // Before the replies: a caller that hears of the end must find it so.
         drop(released);
         if let Some(on_left) = self.on_left.get().filter(|_| !left.is_empty()) {
             on_left(&left);
@@ -239,12 +267,16 @@ impl Core {
             self.drop_tasks(cancelled);
             let held = self.orders.lock().cancel(rest);
             self.drop_held(held);
+            let effects = self.table.lock().cancellation_made(rest.0);
+            self.apply(effects);
         }
         if !awaited.is_empty() {
             self.queues.lock().raise(&awaited.into_iter().collect());
         }
-        // Copies before replies: a caller who is told may come with more work, and the media need not idle meanwhile.
+        // Copies before replies: an answered caller may bring more work, and the media need not
+        // idle meanwhile.
         self.queue(tasks);
+        self.save_again_soon(again);
         ended.into_iter().for_each(|ended| self.transfer_ended(ended));
     }
 
@@ -261,10 +293,11 @@ impl Core {
             self.paces.learn(source, ended.copied, took, self.clock.uptime());
         }
         let Some(EndedOrder { held, part_of, .. }) = of_engine else { return ended.report() };
-        // Before the reply: who is told that it is over may find that its slots are free.
+        self.metrics.duplicated(ended.duplicates);
+        // Before the reply: a caller that hears of the end may count on its slots being free.
         self.drop_held(held);
         ended.report();
-        // The answer is there when the engine reads of it.
+        // The answer is there before the engine polls its name.
         match part_of {
             Some(joined) => drop(joined),
             None => self.note_completion(id),
@@ -275,8 +308,8 @@ impl Core {
 /// A copy failed, and nothing touches its slots any more.
 fn why_broken(task: &RoutedTask, error: &CopyError) -> Outcome {
     tracing::warn!(op = ?task.op(), %error, "a copy failed; the block counts as a miss");
-    // Tiers below DRAM lose single blocks, and so does memory that an earlier process left: any other error on a route
-    // within memory says something of the device, nothing of the block.
+    // Tiers below DRAM lose single blocks, and so does memory that an earlier process left: any
+    // other error on a route within memory is about the device, not the block.
     let can_lose = match task.task.from.tier {
         Tier::Device => false,
         Tier::Host => error.kind() == CopyErrorKind::Corrupt,
@@ -286,11 +319,58 @@ fn why_broken(task: &RoutedTask, error: &CopyError) -> Outcome {
     Outcome::Failed { halfway: task.halfway, defect }
 }
 
-/// What an error says of the block that was read. A medium that is away, full or shutting down says nothing of it.
+/// What an error says about the block that was read: nothing, if the medium is away, full or
+/// shutting down.
 const fn defect_of(kind: CopyErrorKind) -> Option<Defect> {
     match kind {
         CopyErrorKind::Corrupt => Some(Defect::Corrupt),
         CopyErrorKind::Io => Some(Defect::Unreadable),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvbm_tiers::{Route, SlotId, SlotRef};
+    use tracing::Span;
+
+    use super::*;
+    use crate::scheduler::core_of;
+    use crate::task::{CopyTask, TaskId, TransferId};
+
+    const WRITE: Route = (Tier::Host, Tier::Object);
+
+    fn task(block: u32) -> RoutedTask {
+        let slot = |tier| SlotRef { tier, slot: SlotId(block), generation: 0 };
+        let task = CopyTask {
+            id: TaskId { transfer: TransferId { place: 0, life: 0 }, block },
+            class: Class::Flush,
+            block: BlockKey { hash: u128::from(block) + 1, group: 0 },
+            parent: None,
+            owner: None,
+            from: slot(WRITE.0),
+            to: slot(WRITE.1),
+            via: None,
+            is_probe: false,
+        };
+        RoutedTask::new(task, true, None)
+    }
+
+    #[test]
+    fn a_success_between_errors_keeps_the_breaker_closed() {
+        let core = core_of(Table::new([]));
+        let batch =
+            core.batches.start((WRITE, Class::Flush), Vec::new(), Duration::ZERO, Span::none());
+        let judge = |are_well: &[bool]| {
+            let result = |is_well: &bool| {
+                let error = || CopyError::new(CopyErrorKind::Io, "a defect that a test wants");
+                if *is_well { Ok(()) } else { Err(error()) }
+            };
+            let tasks: Vec<_> = (0..).map(task).zip(are_well.iter().map(result)).collect();
+            core.judge(&batch, &tasks, Duration::ZERO);
+            core.breakers.is_open(WRITE)
+        };
+        assert!(!judge(&[false, false, true, false]), "no three errors came in a row");
+        assert!(judge(&[false, false]));
     }
 }

@@ -1,4 +1,4 @@
-//! What policies want done off everybody's path, on a thread of its own.
+//! Fits of policies, on a thread of their own, off the path of requests.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -7,8 +7,8 @@ use kvbm_policies::Upkeep;
 
 use crate::sync::{AtomicUsize, JoinHandle, Mutex, spawn};
 
-/// Runs fits of reuse models, one round at a time. A fit of a large tier takes the better part of a second; on the thread
-/// that flushes, nothing would be flushed meanwhile.
+/// Runs fits of reuse models, one round at a time. A fit of a large tier takes most of a second; on
+/// the flushing thread it would hold up flushes.
 #[derive(Debug, Default)]
 pub(super) struct FitThread {
     /// Rounds under way: 0 or 1.
@@ -16,7 +16,7 @@ pub(super) struct FitThread {
     thread: Mutex<Option<JoinHandle>>,
 }
 
-/// Ends a round however it ends: work that panics must not be the last.
+/// Ends a round, even one that panics: it must not be the last.
 struct LearningRound(Arc<AtomicUsize>);
 
 impl Drop for LearningRound {
@@ -26,12 +26,12 @@ impl Drop for LearningRound {
 }
 
 impl FitThread {
-    /// Whether it has work to do. Policies are not asked for more until it has not.
+    /// Whether it has work to do. Policies are asked for more only when it has none.
     pub(super) fn is_busy(&self) -> bool {
         self.running.load(Ordering::Acquire) > 0
     }
 
-    /// Does `work` elsewhere, unless it is busy. Work that is not done is asked for again by who wants it.
+    /// Does `work` on its thread, unless it is busy. Policies ask again for work that is not done.
     pub(super) fn start(&self, work: Vec<Upkeep>) {
         if work.is_empty() || self.running.swap(1, Ordering::AcqRel) > 0 {
             return;
@@ -42,10 +42,13 @@ impl FitThread {
             work.into_iter().for_each(|work| work());
         });
         match thread {
-            // The one before has ended, or it would be busy.
+            // The earlier thread has ended, or it would be busy.
             Ok(thread) => drop(self.thread.lock().replace(thread)),
-            // The round ended with the closure, which was dropped. Whoever wanted the work asks again when it is due next.
-            Err(error) => tracing::warn!(%error, "cannot start a thread: policies do not learn now"),
+            // The round ended when the closure was dropped. The policy asks again when the work is
+            // due next.
+            Err(error) => {
+                tracing::warn!(%error, "cannot start a thread: policies do not learn now");
+            }
         }
     }
 

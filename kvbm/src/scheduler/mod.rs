@@ -1,38 +1,37 @@
-//! The scheduler: it takes copy tasks to the backends, in the order of their urgency, and judges the media by how they
-//! get on. What is resident where is the table's affair.
+//! The scheduler: it takes copy tasks to the backends, in the order of their urgency, and judges
+//! the media by their progress. The table decides what is resident where.
 //!
-//! There is one kind of work, [`Core::transfer`]: make the leading blocks of a leased chain resident in a tier.
-//! Loading brings them to the device, saving to the tier below it, flushing to the tier below that,
-//! prefetching to the host. What differs is where the blocks come from, and the [`Class`] that decides who
-//! goes first. The table plans it and gives out tasks; what became of them lands there again.
+//! There is one kind of work: blocks of a chain go from where they are to a tier, or to slots of
+//! the engine's own. Loading, saving, flushing and prefetching differ in where the blocks come from
+//! and in the [`Class`] that decides which copies go first. The table plans a transfer and gives
+//! out tasks; the results of their copies return to it.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `routes` | which ways are open |
-//! | `routed` | a copy task with its way: one leg or two |
+//! | `routes` | which routes are open |
+//! | `routed` | a copy task with its route: one leg or two |
 //! | `queue` | queues per route and class; what goes next |
 //! | `dispatch` | from the queues to the backends |
 //! | `batch` | what the media work on; which copies are overdue |
 //! | `landing` | what happens when a copy ends |
 //! | `breaker` | media that are away, full or hanging are left alone for a while |
-//! | `directories` | of several directories of the disk tier one that fails is left alone |
+//! | `directories` | a failing one of several directories of the disk tier is left alone |
 //! | `errand` | copies that no request asked for, overdue like all others |
-//! | `scrub` | which blocks are looked at in turn, and how fast |
-//! | `spans` | what takes how long, for tracers |
-//! | `staging` | DRAM slots through which blocks travel |
-//! | `reset` | closing a namespace: what is under way lands nowhere |
-//! | `forget` | what a tenant stored leaves, and lands nowhere |
+//! | `scrub` | which idle blocks are verified, and how fast |
+//! | `spans` | how long each step takes, for tracers |
+//! | `staging` | DRAM slots through which blocks bounce |
+//! | `reset` | closing a namespace: what is under way is discarded |
+//! | `forget` | forgetting a tenant: its blocks leave every tier |
 //! | `pace` | how long a block takes from each tier |
 //! | `executor` | which backend serves which route |
 //! | `engine` | transfers between the tiers and an engine's own memory |
 //! | `engine_order` | what these wait for: the engine's fence, the rest of the plan |
 //! | `background` | flushing and time-outs |
-//! | `observe` | what is told to those who look |
+//! | `observe` | what it reports of itself |
 //! | `learner` | fits of policies, on a thread of their own |
 //!
-//! Locks, outermost first: the turn to plan, a batch's tasks, the table, the queues, the staging slots;
-//! innermost, one at a time, those of breakers and directories. Callbacks of backends take them for microseconds and never wait
-//! for I/O.
+//! `docs/architecture.md` lists the locks and their order. Callbacks of backends take them for
+//! microseconds and never wait for I/O.
 
 mod background;
 mod batch;
@@ -79,20 +78,20 @@ use self::queue::{QueueLimits, RouteQueues};
 use self::scrub::ScrubProgress;
 use self::spans::TransferSpans;
 use self::staging::StagingSlots;
+use crate::api::lease::Lease;
+use crate::api::transfer::{Transfer, Transferred};
 use crate::clock::Clock;
-use crate::demand::{DemandSample, has_limit};
 use crate::error::{Error, ErrorKind, Result};
-use crate::hash::Chain;
-use crate::lease::Lease;
 use crate::metrics::{Metrics, TenantLeases};
-use crate::recent::RecentRequests;
+use crate::names::hash::Chain;
+use crate::observe::demand::{DemandSample, has_limit};
+use crate::observe::recent::RecentRequests;
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};
 use crate::table::{
-    Budget, Journal, LeftBlock, Match, Reply, RequestInfo, Reserved, SharedTable, Table, TableGuard,
-    TransferEnd, TransferPlan,
+    Budget, Journal, LeftBlock, Match, Pins, Reply, RequestInfo, Reserved, SaveAgain, SharedTable,
+    Table, TableGuard, TransferEnd, TransferPlan,
 };
 use crate::task::{Class, TransferId};
-use crate::transfer::{Transfer, Transferred};
 
 pub use self::background::Drained;
 pub use self::engine::{JoinedTransfer, LoadInto, SaveFrom};
@@ -100,7 +99,7 @@ pub use self::executor::Executor;
 pub use self::scrub::ScrubOptions;
 pub use self::staging::StagingCounts;
 
-/// Blocks that an engine filled are made resident, or given back, so many at a time: some 100 µs of the table.
+/// Filled blocks that are made resident, or given back, at a time: some 100 µs of the table.
 const PUBLISHED: usize = 256;
 
 /// Limits and times of the scheduler.
@@ -114,17 +113,19 @@ pub struct Tuning {
     pub segment_blocks: usize,
     /// Blocks that may wait per route before more of the same are refused.
     pub queue_blocks: usize,
-    /// How long a medium may complete nothing before what it works on is overdue.
+    /// How long a medium may complete nothing before its copies are overdue.
     pub timeout: Duration,
     /// The same for the object tier, if that is longer: its client still tries until then.
     pub object_timeout: Duration,
-    /// How long a medium that failed is left alone before one copy tries it. Doubles up to 64-fold while that fails.
+    /// How long a failed medium is left alone before one copy tests it. Doubles up to 64-fold while
+    /// that fails.
     pub breaker_pause: Duration,
-    /// A block is flushed at the latest so long after it became resident, in milliseconds of the clock.
+    /// The longest time from a block's arrival to its flush, in milliseconds of the clock.
     pub flush_interval_ms: u64,
     /// Share of a tier that may be dirty before flushing starts at once.
     pub dirty_watermark: f64,
-    /// Seconds that the engine takes to compute a block; `None`: not known, so what is held is loaded.
+    /// Seconds that the engine takes to compute a block; `None`: unknown, so all held blocks are
+    /// loaded.
     pub prefill_block_s: Option<f64>,
 }
 
@@ -138,18 +139,21 @@ impl Tuning {
 
 type OnLeft = Box<dyn Fn(&[LeftBlock]) + Send + Sync>;
 
-/// Everything that moves blocks. Shared by the manager, its leases and the callbacks of its backends.
+/// Everything that moves blocks. Shared by the manager, its leases and the callbacks of its
+/// backends.
 pub struct Core {
     table: Arc<SharedTable>,
-    /// Whose turn it is to plan, flushes included. A plan of many blocks goes in steps, between which others use the
-    /// table; who planned the same chain meanwhile would take its blocks apart.
+    /// The turn to plan, flushes included. A plan of many blocks goes in steps, between which
+    /// others use the table; two plans of one chain would split its blocks between them.
     planning: Mutex<()>,
     queues: Mutex<RouteQueues>,
     orders: Mutex<EngineOrders>,
-    /// Transfers of an engine's slots that have ended, since it asks for them.
+    /// Transfers of an engine's slots that have ended, from its first poll on.
     completions: Mutex<Option<VecDeque<TransferId>>>,
+    /// Saves to plan anew.
+    saves_again: Mutex<VecDeque<SaveAgain>>,
     executor: Arc<Executor>,
-    /// Of tiers that outlive the process.
+    /// Journals of tiers that outlive the process.
     journals: [Option<Journal>; Tier::COUNT],
     batches: BatchesInFlight,
     staging: Mutex<StagingSlots>,
@@ -164,18 +168,18 @@ pub struct Core {
     clock: Arc<dyn Clock>,
     metrics: Metrics,
     tuning: Tuning,
-    /// Calls of [`Core::pump`] that somebody has to act on.
+    /// Calls of [`Core::pump`] that are still to be served.
     pumps: AtomicUsize,
-    /// Is told of blocks that leave a tier.
+    /// Called with blocks that leave a tier.
     on_left: OnceLock<OnLeft>,
-    /// What requests found lately, once somebody may ask.
+    /// What requests found lately, once that is to be remembered.
     recent: OnceLock<RecentRequests>,
-    /// Where the settings name tenants.
+    /// Set if the settings name tenants.
     tenant_leases: OnceLock<Arc<TenantLeases>>,
     spans: TransferSpans,
     /// Held once for each batch that a backend has.
     with_media: Arc<()>,
-    /// 1 when nothing is taken on any more.
+    /// 1 when no more work is taken.
     closed: AtomicUsize,
 }
 
@@ -194,9 +198,10 @@ pub struct Parts {
     pub executor: Executor,
     /// Handles to the DRAM slots through which blocks bounce.
     pub staging: Vec<Frame>,
-    /// For each directory of the disk tier, where there are several: the handle to a slot that holds no block.
+    /// For each directory of the disk tier, if there are several: the handle to a slot that holds
+    /// no block.
     pub trials: Vec<Frame>,
-    /// What is verified that nobody asks for.
+    /// Which idle blocks are verified, and how fast.
     pub scrub: ScrubOptions,
     /// Time for policies and flushing.
     pub clock: Arc<dyn Clock>,
@@ -207,12 +212,15 @@ pub struct Parts {
 }
 
 impl Core {
-    /// Puts the parts together. Nothing moves until somebody asks.
+    /// Puts the parts together. Nothing is copied until a call asks for it.
     pub fn new(parts: Parts) -> Arc<Self> {
         let Parts { table, executor, staging, trials, scrub, clock, metrics, tuning } = parts;
         let trials: Vec<_> = trials.into_iter().zip(table.directories(Tier::Disk)).collect();
-        let largest =
-            Tier::ALL.iter().map(|&tier| table.counts(tier).total).filter(|&slots| has_limit(slots)).max();
+        let largest = Tier::ALL
+            .iter()
+            .map(|&tier| table.counts(tier).total)
+            .filter(|&slots| has_limit(slots))
+            .max();
         let is_device_of_engine = table.counts(Tier::Device).total == 0;
         let limits = QueueLimits {
             batches: tuning.max_concurrent,
@@ -227,6 +235,7 @@ impl Core {
             queues: Mutex::new(RouteQueues::new(limits)),
             orders: Mutex::new(EngineOrders::new(is_device_of_engine)),
             completions: Mutex::default(),
+            saves_again: Mutex::default(),
             executor: Arc::new(executor),
             batches: BatchesInFlight::default(),
             staging: Mutex::new(StagingSlots::new(staging)),
@@ -251,12 +260,13 @@ impl Core {
         })
     }
 
-    /// The table, its clock set.
+    /// The locked table, with its clock set.
     pub fn table(&self) -> TableGuard<'_> {
         self.table.lock()
     }
 
-    /// Works on the table for one hold of its lock, and does what follows from it. Others have it before the next one.
+    /// Works on the table for one hold of its lock, and does what follows. Others have the table
+    /// before the next hold.
     fn hold<T>(self: &Arc<Self>, work: impl FnOnce(&mut Table, &mut Budget) -> T) -> T {
         let mut table = self.table();
         let done = work(&mut table, &mut Budget::of_a_hold());
@@ -266,7 +276,7 @@ impl Core {
         done
     }
 
-    /// Lets up to `blocks` blocks of `tier` go, in the order of its policy; returns how many could.
+    /// Evicts up to `blocks` blocks of `tier`, in the order of its policy; returns how many.
     pub(crate) fn evict(self: &Arc<Self>, tier: Tier, blocks: usize) -> usize {
         let (mut evicted, mut has_more) = (0, self.table().has(tier));
         while has_more {
@@ -278,14 +288,17 @@ impl Core {
         evicted
     }
 
-    /// Has somebody told of blocks that leave a tier, soon after, with the table unlocked.
+    /// Calls `on_left` with blocks that leave a tier, soon after, with the table unlocked.
     pub(crate) fn tell_left_blocks(&self, on_left: impl Fn(&[LeftBlock]) + Send + Sync + 'static) {
         self.on_left.get_or_init(|| Box::new(on_left));
         self.table().note_left_blocks();
     }
 
     /// Lets chains leave, each named by its last block: see [`Table::let_go`].
-    pub(crate) fn let_go<'a>(self: &Arc<Self>, chains: impl Iterator<Item = (Tier, Chain<'a>, bool)>) {
+    pub(crate) fn let_go<'a>(
+        self: &Arc<Self>,
+        chains: impl Iterator<Item = (Tier, Chain<'a>, bool)>,
+    ) {
         for (tier, last, go_unflushed) in chains {
             let mut next = self.hold(|table, _| table.has(tier).then(|| table.enter(last).key(0)));
             while let Some(block) = next {
@@ -294,10 +307,11 @@ impl Core {
         }
     }
 
-    /// Whether anything can be done with a lease.
+    /// Checks that a lease can be used.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] if it is of another manager; [`ErrorKind::Stale`] if it is from before a reset.
+    /// [`ErrorKind::Invalid`] if it is of another manager; [`ErrorKind::Stale`] if it is from
+    /// before a reset.
     pub(crate) fn check_lease(&self, lease: &Lease) -> Result<()> {
         if !lease.is_of(&self.table) {
             return Err(foreign_lease());
@@ -310,7 +324,7 @@ impl Core {
         self.clock.now_ms()
     }
 
-    /// Has background work looked at soon.
+    /// Wakes background work.
     pub(crate) fn wake(&self) {
         self.flushing.wake();
     }
@@ -325,8 +339,8 @@ impl Core {
         self.staging.lock().counts()
     }
 
-    /// Copies on a route that are overdue now. Each holds the slot that it writes, and pins the one that it reads with
-    /// its ancestors.
+    /// Copies on a route that are overdue now. Each holds the slot that it writes, and pins the one
+    /// that it reads with its ancestors.
     pub fn overdue(&self, route: Route) -> u64 {
         self.metrics.overdue_now(route)
     }
@@ -339,6 +353,14 @@ impl Core {
 
     /// Pins the leading blocks of `chain` in every tier that holds any, and counts as their use.
     pub fn lease(&self, chain: Chain<'_>, info: RequestInfo) -> Lease {
+        if info.has_asked {
+            let mut table = self.table();
+            let chain = table.enter(chain);
+            let mut pins = table.lease(chain, info);
+            drop(table);
+            self.judge_lease(&mut pins);
+            return Lease::new(Arc::clone(&self.table), pins);
+        }
         let span = spans::of_match(&info, chain.len());
         let mut table = self.table();
         let chain = table.enter(chain);
@@ -346,7 +368,8 @@ impl Core {
         let miss = table.miss(chain, pins.held());
         drop(table);
         spans::found(&span, pins.held());
-        // With the table unlocked: of 65,536 blocks this takes most of a lease's time (docs/policies.md).
+        // With the table unlocked: of 65,536 blocks this takes most of a lease's time
+        // (docs/policies.md).
         self.demand.observe(chain, self.clock.now_ms());
         self.metrics.requested(chain.len(), pins.held());
         if let Some(leases) = self.tenant_leases.get() {
@@ -358,22 +381,19 @@ impl Core {
         if let (Some(recent), Some(request)) = (self.recent.get(), info.request) {
             recent.note(request, chain, *pins.held(), miss);
         }
+        self.judge_lease(&mut pins);
+        Lease::new(Arc::clone(&self.table), pins)
+    }
+
+    /// Says how much of a lease is worth loading.
+    fn judge_lease(&self, pins: &mut Pins) {
         if let Some(blocks) = self.worth_loading(pins.held()) {
             pins.judge(blocks);
         }
-        Lease::new(Arc::clone(&self.table), pins)
     }
 
-    /// [`lease`](Self::lease), for a request whose blocks were counted when it asked for them.
-    pub(crate) fn lease_uncounted(&self, chain: Chain<'_>, info: RequestInfo) -> Lease {
-        let mut table = self.table();
-        let chain = table.enter(chain);
-        let pins = table.lease(chain, info);
-        drop(table);
-        Lease::new(Arc::clone(&self.table), pins)
-    }
-
-    /// A lease of what each tier holds of a beginning of a leased chain, for a part of the lease's work.
+    /// A lease of what each tier holds of a prefix of a leased chain, for a part of the lease's
+    /// work.
     pub(crate) fn lease_beginning(&self, of: &Lease, chain: Chain<'_>) -> Lease {
         let mut table = self.table();
         let chain = table.enter(chain);
@@ -382,7 +402,8 @@ impl Core {
         Lease::new(Arc::clone(&self.table), pins)
     }
 
-    /// How many leading blocks of `chain` each tier holds, and how many are worth loading. No side effect.
+    /// How many leading blocks of `chain` each tier holds, and how many are worth loading. It has
+    /// no side effect.
     pub fn matches(&self, chain: Chain<'_>) -> Match {
         let mut held = self.table().matches(chain);
         if let Some(blocks) = self.worth_loading(&held) {
@@ -391,7 +412,7 @@ impl Core {
         held
     }
 
-    /// `None` where the engine's pace is not known.
+    /// `None` if the engine's pace is unknown.
     fn worth_loading(&self, held: &Match) -> Option<u32> {
         let prefill_s = self.tuning.prefill_block_s?;
         let now = self.clock.uptime();
@@ -402,18 +423,24 @@ impl Core {
         Some(split(held.plan().map(leg), prefill_s))
     }
 
-    /// What share of the requested blocks, of late, an LRU tier of `capacity` blocks would have held: 0 to 1.
+    /// The share of recently requested blocks that an LRU tier of `capacity` blocks would have
+    /// held: 0 to 1.
     pub fn estimated_hit_rate(&self, capacity: u32) -> f64 {
         self.demand.hit_rate(capacity)
     }
 
-    /// Makes the leading blocks of a leased chain resident in `to`: as many as the lease holds anywhere, as
-    /// far as there is room.
+    /// Makes the leading blocks of a leased chain resident in `to`: as many as the lease holds
+    /// anywhere, as far as there is room.
     ///
-    /// The answer is an error of kind [`Invalid`](crate::ErrorKind::Invalid) for a lease of another manager, of kind
-    /// [`Stale`](crate::ErrorKind::Stale) for one from before a reset, and of kind
+    /// The answer is an error of kind [`Invalid`](crate::ErrorKind::Invalid) for a lease of another
+    /// manager, of kind [`Stale`](crate::ErrorKind::Stale) for one from before a reset, and of kind
     /// [`Closed`](crate::ErrorKind::Closed) after [`close`](Self::close).
-    pub fn transfer(self: &Arc<Self>, class: Class, to: Tier, lease: Lease) -> Transfer<Transferred> {
+    pub fn transfer(
+        self: &Arc<Self>,
+        class: Class,
+        to: Tier,
+        lease: Lease,
+    ) -> Transfer<Transferred> {
         if let Err(error) = self.check_lease(&lease) {
             return Transfer::failed(error);
         }
@@ -435,14 +462,20 @@ impl Core {
         self.cancellable(transfer, id)
     }
 
-    /// Blocks that have not arrived do not come.
+    /// Ends a transfer early: blocks that have not arrived do not come.
     fn end_early(self: &Arc<Self>, id: TransferId) {
         let effects = self.table().cancel(id);
         self.apply(effects);
     }
 
-    /// Sends the copies of a plan on their way, as far as they may go now.
-    fn send(self: &Arc<Self>, class: Class, to: Tier, plan: &mut TransferPlan, order: Option<EngineOrder>) {
+    /// Sends those copies of a plan that may go now.
+    fn send(
+        self: &Arc<Self>,
+        class: Class,
+        to: Tier,
+        plan: &mut TransferPlan,
+        order: Option<EngineOrder>,
+    ) {
         let probe = self.limit(class, to, plan);
         self.take_slots(plan, order);
         if let Some(route) = probe.filter(|_| !plan.is_probe_sent()) {
@@ -462,18 +495,22 @@ impl Core {
         table.finish_plan(&mut plan, reply, started);
         let effects = table.take_effects();
         drop(table);
-        // The next one plans while this one is sent.
+        // The next caller plans while this transfer is sent.
         drop(turn);
         self.apply(effects);
-        // Room comes from flushing, which may not be due yet.
+        // Flushing makes room, but may not be due yet.
         if found_no_room {
             self.flushing.wake();
         }
     }
 
     /// A transfer that its caller can cancel.
-    fn cancellable<T>(self: &Arc<Self>, transfer: Transfer<T>, id: Option<TransferId>) -> Transfer<T> {
-        // Weak: a caller may keep its handle for longer than the manager is there.
+    fn cancellable<T>(
+        self: &Arc<Self>,
+        transfer: Transfer<T>,
+        id: Option<TransferId>,
+    ) -> Transfer<T> {
+        // Weak: a caller's handle may outlive the manager.
         let core = Arc::downgrade(self);
         let cancel = move || {
             if let (Some(core), Some(id)) = (core.upgrade(), id) {
@@ -483,14 +520,16 @@ impl Core {
         transfer.cancelled_by(cancel)
     }
 
-    /// Takes slots for all blocks of a plan, and sends the copies on their way, or has them wait for an engine.
+    /// Takes slots for all blocks of a plan, and sends the copies, or holds them back for an
+    /// engine.
     fn take_slots(self: &Arc<Self>, plan: &mut TransferPlan, mut order: Option<EngineOrder>) {
         let mut is_complete = false;
         while !is_complete {
             let mut table = self.table();
             is_complete = table.extend(plan);
             let effects = table.take_effects();
-            // While the table is locked: a copy that waits for another's block may be sent by whoever lands that.
+            // While the table is locked: a copy that waits for another's block may be sent by the
+            // thread that lands that.
             if let Some(id) = plan.transfer()
                 && let Some(order) = order.take()
             {
@@ -501,7 +540,7 @@ impl Core {
         }
     }
 
-    /// What the end of a transfer is told to, and what its caller gets.
+    /// The reply to the end of a transfer, and the caller's side of it.
     fn reply(&self) -> (Reply, Transfer<Transferred>) {
         self.reply_with(|ended, lease| Transferred {
             blocks: lease.blocks(ended.to),
@@ -523,7 +562,7 @@ impl Core {
         let table = Arc::clone(&self.table);
         let reply = Reply::new(move |mut ended: TransferEnd| {
             let Some(pins) = ended.pins.take() else { return };
-            // If nobody wants to know any more, the lease ends here.
+            // If the caller dropped its side, the lease ends here.
             drop(told.send(answer(&ended, Lease::new(table, pins))));
         });
         (reply, Transfer::new(transfer))
@@ -537,14 +576,15 @@ impl Core {
         self.table().reserved(&mut plan)
     }
 
-    /// Makes blocks of an epoch resident that others have stored in the object tier: see [`Table::take_in`].
+    /// Makes blocks of an epoch resident that others have stored in the object tier: see
+    /// [`Table::take_in`].
     pub fn take_in(
         self: &Arc<Self>,
         epoch: (u64, u64),
         found: &[FoundBlock],
         stand_for: &mut dyn FnMut(usize, SlotId),
     ) -> Vec<Discovery> {
-        // Whoever plans counts on what is missing.
+        // Plans count on what is missing.
         let turn = self.planning.lock();
         let mut table = self.table();
         if table.naming().epoch != epoch {
@@ -558,8 +598,8 @@ impl Core {
         intakes
     }
 
-    /// Waits until the index of `tier` knows what has left it, for as long as a copy to the tier would be waited for. False:
-    /// it does not, and slots must not be written yet.
+    /// Waits until the index of `tier` knows what has left it, as long as it would wait for a copy
+    /// to the tier. False: it does not know yet, and slots must not be written.
     pub(crate) fn removals_are_noted(&self, tier: Tier) -> bool {
         let Some(journal) = &self.journals[tier.index()] else { return true };
         let (told, noted) = std::sync::mpsc::sync_channel(1);
@@ -567,8 +607,8 @@ impl Core {
         noted.recv_timeout(self.tuning.timeout).is_ok()
     }
 
-    /// Makes the first `filled` blocks resident for which slots were reserved, as the last part of their chain. The
-    /// others' slots are given back.
+    /// Makes the first `filled` of the reserved blocks resident, as the last part of their chain.
+    /// The others' slots are given back.
     pub fn publish(
         self: &Arc<Self>,
         mut reserved: Reserved,
@@ -584,7 +624,8 @@ impl Core {
         let mut first = 0;
         while first < filled {
             let step = PUBLISHED.min(filled - first);
-            let effects = self.table().fill(reserved.transfer, first, reserved.frames.drain(..step));
+            let effects =
+                self.table().fill(reserved.transfer, first, reserved.frames.drain(..step));
             self.apply(effects);
             first += step;
         }
@@ -597,7 +638,7 @@ impl Core {
         transfer
     }
 
-    /// Gives back reserved slots that will not be filled, and tells those who wait for their blocks.
+    /// Gives back reserved slots that will not be filled, and tells what waits for their blocks.
     pub fn abandon(self: &Arc<Self>, mut reserved: Reserved) {
         self.give_back(&mut reserved, 0);
         let mut table = self.table();
@@ -610,24 +651,27 @@ impl Core {
     fn give_back(self: &Arc<Self>, reserved: &mut Reserved, mut first: usize) {
         while !reserved.frames.is_empty() {
             let step = PUBLISHED.min(reserved.frames.len());
-            let effects = self.table().abandon(reserved.transfer, first, reserved.frames.drain(..step));
+            let effects =
+                self.table().abandon(reserved.transfer, first, reserved.frames.drain(..step));
             self.apply(effects);
             first += step;
         }
     }
 
-    /// Ends everything: what waits is not sent, who waits is answered, and nothing is taken on any more. Copies that a
-    /// medium works on end by themselves and keep their slots until then.
+    /// Ends everything: queued copies are dropped, waiting callers are answered, and no more work
+    /// is taken. Copies that a medium works on end by themselves and keep their slots until then.
     pub fn close(self: &Arc<Self>) {
-        // First of all: whoever queues or starts a batch looks at it afterwards (`dispatch.rs`). So nothing slips by.
+        // First: code that queues or starts a batch checks this afterwards (`dispatch.rs`). So
+        // nothing slips by.
         self.closed.store(1, Ordering::Release);
         self.drop_waiting();
         self.batches.all().iter().for_each(|batch| self.give_up(batch));
         self.table().close();
         self.end_transfers();
+        self.end_saves_again();
     }
 
-    /// What waits for its turn, or for an engine, is not sent.
+    /// Drops tasks that wait for their turn or for an engine.
     fn drop_waiting(self: &Arc<Self>) {
         let waiting = self.queues.lock().take_all();
         self.drop_tasks(waiting);
@@ -635,8 +679,8 @@ impl Core {
         self.drop_held(held);
     }
 
-    /// Ends the transfers of past namespaces, or all when the table is closed. One at a time: there may be thousands, and
-    /// others want the table.
+    /// Ends the transfers of past namespaces, or all when the table is closed. One at a time: there
+    /// may be thousands, and others need the table.
     fn end_transfers(self: &Arc<Self>) {
         let mut from = Some(0);
         while let Some(place) = from {
@@ -644,11 +688,12 @@ impl Core {
         }
     }
 
-    /// Waits until no backend has any copy of ours, at most for `limit`. Returns how many copies are left.
+    /// Waits until no backend has any copy of ours, at most for `limit`. Returns how many copies
+    /// are left.
     pub fn wait_for_media(&self, limit: Duration) -> u64 {
         let deadline = self.clock.uptime().saturating_add(limit);
         while Arc::strong_count(&self.with_media) > 1 && self.clock.uptime() < deadline {
-            // As seldom as a drain looks: nobody closes in a hurry.
+            // As often as a drain looks: a close is in no hurry.
             std::thread::sleep(Duration::from_micros(200));
         }
         self.overdue_in_all()
@@ -666,5 +711,36 @@ impl Core {
 }
 
 fn foreign_lease() -> Error {
-    Error::new(ErrorKind::Invalid, "the lease is of another manager: give it to the one that made it")
+    Error::new(
+        ErrorKind::Invalid,
+        "the lease is of another manager: give it to the one that made it",
+    )
+}
+
+/// A core over a table, without backends.
+#[cfg(test)]
+fn core_of(table: Table) -> Arc<Core> {
+    let limit = Duration::from_mins(1);
+    let registry = prometheus::Registry::new();
+    Core::new(Parts {
+        table,
+        executor: Executor::default(),
+        staging: Vec::new(),
+        trials: Vec::new(),
+        scrub: ScrubOptions::default(),
+        clock: Arc::new(crate::clock::ManualClock::default()),
+        metrics: Metrics::new(&registry, 64, 1).expect("a registry of its own"),
+        tuning: Tuning {
+            max_concurrent: 1,
+            max_batch: 8,
+            segment_blocks: 8,
+            queue_blocks: 8,
+            timeout: limit,
+            object_timeout: limit,
+            breaker_pause: Duration::ZERO,
+            flush_interval_ms: 1_000,
+            dirty_watermark: 1.0,
+            prefill_block_s: None,
+        },
+    })
 }

@@ -1,4 +1,4 @@
-//! Queues of tasks, one queue per route, and the decision what goes to the hardware next.
+//! Queues of tasks, one per route, and the choice of what goes to the hardware next.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
@@ -8,23 +8,23 @@ use kvbm_tiers::{BlockKey, Route, Tier};
 use super::routed::RoutedTask;
 use crate::task::{Class, TransferId};
 
-/// What is to be done with a task whose turn has come.
+/// What to do with a task whose turn has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TaskTurn {
     /// It goes to the backend.
     Send,
-    /// It waits for a staging slot, and those behind it with it.
+    /// It waits for a staging slot, and so do those behind it.
     Wait,
-    /// It is not sent at all.
+    /// It is not sent.
     Drop,
 }
 
-/// What goes to the hardware next.
+/// The next batch for the hardware.
 #[derive(Debug)]
 pub(super) struct NextBatch {
     pub(super) route: Route,
     pub(super) class: Class,
-    /// May be none, when some were dropped.
+    /// May be empty, if tasks were dropped.
     pub(super) tasks: Vec<RoutedTask>,
     pub(super) dropped: Vec<RoutedTask>,
 }
@@ -56,7 +56,7 @@ impl RouteQueue {
         !self.by_class[load].is_empty() || self.batches[load] > 0
     }
 
-    /// Whether what comes next belongs to a load whose layers are under way.
+    /// Whether the next task belongs to a load whose layers are under way.
     fn goes_on(&self, class: Class) -> bool {
         let next = self.by_class[class as usize].front().filter(|task| !task.halfway);
         next.and_then(RoutedTask::order).is_some_and(|order| order.has_layers_under_way())
@@ -104,15 +104,16 @@ impl RouteQueues {
             let waiting = std::mem::take(&mut queue.by_class[prefetch]);
             let (raised, others): (VecDeque<_>, _) =
                 waiting.into_iter().partition(|task| blocks.contains(&task.task.block));
-            // Behind the loads that wait already: their engines have waited longer.
+            // Behind the loads that already wait: their engines have waited longer.
             queue.by_class[load].extend(raised);
             queue.by_class[prefetch] = others;
         }
     }
 
-    /// Takes out the tasks of a transfer for its blocks from `block` on, which are in vain.
+    /// Takes out the tasks of a transfer for its blocks from `block` on, which are useless now.
     pub(super) fn cancel(&mut self, (transfer, block): (TransferId, u32)) -> Vec<RoutedTask> {
-        let is_in_vain = |task: &RoutedTask| task.task.id.transfer == transfer && task.task.id.block >= block;
+        let is_in_vain =
+            |task: &RoutedTask| task.task.id.transfer == transfer && task.task.id.block >= block;
         let mut cancelled = Vec::new();
         for waiting in self.queues.iter_mut().flatten().flat_map(|queue| &mut queue.by_class) {
             // Most queues have nothing of the transfer, and are left as they are.
@@ -132,7 +133,7 @@ impl RouteQueues {
         queues.flat_map(std::mem::take).collect()
     }
 
-    /// A batch that should start now; `turn` says of each task in its turn what is to be done with it.
+    /// A batch that should start now; `turn` says what to do with each task in its turn.
     pub(super) fn next_batch(
         &mut self,
         mut turn: impl FnMut(&mut RoutedTask) -> TaskTurn,
@@ -144,16 +145,21 @@ impl RouteQueues {
             let queue = self.queue(route);
             let may_start = |&class: &Class| queue.batches() < most || queue.goes_on(class);
             let Some(class) = queue.most_urgent().filter(may_start) else { continue };
-            // One batch of flushes still goes while a tier is loaded from: else a busy disk would never be flushed to.
-            let yields = class > Class::Save && (loading[route.0.index()] || loading[route.1.index()]);
+            // One batch of flushes still goes while a tier is loaded from: else a busy disk would
+            // never get flushes.
+            let yields =
+                class > Class::Save && (loading[route.0.index()] || loading[route.1.index()]);
             if yields && queue.batches() > 0 {
                 continue;
             }
             let waiting = &mut queue.by_class[class as usize];
-            // An order with the engine's work is that of a batch, and layers are those of all its blocks.
+            // A batch has one order with the engine's work, and layers are those of all its blocks.
             let order = waiting.front().and_then(RoutedTask::order).cloned();
-            let limit =
-                if order.as_ref().is_some_and(|order| order.has_layers()) { usize::MAX } else { limit };
+            let limit = if order.as_ref().is_some_and(|order| order.has_layers()) {
+                usize::MAX
+            } else {
+                limit
+            };
             let is_of_batch = |task: &&mut RoutedTask| match (&order, task.order()) {
                 (Some(order), Some(other)) => Arc::ptr_eq(order, other),
                 (order, other) => order.is_none() && other.is_none(),
@@ -167,7 +173,7 @@ impl RouteQueues {
                     Some(TaskTurn::Wait) | None => break,
                 }
             }
-            // Where all were dropped nothing is in flight, and nobody would end the batch.
+            // If all were dropped nothing is in flight, and nothing would end the batch.
             if !tasks.is_empty() {
                 queue.batches[class as usize] += 1;
             }
@@ -181,14 +187,14 @@ impl RouteQueues {
     fn batch_limit(&self, route: Route) -> usize {
         match route {
             (_, Tier::Object) => self.limits.segment_blocks,
-            // What lies side by side in a segment is fetched with one request, however many blocks that are.
+            // Neighbours in a segment are fetched with one request, for any number of blocks.
             (Tier::Object, _) => self.limits.segment_blocks.max(self.limits.batch_blocks),
             _ => self.limits.batch_blocks,
         }
     }
 
-    /// Whether blocks are being, or wait to be, loaded out of `tier` (a lower one: the device has no queue
-    /// to protect).
+    /// Whether blocks are being, or wait to be, loaded out of `tier` (a lower one: the device has
+    /// no queue to protect).
     fn is_loading_from(&self, tier: Tier) -> bool {
         tier > Tier::Host && self.queues[tier.index()].iter().any(RouteQueue::has_loads)
     }
@@ -199,7 +205,7 @@ impl RouteQueues {
     }
 }
 
-/// All routes. What an engine waits for comes first: towards the device, then out of it.
+/// All routes, those that an engine waits for first: towards the device, then out of it.
 fn routes() -> impl Iterator<Item = Route> {
     Tier::ALL.into_iter().flat_map(|to| Tier::ALL.into_iter().map(move |from| (from, to)))
 }
@@ -210,7 +216,7 @@ mod tests {
 
     use super::super::engine_order::EngineOrder;
     use super::*;
-    use crate::layers::LayerCount;
+    use crate::api::layers::LayerCount;
     use crate::task::{CopyTask, TaskId};
 
     fn order() -> Arc<EngineOrder> {
@@ -236,7 +242,8 @@ mod tests {
 
     #[test]
     fn the_rest_of_a_load_in_layers_does_not_wait_for_its_beginning_and_another_load_does() {
-        let mut queues = RouteQueues::new(QueueLimits { batches: 1, batch_blocks: 8, segment_blocks: 8 });
+        let mut queues =
+            RouteQueues::new(QueueLimits { batches: 1, batch_blocks: 8, segment_blocks: 8 });
         let (first, other) = (order(), order());
         let next = |queues: &mut RouteQueues| {
             queues.next_batch(|_| TaskTurn::Send).map(|next| {

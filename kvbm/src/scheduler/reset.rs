@@ -1,4 +1,4 @@
-//! Closing a namespace: no block that is there now is found again, and what is under way lands nowhere.
+//! Closing a namespace: no present block is found again, and what is under way is discarded.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -6,34 +6,36 @@ use std::sync::Arc;
 use kvbm_tiers::{Loan, Tier};
 
 use super::Core;
+use crate::api::lease::Lease;
 use crate::error::Result;
-use crate::hash::Chain;
-use crate::lease::Lease;
+use crate::names::hash::Chain;
 use crate::table::{Effects, NamespaceId, Table, Unflushed};
 
-/// Steps in one round: some 10 ms. A disk of a hundred million slots must not keep flushes and time-outs waiting.
+/// Steps in one round: some 10 ms. A disk of a hundred million slots must not hold up flushes and
+/// time-outs.
 const SWEEPS: usize = 64;
 
 impl Core {
     /// Begins another epoch. May be called from anywhere, completions of backends included.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) unless `epoch` is greater than the present one.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) unless `epoch` is greater than the present
+    /// one.
     pub fn reset(self: &Arc<Self>, epoch: u64) -> Result<()> {
         let effects = self.table().reset(epoch)?;
         self.forgotten(effects);
         Ok(())
     }
 
-    /// Forgets all blocks within the epoch, which stays: those of one part of them were lost, say, and nobody knows
-    /// which these are. Else as [`reset`](Self::reset).
+    /// Forgets all blocks within the epoch, which stays: some were lost, say, and which is unknown.
+    /// Else like [`reset`](Self::reset).
     pub fn forget_all(self: &Arc<Self>) {
         let effects = self.table().forget_all();
         self.forgotten(effects);
     }
 
-    /// Nothing is read from a tier any more, nor does anything come to it, until the next [`reset`](Self::reset): what it
-    /// gives is wrong. What is under way from it or to it lands nowhere.
+    /// Withdraws a tier that gives wrong blocks: until the next [`reset`](Self::reset) nothing is
+    /// read from it or written to it. Copies under way from it or to it are discarded.
     pub fn withdraw(self: &Arc<Self>, tier: Tier) {
         let effects = self.table().withdraw(tier);
         self.apply(effects);
@@ -57,16 +59,16 @@ impl Core {
         self.flushing.wake();
     }
 
-    /// Gives back slots of forgotten blocks, as many as one round of background work has time for.
+    /// Frees slots of forgotten blocks, as many as one round of background work has time for.
     pub(super) fn sweep_some(self: &Arc<Self>) {
-        // All went as far as a step goes, so there is more, and it need not wait for the next regular round.
+        // Every step was full, so there is more, and it need not wait for the next regular round.
         if (0..SWEEPS).all(|_| self.hold(Table::sweep)) {
             self.flushing.wake();
         }
     }
 
-    /// Lends successive blocks of a chain in `tier`, those before the first that it does not hold; none if the lease is
-    /// not of the present namespace.
+    /// Lends successive blocks of a chain in `tier`, up to the first that it lacks; none if the
+    /// lease is not of the present namespace.
     pub(crate) fn lend(
         &self,
         tier: Tier,
@@ -75,7 +77,7 @@ impl Core {
         positions: Range<usize>,
     ) -> Vec<Loan> {
         let mut table = self.table();
-        // Looked at and lent in one hold of the lock: no reset comes in between.
+        // Checked and lent in one hold of the lock: no reset comes in between.
         if !lease.is_of(&self.table) || !table.is_present(lease.pins()) {
             return Vec::new();
         }

@@ -1,4 +1,4 @@
-//! A copy task on its way: one leg where a backend connects its tiers, else two with a stop in DRAM.
+//! A copy task on its way: one leg if a backend connects its tiers, else two with a stop in DRAM.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ pub(super) enum BounceStop {
     Kept(SlotRef),
 }
 
-/// A copy task and its way.
+/// A copy task and its route.
 #[derive(Debug)]
 pub(super) struct RoutedTask {
     pub(super) task: CopyTask,
@@ -26,7 +26,7 @@ pub(super) struct RoutedTask {
     pub(super) stop: Option<BounceStop>,
     /// The block has reached the stop.
     pub(super) halfway: bool,
-    /// The order to keep with the engine's work where its own memory is touched.
+    /// The order to keep with the engine's work, if its memory is touched.
     pub(super) order: Option<Arc<EngineOrder>>,
 }
 
@@ -36,7 +36,8 @@ impl RoutedTask {
         Self { task, stop: (!is_direct).then(through_dram), halfway: false, order }
     }
 
-    /// The order that the next copy keeps. One that does not touch the engine's memory need not wait for it.
+    /// The order that the next copy keeps. One that does not touch the engine's memory need not
+    /// wait for it.
     pub(super) fn order(&self) -> Option<&Arc<EngineOrder>> {
         let (from, to) = self.route();
         self.order.as_ref().filter(|_| from == Tier::Device || to == Tier::Device)
@@ -60,7 +61,8 @@ impl RoutedTask {
     /// The tiers that the next copy connects.
     pub(super) const fn route(&self) -> Route {
         let CopyTask { from, to, .. } = self.task;
-        // A staging slot lies in the host's memory: to a backend both kinds of stop are the host tier.
+        // A staging slot lies in the host's memory: to a backend both kinds of stop are the host
+        // tier.
         match self.stop {
             None => (from.tier, to.tier),
             Some(_) if self.halfway => (Tier::Host, to.tier),
@@ -77,7 +79,7 @@ impl RoutedTask {
         }
     }
 
-    /// Whether a copy would still be ahead after the present one.
+    /// Whether another copy follows the present one.
     pub(super) const fn has_second_leg(&self) -> bool {
         !self.halfway && self.stop.is_some()
     }

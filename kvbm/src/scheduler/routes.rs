@@ -1,4 +1,4 @@
-//! Which ways are open: routes and their legs, the room in their queues, and the breakers on them.
+//! Which routes are open: their legs, the room in their queues, and their breakers.
 
 use kvbm_tiers::{Route, SlotRef, Tier};
 
@@ -8,16 +8,18 @@ use crate::table::{TierSet, TransferPlan};
 use crate::task::Class;
 
 impl Core {
-    /// Cuts off a plan what the engine computes sooner than it is loaded, what cannot be copied now, and what the
-    /// queues have no room for. The returned route, if any, is to be tried with the plan's last block.
+    /// Cuts from a plan the blocks that the engine computes faster than they load, that cannot be
+    /// copied now, or that the queues have no room for. The plan's last block is to test the
+    /// returned route, if any.
     pub(super) fn limit(&self, class: Class, to: Tier, plan: &mut TransferPlan) -> Option<Route> {
         if plan.is_into_engine() {
-            // The engine has seen what is worth loading, and asks for this.
+            // The engine knows what is worth loading, and asks for this.
         } else if class == Class::Load {
             let worth_loading = plan.held().worth_loading().saturating_sub(plan.before());
             self.metrics.left_to_engine(plan.recompute_behind(worth_loading));
         } else {
-            // An engine waits for loads, so they are never refused for a queue; the others can be asked for again.
+            // An engine waits for loads, so a full queue never refuses them; other work can be
+            // asked for again.
             let room = self.room_in_queues(to, plan.sources());
             plan.refuse_behind(room);
         }
@@ -33,7 +35,8 @@ impl Core {
         probe
     }
 
-    /// How many of the leading blocks may go now; the last of them, perhaps, as a probe of its route.
+    /// How many of the leading blocks may go now; the last of them, perhaps, as a probe of its
+    /// route.
     fn open_way(&self, to: Tier, sources: impl Iterator<Item = SlotRef>) -> (usize, Option<Route>) {
         let mut passages = [None; Tier::COUNT];
         let mut open = 0;
@@ -44,7 +47,8 @@ impl Core {
             let route = (from.tier, to);
             match *passages[from.tier.index()].get_or_insert_with(|| self.pass(route)) {
                 RoutePassage::Free => open = at + 1,
-                // One block, and none behind it: nobody waits for more than that on a medium that may hang.
+                // One block, and none behind it: no more than that waits for a medium that may
+                // hang.
                 RoutePassage::Probe => return (at + 1, Some(route)),
                 RoutePassage::Blocked => return (at, None),
             }
@@ -56,8 +60,8 @@ impl Core {
     fn room_in_queues(&self, to: Tier, sources: impl Iterator<Item = SlotRef>) -> usize {
         let queues = self.queues.lock();
         let first_leg = |from: Tier| self.legs((from, to)).next().unwrap_or((from, to));
-        let mut room =
-            Tier::ALL.map(|from| self.tuning.queue_blocks.saturating_sub(queues.waiting(first_leg(from))));
+        let mut room = Tier::ALL
+            .map(|from| self.tuning.queue_blocks.saturating_sub(queues.waiting(first_leg(from))));
         let has_room = |from: &SlotRef| {
             let room = &mut room[from.tier.index()];
             *room = room.wrapping_sub(1);
@@ -80,7 +84,7 @@ impl Core {
     /// Whether blocks may go from one tier to another now.
     pub(super) fn pass(&self, route: Route) -> RoutePassage {
         let now = self.clock.uptime();
-        // All legs or none: a probe of one of them that cannot go on would be in vain.
+        // All legs or none: a probe that cannot go on after one leg would be useless.
         if self.legs(route).any(|leg| self.breakers.is_blocked(leg, now)) {
             return RoutePassage::Blocked;
         }

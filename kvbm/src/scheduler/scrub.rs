@@ -1,4 +1,4 @@
-//! Scrubbing: blocks that nobody asks for are read and verified, at a bounded rate, so that what has rotted is found
+//! Scrubbing: idle blocks are read and verified, at a bounded rate, so that a rotten one is found
 //! while another tier still has a good copy.
 
 use std::sync::Arc;
@@ -13,10 +13,10 @@ use crate::sync::Mutex;
 use crate::table::Scrubbed;
 use crate::task::Defect;
 
-/// How much is scrubbed, and what by other means than copies.
+/// How much is scrubbed, and which memory without copies.
 #[derive(Debug, Default)]
 pub struct ScrubOptions {
-    /// Of each tier; 0: nothing is.
+    /// For each tier; 0: no scrubbing.
     pub bytes_per_second: u64,
     /// Of a block.
     pub block_bytes: u64,
@@ -32,17 +32,17 @@ pub(super) struct ScrubProgress {
 
 #[derive(Debug, Default)]
 struct ScrubState {
-    /// When the allowance was last added to.
+    /// When the allowance was last increased.
     since: Duration,
     /// Bytes that may be read now.
     allowance: u64,
     /// By tier: the slot to go on with.
     next: [u32; Tier::COUNT],
-    /// A medium has one.
+    /// A medium is reading a block.
     is_reading: bool,
 }
 
-/// The allowance of so long a time is the most that is read at once.
+/// The most that is read at once is the allowance of this time.
 const MAX_BURST: Duration = Duration::from_millis(100);
 
 impl ScrubProgress {
@@ -50,7 +50,7 @@ impl ScrubProgress {
         Self { options, state: Mutex::default() }
     }
 
-    /// Whether a block may be read now; it is counted then.
+    /// Whether a block may be read now; if so, it is counted.
     fn may_read(&self, now: Duration) -> bool {
         let ScrubOptions { bytes_per_second, block_bytes, .. } = self.options;
         let mut state = self.state.lock();
@@ -74,7 +74,7 @@ impl ScrubProgress {
 }
 
 impl Core {
-    /// Verifies blocks that nobody asks for, as many as may be now.
+    /// Verifies idle blocks, as many as are allowed now.
     pub(super) fn scrub_some(self: &Arc<Self>) {
         if self.scrubbing.options.bytes_per_second == 0 {
             return;
@@ -105,18 +105,24 @@ impl Core {
         let Some(scrubbed) = self.next_to_scrub(Tier::Host) else { return false };
         let expected = memory.checksums().and_then(|checksums| checksums.get(scrubbed.slot.slot));
         let actual = memory.read_loan(&scrubbed.loan).map(checksum);
-        // Without a checksum nobody can tell.
+        // Without a checksum it cannot be told.
         let is_sound = expected.is_none() || expected == actual;
         self.scrubbed(scrubbed, (!is_sound).then_some(Defect::Corrupt));
         true
     }
 
-    /// Returns whether there was a block. Nothing is read while the disk is read for others, or is left alone.
+    /// Returns whether there was a block. Nothing is read while the disk has other reads, or is
+    /// left alone.
     fn scrub_disk(self: &Arc<Self>) -> bool {
         let route = (Tier::Disk, Tier::Host);
-        let is_busy =
-            [Tier::Device, Tier::Host].into_iter().any(|to| self.traffic((Tier::Disk, to)) != (0, 0));
-        if is_busy || self.is_closed() || !self.executor.connects(route) || self.breakers.is_open(route) {
+        let is_busy = [Tier::Device, Tier::Host]
+            .into_iter()
+            .any(|to| self.traffic((Tier::Disk, to)) != (0, 0));
+        if is_busy
+            || self.is_closed()
+            || !self.executor.connects(route)
+            || self.breakers.is_open(route)
+        {
             return false;
         }
         let Some(staging) = self.staging.lock().lend() else { return false };
@@ -133,7 +139,7 @@ impl Core {
         let op = CopyOp {
             block: scrubbed.block,
             parent: scrubbed.parent,
-            // It is read, and says itself whose key opens it.
+            // The block read says itself whose key opens it.
             owner: None,
             from: scrubbed.slot,
             to: staging.slot_ref(),
@@ -158,7 +164,7 @@ impl Core {
                 self.directory_failed(op, now);
                 Some(Defect::Unreadable)
             }
-            // A medium that is away says nothing of a block.
+            // A medium that is away says nothing about a block.
             _ => None,
         };
         if let Some(error) = error {
@@ -166,12 +172,13 @@ impl Core {
         }
         self.scrubbed(scrubbed, defect);
         self.scrubbing.state.lock().is_reading = false;
-        // Who waits for a staging slot may have this one; and there may be an allowance for another block.
+        // A task that waits for a staging slot may take this one; and there may be an allowance for
+        // another block.
         self.pump();
         self.scrub_some();
     }
 
-    /// A read is overdue: the next one may go once the medium moves again.
+    /// A read is overdue: the next may go once the medium moves again.
     pub(super) fn scrub_gave_up(&self) {
         self.scrubbing.state.lock().is_reading = false;
     }

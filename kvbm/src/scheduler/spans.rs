@@ -1,7 +1,7 @@
 //! Spans of `tracing`: what a request's transfers take, from the plan to the landing.
 //!
-//! A span is `match`, or the class of a transfer (`load`, `save`, `flush`, `prefetch`), at the level DEBUG, or `copy`, for a
-//! batch, at the level TRACE. Where nobody listens none is made.
+//! A span is `match`, or the class of a transfer (`load`, `save`, `flush`, `prefetch`), at the
+//! level DEBUG, or `copy`, for a batch, at the level TRACE. Without a listener none is made.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -15,11 +15,11 @@ use crate::sync::{AtomicUsize, Mutex};
 use crate::table::{Match, RequestInfo, TransferEnd};
 use crate::task::{Class, TransferId};
 
-/// Those of transfers under way that somebody listens to.
+/// Spans of transfers under way that have a listener.
 #[derive(Debug, Default)]
 pub(super) struct TransferSpans {
     open: Mutex<HashMap<TransferId, Span>>,
-    // So that the landing of what nobody listens to takes no lock.
+    // So that landing without a listener takes no lock.
     listened_to: AtomicUsize,
 }
 
@@ -56,15 +56,15 @@ pub(super) fn of_match(info: &RequestInfo, blocks: usize) -> Span {
     tracing::debug_span!("match", request, blocks, held = Empty)
 }
 
-/// How much of it is held.
+/// Records how much of it is held.
 pub(super) fn found(span: &Span, held: &Match) {
     if !span.is_none() {
         span.record("held", held.longest());
     }
 }
 
-/// What a backend was given to copy at once: for timelines, where it is to be seen what overlaps. Of several requests
-/// perhaps, so of none.
+/// A batch given to a backend, for timelines that show what overlaps. It may be of several
+/// requests, so it has no parent.
 pub(super) fn of_batch(class: Class, (from, to): Route, backend: &str, blocks: usize) -> Span {
     let (class, from, to) = (class.name(), from.name(), to.name());
     tracing::trace_span!(parent: None, "copy", class, from, to, backend, blocks)
@@ -91,7 +91,7 @@ pub(super) fn of_transfer(class: Class, to: Tier, request: Option<RequestId>) ->
     match class {
         Class::Load => named!("load"),
         Class::Save => named!("save"),
-        // Whoever happens to make it due is not whom it is done for.
+        // The request that happens to make it due is not its parent.
         Class::Flush => named!(parent: None, "flush"),
         Class::Prefetch => named!("prefetch"),
     }

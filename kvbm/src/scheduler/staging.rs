@@ -1,4 +1,5 @@
-//! The DRAM slots through which blocks travel where no backend connects their source and destination.
+//! The DRAM slots through which blocks bounce when no backend connects their source and
+//! destination.
 
 use kvbm_tiers::Frame;
 
@@ -8,7 +9,7 @@ pub(super) struct StagingSlots {
     total: usize,
     /// Slots that overdue copies may still touch.
     lost: usize,
-    /// Slots into which something is read that nobody asked for.
+    /// Slots lent to errands.
     lent: usize,
 }
 
@@ -32,7 +33,7 @@ impl StagingSlots {
         StagingCounts { total: self.total, idle: self.idle.len() + self.lent, lost: self.lost }
     }
 
-    /// Whether waiting for a slot is in vain: none will come back soon.
+    /// Whether waiting for a slot is useless: none will come back soon.
     pub(super) const fn is_gone(&self) -> bool {
         self.total == self.lost
     }
@@ -45,8 +46,8 @@ impl StagingSlots {
         self.idle.extend(frames);
     }
 
-    /// Takes a slot for something that nobody asked for, which counts as idle. Not the last one, and none where half of
-    /// them are lost: what nobody asked for must not cost the rest.
+    /// Takes a slot for an errand; it counts as idle. Never the last one, and none if half of them
+    /// are lost: errands must not cost requests their slots.
     pub(super) fn lend(&mut self) -> Option<Frame> {
         let may = self.idle.len() > 1 && self.lost * 2 < self.total;
         let frame = if may { self.idle.pop() } else { None };
@@ -60,12 +61,12 @@ impl StagingSlots {
         self.idle.push(frame);
     }
 
-    /// The copies through so many slots that were taken are overdue.
+    /// The copies through `slots` taken slots are overdue.
     pub(super) const fn lose(&mut self, slots: usize) {
         self.lost += slots;
     }
 
-    /// The copy through a slot that was lent is overdue.
+    /// The copy through a lent slot is overdue.
     pub(super) const fn lose_lent(&mut self) {
         self.lent -= 1;
         self.lost += 1;

@@ -1,4 +1,4 @@
-//! In place of the server where the crate is built without the feature `serve`.
+//! Stands in for the server if the crate is built without the feature `serve`.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -8,7 +8,7 @@ use kvbm_settings::Settings;
 use prometheus::Registry;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::state::ObservedState;
+use crate::observe::state::ObservedState;
 
 /// There is none.
 pub(crate) struct Listener(Infallible);
@@ -17,7 +17,7 @@ pub(crate) struct Listener(Infallible);
 pub(crate) struct Server(Infallible);
 
 impl Listener {
-    /// What was asked for and cannot be had is an error.
+    /// A server that is asked for is an error.
     pub(crate) fn bind(settings: &Settings) -> Result<Option<Self>> {
         if !settings.metrics.enabled {
             return Ok(None);

@@ -1,8 +1,8 @@
 //! Connections: how many, how long, how much of a request is read.
 //!
-//! A place is no one's to keep: whoever comes while all are taken gets that of the one connected longest. So those who hold
-//! connections, be it with half a request, a request without an answer read or nothing said at all, keep nobody out: a
-//! probe sends its request as soon as it is connected, and is answered before as many others as there are places have come.
+//! If all places are taken, a new connection gets that of the oldest one. So connections that are
+//! held, with half a request, an unread answer or no request at all, keep no one out: a probe sends
+//! its request as soon as it is connected, and is answered before that many others have come.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -17,15 +17,15 @@ use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, yield_now};
 use tokio::time::{sleep, timeout};
 
-/// Files that it takes of the process at most. A page takes one, a scraper another.
+/// Most files of the process that it takes. A page takes one, a scraper another.
 const MAX_CONNECTIONS: usize = 64;
 /// A request's first line and its headers: the longest chain that fits has 1,900 blocks.
 const MAX_HEAD: usize = 80 << 10;
-/// From one answer, or the beginning, to the whole head of the next request.
+/// From one answer, or the beginning, to the end of the next request's head.
 const MAX_HEAD_TIME: Duration = Duration::from_secs(10);
-/// Answers are not waited for any longer when the server stops.
+/// How long a stopping server waits for answers.
 const MAX_FAREWELL: Duration = Duration::from_secs(1);
-/// The system refuses sockets while the process has too many files open.
+/// How long to wait when the process has too many files open for a socket.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Answers until the sender of `stopped` is gone.
@@ -49,14 +49,14 @@ pub(super) async fn serve(socket: TcpListener, app: Router, mut stopped: oneshot
         // A client that goes away is no event.
         let task = tokio::spawn(async move { _ = connection.await });
         places.give(task.abort_handle());
-        // What it has sent is answered before the next one comes, or a crowd would displace it unheard.
+        // Answer its request before the next one comes, or a crowd would displace it first.
         yield_now().await;
     }
     drop(socket);
     let _ = timeout(MAX_FAREWELL, connections.shutdown()).await;
 }
 
-/// Who is connected, the longest first.
+/// The open connections, oldest first.
 #[derive(Debug, Default)]
 struct Places(VecDeque<AbortHandle>);
 

@@ -1,4 +1,4 @@
-//! By what names the server may be addressed.
+//! The names by which the server may be addressed.
 
 use std::iter::chain;
 use std::net::{IpAddr, Ipv6Addr};
@@ -10,23 +10,26 @@ use kvbm_settings::MetricsSettings;
 
 /// The names that requests may carry in `Host`.
 ///
-/// A web page whose own name was made to lead here (DNS rebinding) is of one origin with us to its browser, which lets it
-/// read our answers. Its requests carry that name: neither an IP address nor one that leads to this machine everywhere.
+/// If a web page's own name is made to lead here (DNS rebinding), its browser takes us for the same
+/// origin, and lets it read our answers. Its requests carry that name: neither an IP address nor a
+/// name that means this machine everywhere.
 #[derive(Clone, Debug)]
 pub(super) struct KnownHosts(Arc<[String]>);
 
 impl KnownHosts {
-    /// `None`: every name is right. Other machines know ours by names that we do not, and show a token, which a page of
-    /// somebody else has not.
+    /// `None`: every name is allowed. Other machines know this one by names that we do not, and
+    /// show a token, which a foreign page lacks.
     pub(super) fn of(settings: &MetricsSettings) -> Option<Self> {
         let names = &settings.allowed_hosts;
         (settings.host.is_loopback() || !names.is_empty()).then(|| Self(names.clone().into()))
     }
 
-    /// Whether a request is addressed to us. One that names nobody is of no browser.
+    /// Whether a request is addressed to us. One without a name comes from no browser.
     pub(super) fn are_named_by(&self, uri: &Uri, headers: &HeaderMap) -> bool {
-        let named =
-            headers.get_all(header::HOST).iter().map(|value| Authority::try_from(value.as_bytes()).ok());
+        let named = headers
+            .get_all(header::HOST)
+            .iter()
+            .map(|value| Authority::try_from(value.as_bytes()).ok());
         let asked = uri.authority().cloned().map(Some);
         chain(named, asked)
             .all(|authority| authority.is_some_and(|authority| self.contains(authority.host())))
@@ -39,7 +42,9 @@ impl KnownHosts {
         }
         let name = host.strip_suffix('.').unwrap_or(host);
         let is_name = |known: &str| known.eq_ignore_ascii_case(name);
-        host.parse::<IpAddr>().is_ok() || is_name("localhost") || self.0.iter().any(|known| is_name(known))
+        host.parse::<IpAddr>().is_ok()
+            || is_name("localhost")
+            || self.0.iter().any(|known| is_name(known))
     }
 }
 
@@ -98,9 +103,12 @@ mod tests {
     }
 
     #[test]
-    fn others_than_this_machine_use_names_of_their_own_unless_some_are_listed() {
-        let open = MetricsSettings { host: "0.0.0.0".parse().unwrap(), ..MetricsSettings::default() };
+    fn other_machines_use_their_own_names_unless_some_are_listed() {
+        let open =
+            MetricsSettings { host: "0.0.0.0".parse().unwrap(), ..MetricsSettings::default() };
         assert!(KnownHosts::of(&open).is_none());
-        assert!(KnownHosts::of(&MetricsSettings { allowed_hosts: vec!["a".into()], ..open }).is_some());
+        assert!(
+            KnownHosts::of(&MetricsSettings { allowed_hosts: vec!["a".into()], ..open }).is_some()
+        );
     }
 }

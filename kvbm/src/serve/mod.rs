@@ -1,14 +1,15 @@
-//! What a manager knows of itself, over HTTP: for Prometheus, for programs, and a page for people.
+//! What a manager reports of itself, over HTTP: for Prometheus, for programs, and a page for
+//! people.
 //!
 //! | module | holds |
 //! |---|---|
 //! | `router` | the endpoints |
-//! | `connections` | who may connect, how many, for how long |
-//! | `hosts` | by what names it may be addressed |
-//! | `token` | what readers show who are not of this machine |
+//! | `connections` | how many may connect, and for how long |
+//! | `hosts` | the names by which it may be addressed |
+//! | `token` | what readers of other machines show |
 //!
-//! A thread of its own answers, one request after another: a look never takes more than one core's share, and what it
-//! locks it locks for one tier at a time. The page is embedded, so that it works without a network.
+//! A thread of its own answers one request after another: it never takes more than one core, and
+//! locks for one tier at a time. The page is embedded, so that it works without a network.
 
 mod connections;
 mod hosts;
@@ -30,9 +31,9 @@ use self::router::PageView;
 pub use self::router::TIER_COLORS;
 use self::token::BearerToken;
 use crate::error::{Error, ErrorKind, Result};
-use crate::state::ObservedState;
+use crate::observe::state::ObservedState;
 
-/// An address that is ours: who connects waits until it is [served](Server::start).
+/// An address that is ours: connections wait until it is [served](Server::start).
 #[derive(Debug)]
 pub(crate) struct Listener {
     socket: TcpListener,
@@ -42,12 +43,15 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
-    /// Takes the address, before tiers are opened, since that takes long. `None`: nothing is to be served.
+    /// Takes the address, before tiers are opened, since that takes long. `None`: nothing is to be
+    /// served.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`]: another has the address, or it is not this machine's, or the token cannot be read.
+    /// [`ErrorKind::Unavailable`]: the address is taken or not this machine's, or the token cannot
+    /// be read.
     pub(crate) fn bind(settings: &Settings) -> Result<Option<Self>> {
-        // What is wrong with the settings is said by name; else 0.0.0.0 without a token would be bound for a moment.
+        // The error names a wrong setting; else 0.0.0.0 without a token would be bound for a
+        // moment.
         settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
         let metrics = &settings.metrics;
         if !metrics.enabled {
@@ -70,7 +74,7 @@ impl Listener {
     }
 }
 
-/// Answers whoever asks, until it is dropped: then what is being answered is answered, within a second.
+/// Answers requests until it is dropped, and finishes open answers within a second then.
 #[derive(Debug)]
 pub(crate) struct Server {
     address: SocketAddr,
@@ -79,7 +83,7 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Serves what is `observed` and counted in `registry`.
+    /// Serves what is `observed`, and what `registry` counts.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] if the system refuses a thread.
@@ -91,7 +95,8 @@ impl Server {
         let Listener { socket, address, token, hosts } = listener;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve metrics", error);
         let runtime = Builder::new_current_thread().enable_all().build().map_err(refused)?;
-        let socket = entered(&runtime, || tokio::net::TcpListener::from_std(socket)).map_err(refused)?;
+        let socket =
+            entered(&runtime, || tokio::net::TcpListener::from_std(socket)).map_err(refused)?;
         let app = router::router(PageView { observed, registry }, token, hosts);
         let (stop, stopped) = oneshot::channel();
         let serve = move || runtime.block_on(connections::serve(socket, app, stopped));

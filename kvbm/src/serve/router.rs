@@ -14,9 +14,9 @@ use serde::{Deserialize, Serialize};
 
 use super::hosts::KnownHosts;
 use super::token::BearerToken;
-use crate::hash::{BlockHash, Chain};
-use crate::recent::MAX_REQUESTS;
-use crate::state::{Found, ObservedState, Why};
+use crate::names::hash::{BlockHash, Chain};
+use crate::observe::recent::MAX_REQUESTS;
+use crate::observe::state::{Found, ObservedState, Why};
 
 /// What is shown.
 #[derive(Clone, Debug)]
@@ -25,9 +25,13 @@ pub(super) struct PageView {
     pub(super) registry: Registry,
 }
 
-/// All endpoints. Where there is a token, those that say nothing of requests answer without it: a browser cannot show it
-/// when it opens the page, nor does who asks whether the process is well have one.
-pub(super) fn router(view: PageView, token: Option<BearerToken>, hosts: Option<KnownHosts>) -> Router {
+/// All endpoints. If there is a token, those that tell nothing about requests answer without it: a
+/// browser cannot show it when it opens the page, and a health probe has none.
+pub(super) fn router(
+    view: PageView,
+    token: Option<BearerToken>,
+    hosts: Option<KnownHosts>,
+) -> Router {
     let mut guarded = guarded().into_iter().fold(Router::new(), add);
     if let Some(token) = token {
         guarded = guarded.route_layer(middleware::from_fn_with_state(token, only_with_token));
@@ -60,8 +64,14 @@ fn open() -> [EndpointFn; 7] {
         ("/readyz", get(readiness)),
         ("/openapi.json", get(async || asset("application/json", OPENAPI))),
         ("/", get(async || asset("text/html; charset=utf-8", include_str!("page/index.html")))),
-        ("/page.js", get(async || asset("text/javascript; charset=utf-8", include_str!("page/page.js")))),
-        ("/page.css", get(async || asset("text/css; charset=utf-8", include_str!("page/page.css")))),
+        (
+            "/page.js",
+            get(async || asset("text/javascript; charset=utf-8", include_str!("page/page.js"))),
+        ),
+        (
+            "/page.css",
+            get(async || asset("text/css; charset=utf-8", include_str!("page/page.css"))),
+        ),
         ("/tiers.css", get(async || asset("text/css; charset=utf-8", TIER_COLORS))),
     ]
 }
@@ -77,15 +87,21 @@ async fn only_with_token(
     request: Request,
     next: Next,
 ) -> Response {
-    let shown = headers.get(header::AUTHORIZATION).is_some_and(|value| token.is_shown(value.as_bytes()));
+    let shown =
+        headers.get(header::AUTHORIZATION).is_some_and(|value| token.is_shown(value.as_bytes()));
     if shown {
         return next.run(request).await;
     }
-    let refused = RefusedRequest::new(StatusCode::UNAUTHORIZED, "show the token: Authorization: Bearer …");
+    let refused =
+        RefusedRequest::new(StatusCode::UNAUTHORIZED, "show the token: Authorization: Bearer …");
     ([(header::WWW_AUTHENTICATE, "Bearer")], refused).into_response()
 }
 
-async fn only_by_known_names(Shared(hosts): Shared<KnownHosts>, request: Request, next: Next) -> Response {
+async fn only_by_known_names(
+    Shared(hosts): Shared<KnownHosts>,
+    request: Request,
+    next: Next,
+) -> Response {
     if hosts.are_named_by(request.uri(), request.headers()) {
         return next.run(request).await;
     }
@@ -94,7 +110,7 @@ async fn only_by_known_names(Shared(hosts): Shared<KnownHosts>, request: Request
     RefusedRequest::new(StatusCode::MISDIRECTED_REQUEST, error).into_response()
 }
 
-/// Nothing is kept by browsers and proxies, nor embedded elsewhere; a page loads what is here alone.
+/// Browsers and proxies keep nothing, and no site embeds it; a page loads only what is here.
 async fn harden(mut response: Response) -> Response {
     let headers = [
         (header::CACHE_CONTROL, "no-store"),
@@ -106,7 +122,9 @@ async fn harden(mut response: Response) -> Response {
              form-action 'none'; frame-ancestors 'none'",
         ),
     ];
-    response.headers_mut().extend(headers.map(|(name, value)| (name, HeaderValue::from_static(value))));
+    response
+        .headers_mut()
+        .extend(headers.map(|(name, value)| (name, HeaderValue::from_static(value))));
     response
 }
 
@@ -114,7 +132,7 @@ fn asset(kind: &'static str, text: &'static str) -> impl IntoResponse {
     ([(header::CONTENT_TYPE, kind)], text)
 }
 
-/// An answer that says what is wrong.
+/// An error answer.
 #[derive(Debug)]
 struct RefusedRequest {
     status: StatusCode,
@@ -149,8 +167,9 @@ type HttpAnswer<T> = Result<T, RefusedRequest>;
 
 async fn metrics(Shared(view): Shared<PageView>) -> HttpAnswer<impl IntoResponse> {
     let text = TextEncoder::new().encode_to_string(&view.registry.gather());
-    let text =
-        text.map_err(|error| RefusedRequest::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?;
+    let text = text.map_err(|error| {
+        RefusedRequest::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())
+    })?;
     Ok(([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], text))
 }
 
@@ -184,7 +203,7 @@ fn asked(query: AskedFor) -> HttpAnswer<ViewQuery> {
     query.map(|Query(asked)| asked).map_err(|rejection| RefusedRequest::bad(rejection.body_text()))
 }
 
-/// How much of a chain is where.
+/// How much of a chain each tier holds.
 #[derive(Debug, Serialize)]
 struct ChainQuery {
     /// Blocks of the chain.
@@ -223,7 +242,7 @@ fn unknown(request: &str) -> RefusedRequest {
     RefusedRequest::new(StatusCode::NOT_FOUND, error)
 }
 
-/// Thirty-two digits as they are printed here, or more: the bytes of an engine's own hash.
+/// Thirty-two digits as printed here, or more: the bytes of an engine's own hash.
 fn parse_hash(text: &str) -> HttpAnswer<BlockHash> {
     /// A SHA-512, the largest that engines use.
     const MAX_DIGITS: usize = 128;
@@ -243,7 +262,7 @@ fn parse_hash(text: &str) -> HttpAnswer<BlockHash> {
     BlockHash::from_engine(&bytes).map_err(|_| wrong())
 }
 
-/// Answers do not repeat all of what may be long.
+/// Shortens text that an answer repeats.
 fn shortened(text: &str, max_chars: usize) -> String {
     text.chars().take(max_chars).collect()
 }
@@ -274,14 +293,23 @@ mod tests {
     }
 
     #[test]
-    fn hashes_are_read_as_they_are_printed_and_as_engines_have_them() {
+    fn hashes_are_read_as_printed_and_as_engines_have_them() {
         let hash = BlockHash::from_u128(0x0123_4567_89ab_cdef_0123_4567_89ab_cdef);
         assert_eq!(parse_hash(&format!("{hash:?}")).unwrap(), hash);
         let of_vllm = [7_u8; 32];
-        assert_eq!(parse_hash(&hex::encode(of_vllm)).unwrap(), BlockHash::from_engine(&of_vllm).unwrap());
-        for wrong in
-            ["", "12", &"0".repeat(33), &"g".repeat(32), &"+".repeat(32), &"0".repeat(130), &"é".repeat(16)]
-        {
+        assert_eq!(
+            parse_hash(&hex::encode(of_vllm)).unwrap(),
+            BlockHash::from_engine(&of_vllm).unwrap()
+        );
+        for wrong in [
+            "",
+            "12",
+            &"0".repeat(33),
+            &"g".repeat(32),
+            &"+".repeat(32),
+            &"0".repeat(130),
+            &"é".repeat(16),
+        ] {
             parse_hash(wrong).unwrap_err();
         }
     }

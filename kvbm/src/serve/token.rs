@@ -1,4 +1,4 @@
-//! What readers show who are not of this machine.
+//! What readers of other machines show.
 
 use std::fs;
 
@@ -6,13 +6,13 @@ use kvbm_settings::{MIN_TOKEN_BYTES, MetricsSettings};
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// The hash of a token: whoever looks into the process does not find it, and comparing takes the same time whatever is
-/// wrong.
+/// The hash of a token: the process does not hold the token itself, and a comparison takes the same
+/// time for any wrong one.
 #[derive(Clone, Debug)]
 pub(super) struct BearerToken(blake3::Hash);
 
 impl BearerToken {
-    /// `None`: everybody who reaches the address may read.
+    /// `None`: everyone who reaches the address may read.
     pub(super) fn of(settings: &MetricsSettings) -> Result<Option<Self>> {
         let file = settings.token_file.as_ref().map(|path| read(path)).transpose()?;
         let token = file.as_ref().or(settings.token.as_ref());
@@ -31,7 +31,7 @@ impl BearerToken {
 const SCHEME: &[u8] = b"Bearer ";
 
 fn read(path: &str) -> Result<String> {
-    // No message has what is in the file.
+    // No message contains the file's content.
     let text = fs::read_to_string(path).map_err(|error| {
         let message = format!("cannot read the token of metrics in {path} (metrics.token_file)");
         Error::caused(ErrorKind::Unavailable, message, error)
@@ -51,14 +51,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_is_shown_as_it_is_or_not_at_all() {
-        let settings =
-            MetricsSettings { token: Some("0123456789abcdef".into()), ..MetricsSettings::default() };
+    fn a_token_is_shown_unchanged_or_not_at_all() {
+        let settings = MetricsSettings {
+            token: Some("0123456789abcdef".into()),
+            ..MetricsSettings::default()
+        };
         let token = BearerToken::of(&settings).unwrap().unwrap();
-        assert!(token.is_shown(b"Bearer 0123456789abcdef") && token.is_shown(b"bearer 0123456789abcdef"));
-        for wrong in
-            ["", "Bearer", "Bearer ", "0123456789abcdef", "Bearer 0123456789abcde", "Basic 0123456789abcdef"]
-        {
+        assert!(
+            token.is_shown(b"Bearer 0123456789abcdef")
+                && token.is_shown(b"bearer 0123456789abcdef")
+        );
+        for wrong in [
+            "",
+            "Bearer",
+            "Bearer ",
+            "0123456789abcdef",
+            "Bearer 0123456789abcde",
+            "Basic 0123456789abcdef",
+        ] {
             assert!(!token.is_shown(wrong.as_bytes()), "{wrong}");
         }
         assert!(!format!("{token:?}").contains("0123456789abcdef"));
@@ -80,8 +90,10 @@ mod tests {
             assert!(text.is_empty() || !error.to_string().contains(text), "{error}");
         }
         fs::remove_file(&path).unwrap();
-        let missing =
-            MetricsSettings { token_file: Some(path.display().to_string()), ..MetricsSettings::default() };
+        let missing = MetricsSettings {
+            token_file: Some(path.display().to_string()),
+            ..MetricsSettings::default()
+        };
         assert_eq!(BearerToken::of(&missing).unwrap_err().kind(), ErrorKind::Unavailable);
     }
 }

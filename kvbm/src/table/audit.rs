@@ -1,5 +1,5 @@
-//! The table's invariants, checked one by one over everything it holds. Linear in its size: for tests, for
-//! operators, never on a request's path. In the background they are checked some records at a time.
+//! The table's invariants, checked one by one over everything it holds. Linear in its size: for
+//! tests and operators, never on a request's path. The background checks some records at a time.
 
 use std::fmt;
 
@@ -20,7 +20,7 @@ impl fmt::Display for Violation {
     }
 }
 
-/// Children of one record that the audit in the background counts: more are left to [`Table::audit`].
+/// Children of one record that the background audit counts; more are left to [`Table::audit`].
 const MAX_COUNTED: usize = 512;
 
 impl Table {
@@ -39,9 +39,15 @@ impl Table {
         violations
     }
 
-    /// Audits some records, from number `from` on, one by one, as many as the hold has time for: what only shows in all of
-    /// them together is left to [`audit`](Self::audit). Returns where to go on; `None`: those were the last.
-    pub fn audit_some(&self, from: u32, violations: &mut Vec<Violation>, budget: &mut Budget) -> Option<u32> {
+    /// Audits some records one by one, from number `from` on, as many as the hold has time for.
+    /// What shows only in all of them together is left to [`audit`](Self::audit). Returns where to
+    /// go on; `None`: there are no more.
+    pub fn audit_some(
+        &self,
+        from: u32,
+        violations: &mut Vec<Violation>,
+        budget: &mut Budget,
+    ) -> Option<u32> {
         let mut next = from;
         while self.records.has_beyond(next) {
             if !budget.change() {
@@ -49,8 +55,10 @@ impl Table {
             }
             let (id, record) = (RecordId(next), self.records.at(RecordId(next)));
             if !record.is_nowhere() {
-                // Once for all children, and once for each tier that has some.
-                budget.pay(self.audit_record(id, record, MAX_COUNTED, violations) * (1 + Tier::COUNT));
+                // Once for all children, and once for each tier that has any.
+                budget.pay(
+                    self.audit_record(id, record, MAX_COUNTED, violations) * (1 + Tier::COUNT),
+                );
             }
             next += 1;
         }
@@ -75,16 +83,21 @@ impl Table {
 
     fn audit_identity(&self, id: RecordId, record: &BlockRecord, violations: &mut Vec<Violation>) {
         let hash = KeyHash::of(record.key());
-        let found = self.index.find(hash, self.index.first(hash), |r| self.records.at(r).is(record.key()));
+        let found =
+            self.index.find(hash, self.index.first(hash), |r| self.records.at(r).is(record.key()));
         expect(found == Some(id), || format!("{id:?} is not found by its key"), violations);
         let noted = self.index.residence(hash, self.index.first(hash));
-        // It may overstate, where a neighbour has the same tag. It must hide nothing.
+        // It may overstate, if a neighbour has the same tag. It must hide nothing.
         let agrees = noted.union(record.resident()) == noted;
         expect(agrees, || format!("the index hides where {id:?} is resident"), violations);
         let above = record.parent().map(|parent| self.records.depth(parent));
         let is_below = above.is_none_or(|above| self.records.depth(id) == above + 1);
         expect(is_below, || format!("{id:?} is not one deeper than its parent"), violations);
-        expect(self.records.is_linked(id), || format!("{id:?} is no child of its parent"), violations);
+        expect(
+            self.records.is_linked(id),
+            || format!("{id:?} is no child of its parent"),
+            violations,
+        );
     }
 
     /// The counts in slots say which blocks are leaves, and so which may leave.
@@ -95,7 +108,7 @@ impl Table {
         most: usize,
         violations: &mut Vec<Violation>,
     ) -> usize {
-        // No record has more children than there are records, unless their links run in a circle.
+        // No record has more children than there are records, unless their links form a circle.
         let most = most.min(self.records.len());
         let children = self.records.children(id).take(most + 1).count();
         if children > most {
@@ -119,16 +132,29 @@ impl Table {
         violations: &mut Vec<Violation>,
     ) {
         let (resident, filling) = (record.resident().has(tier), record.filling().has(tier));
-        expect(!(resident && filling), || format!("{id:?} is resident and filling in {tier}"), violations);
+        expect(
+            !(resident && filling),
+            || format!("{id:?} is resident and filling in {tier}"),
+            violations,
+        );
         let parent = record.parent().map(|parent| self.records.at(parent));
         if resident {
             let slot = self.tier(tier).at(record.slot(tier));
-            expect(slot.record == id, || format!("{id:?} and its slot in {tier} disagree"), violations);
+            expect(
+                slot.record == id,
+                || format!("{id:?} and its slot in {tier} disagree"),
+                violations,
+            );
             let closed = parent.is_none_or(|parent| parent.resident().has(tier));
-            expect(closed, || format!("{id:?} is resident in {tier} without its parent"), violations);
+            expect(
+                closed,
+                || format!("{id:?} is resident in {tier} without its parent"),
+                violations,
+            );
         }
         if filling {
-            let has = |parent: &BlockRecord| parent.resident().has(tier) || parent.filling().has(tier);
+            let has =
+                |parent: &BlockRecord| parent.resident().has(tier) || parent.filling().has(tier);
             expect(
                 parent.is_none_or(has),
                 || format!("{id:?} fills in {tier} without its parent"),
@@ -139,7 +165,8 @@ impl Table {
 
     fn audit_tier(&self, tier: Tier, violations: &mut Vec<Violation>) {
         let Some(held) = &self.tiers[tier.index()] else { return };
-        let resident = self.records.live().filter(|(_, record)| record.resident().has(tier)).count();
+        let resident =
+            self.records.live().filter(|(_, record)| record.resident().has(tier)).count();
         expect(
             resident == (held.resident + held.forgotten.blocks) as usize,
             || format!("{tier} miscounts its residents"),
@@ -150,9 +177,13 @@ impl Table {
 
     fn audit_slots(&self, tier: Tier, violations: &mut Vec<Violation>) {
         let counts = self.counts(tier);
-        // What is filling or in quarantine makes up the rest.
+        // The rest is filling or in quarantine.
         let used = counts.free + counts.resident + counts.forgotten + counts.lost;
-        expect(used <= counts.total, || format!("{tier} has more slot handles than slots"), violations);
+        expect(
+            used <= counts.total,
+            || format!("{tier} has more slot handles than slots"),
+            violations,
+        );
     }
 }
 

@@ -1,25 +1,26 @@
-//! Where the boundaries of chains were when somebody leased them last, as a place for the next search to begin.
+//! Where the boundaries of chains were at their last lease: the next search begins there.
 //!
-//! Most prompts go on from one that was there before, and most of what that found is there still. Then a search is over
-//! after one round, instead of four or five rounds of cache misses. A hint may be wrong or another chain's: whatever it
-//! says is looked up, so all that depends on it is time.
+//! Most prompts continue an earlier one, and most of what that one found is still there. Then a
+//! search takes one round, instead of four or five rounds of cache misses. A hint may be wrong or
+//! another chain's: what it says is looked up, so it costs only time.
 
 use kvbm_tiers::Tier;
 
 use super::index::KeyHash;
-use crate::hash::Chain;
+use crate::names::hash::Chain;
 
-/// One hint for so many blocks of the largest tier: shorter chains need none.
+/// Blocks of the largest tier for each hint: shorter chains need none.
 const BLOCKS_A_HINT: usize = 256;
-/// As few hints as this, and as many: 1.3 MB.
+/// The fewest hints, and the most: 1.3 MB.
 const RANGE: (usize, usize) = (64, 1 << 16);
-/// Of a chain of fewer blocks a search has one or two rounds anyway. Tests have short ones, and hints for them.
+/// A search of a shorter chain takes one or two rounds anyway. Tests have short chains, and hints
+/// for them.
 const LEAST_BLOCKS: usize = if cfg!(test) { 4 } else { 32 };
 
 /// By tier: how many leading blocks it had.
 pub(super) type TierBoundaries = [u32; Tier::COUNT];
 
-/// A table with one place for each hash: what comes later displaces what was there.
+/// A table with one place for each hash: a later entry displaces an earlier one.
 #[derive(Debug)]
 pub(super) struct BoundaryHints(Box<[BoundaryHint]>);
 
@@ -30,13 +31,13 @@ struct BoundaryHint {
 }
 
 impl BoundaryHints {
-    /// For tiers of so many blocks.
+    /// For tiers of `blocks` blocks.
     pub(super) fn with_room_for(blocks: usize) -> Self {
         let hints = (blocks / BLOCKS_A_HINT).next_power_of_two().clamp(RANGE.0, RANGE.1);
         Self(vec![BoundaryHint::default(); hints].into_boxed_slice())
     }
 
-    /// Where the boundaries of a chain like this were.
+    /// Where the boundaries of such a chain were.
     pub(super) fn find(&self, chain: Chain<'_>) -> Option<TierBoundaries> {
         let (place, tag) = anchor(chain)?.halves();
         let hint = self.0[self.place(place)];
@@ -55,8 +56,9 @@ impl BoundaryHints {
     }
 }
 
-/// The block by which a chain is known again when it has grown: between a quarter and half of the way, and the same one
-/// until the chain is twice as long. The root would not do, since many prompts share it.
+/// The block that identifies a chain after it has grown: between a quarter and half of the way, and
+/// the same one until the chain is twice as long. The root would not do, since many prompts share
+/// it.
 fn anchor(chain: Chain<'_>) -> Option<KeyHash> {
     let is_long = chain.len() >= LEAST_BLOCKS;
     is_long.then(|| KeyHash::of(chain.key((1 << chain.len().ilog2()) / 2)))
@@ -65,7 +67,7 @@ fn anchor(chain: Chain<'_>) -> Option<KeyHash> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hash::BlockHash;
+    use crate::names::hash::BlockHash;
 
     fn chain(of: u128, blocks: u128) -> Vec<BlockHash> {
         (0..blocks).map(|at| BlockHash::from_u128(of << 64 | at << 8)).collect()

@@ -1,7 +1,7 @@
-//! Keeping room in a tier whose blocks go down when they leave, not before.
+//! Keeping room in a tier whose blocks go down only when they leave.
 //!
-//! A request never waits for a flush. So what leaves next is sent down ahead of time, off the requests' path,
-//! until a few slots are free or will be.
+//! A request never waits for a flush. So the blocks that leave next are sent down ahead of time,
+//! off the requests' path, until a few slots are free or will be.
 
 use kvbm_policies::{BlockId, Candidates, Trigger};
 use kvbm_tiers::{SlotId, SlotRef, Tier};
@@ -14,9 +14,10 @@ use super::{MissReason, RequestInfo, Table};
 
 /// Blocks sent down together.
 const MAX_SENT: usize = 64;
-/// What it takes to ask a policy about a block, and the rule about its path, in changes.
+/// Cost of asking a policy about a block, and the rule about its path, in changes.
 const ASKED: usize = 3;
-/// Looks that it takes to ask about so many blocks, to weigh them, to make room for them and to send them.
+/// Looks that it takes to ask about [`MAX_SENT`] blocks, to weigh them, to make room for them and
+/// to send them.
 const SENDING: usize = 2_500;
 
 /// What became of a block that is about to leave.
@@ -25,13 +26,13 @@ enum DemotionStep {
     Gone,
     /// It goes once it is flushed.
     Sent,
-    /// The tier below has no room now, or what comes before it goes down first.
+    /// The tier below has no room now, or its ancestors go down first.
     Stuck,
-    /// The hold was over first.
+    /// The hold ended first.
     Later,
 }
 
-/// How far the search for what comes before a leaf has come.
+/// How far the search for a leaf's ancestors has come.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Climb {
     leaf: SlotRef,
@@ -39,10 +40,17 @@ pub(super) struct Climb {
 }
 
 impl Table {
-    /// Lets leave what its policy gives up next, until `slots` slots of `tier` are free or will be after the copies
-    /// that are among the [effects](Self::take_effects), or these are `copies`, or the hold is over. Returns whether
-    /// there is more to do. Nothing, where blocks go down as soon as they come.
-    pub fn make_headroom(&mut self, tier: Tier, slots: usize, copies: usize, budget: &mut Budget) -> bool {
+    /// Lets blocks that the policy gives up next leave, until `slots` slots of `tier` are free or
+    /// will be after the copies among the [effects](Self::take_effects), or there are `copies` of
+    /// these, or the hold is over. Returns whether there is more to do. Does nothing in a tier
+    /// whose blocks go down as soon as they come.
+    pub fn make_headroom(
+        &mut self,
+        tier: Tier,
+        slots: usize,
+        copies: usize,
+        budget: &mut Budget,
+    ) -> bool {
         let Some(to) = self.flushes_to(tier) else { return false };
         if !self.tier(tier).policies.has_admission() {
             return false;
@@ -54,7 +62,8 @@ impl Table {
                 return false;
             }
             let (held, records) = self.tier_and_records(tier);
-            // Asked anew for each: what was sent down is pinned now, so its parent is next.
+            // Asked anew each time: a block that was sent down is pinned now, so its parent is
+            // next.
             let Some(leaf) = held.next_to_leave(records, budget) else { break };
             match self.demote(tier, to, leaf, budget) {
                 DemotionStep::Gone => {}
@@ -76,14 +85,14 @@ impl Table {
             blocks.truncate(MAX_SENT);
             let is_whole = blocks.last() == Some(&record);
             blocks.truncate(self.admitted(tier, &blocks, Trigger::Leaving, budget));
-            let is_refused = blocks.is_empty();
+            let first = blocks.first().copied();
             let info = self.tier(tier).last_user(leaf, &self.records);
             let mut group = FlushGroup { blocks, info, ..FlushGroup::default() };
             if !self.launch((tier, to), &mut group, budget).is_empty() {
                 return if budget.is_spent() { DemotionStep::Later } else { DemotionStep::Stuck };
             }
-            if !is_whole && !is_refused {
-                // What comes before it goes down first.
+            if !is_whole && first.is_some_and(|first| self.records.at(first).has_or_awaits(to)) {
+                // Its ancestors go down first.
                 return DemotionStep::Stuck;
             }
             if self.records.at(record).filling().has(to) {
@@ -98,8 +107,8 @@ impl Table {
         DemotionStep::Gone
     }
 
-    /// The beginning of the [path](Self::missing_path) that a leaf lacks in `to`, however long that is. `None`: the hold is
-    /// over before it is found, and the next one goes on.
+    /// The beginning of the [path](Self::missing_path) that a leaf lacks in `to`, however long that
+    /// is. `None`: the hold ended before it was found, and the next one goes on.
     fn missing_beginning(
         &mut self,
         tier: Tier,
@@ -107,16 +116,19 @@ impl Table {
         leaf: SlotId,
         budget: &mut Budget,
     ) -> Option<Vec<RecordId>> {
-        // In this life of its slot the leaf has these ancestors.
+        // These are the leaf's ancestors in this life of its slot.
         let leaf_ref = self.slot_ref(tier, leaf);
         let climbed = self.tier_mut(tier).climbed.take().filter(|climb| climb.leaf == leaf_ref);
-        // What it had come to may have gone down meanwhile.
+        // The block that it had reached may have gone down meanwhile.
         let known = climbed.filter(|climb| !self.records.at(climb.to).has_or_awaits(to));
         let mut from = known.map_or(self.tier(tier).at(leaf).record, |climb| climb.to);
         while budget.looks_left() > MAX_SENT {
-            match self.missing_path(to, from, budget) {
-                // With too few looks to send it the next hold would climb from the leaf again.
-                Ok(path) if known.is_none() && budget.looks_left() < SENDING && !path.is_empty() => {
+            match self.missing_path(to, from, None, budget) {
+                // With too few looks left to send it, the next hold would climb from the leaf
+                // again.
+                Ok(path)
+                    if known.is_none() && budget.looks_left() < SENDING && !path.is_empty() =>
+                {
                     from = path[path.len().min(MAX_SENT) - 1];
                     break;
                 }
@@ -128,7 +140,7 @@ impl Table {
         None
     }
 
-    /// How many blocks of a path that the tier below `tier` lacks are admitted there.
+    /// How many blocks of a path that the tier below `tier` lacks it admits.
     pub(super) fn admitted(
         &mut self,
         tier: Tier,
@@ -149,7 +161,7 @@ impl Table {
         BlockId(self.records.at(record).slot(tier).0)
     }
 
-    /// Has a block of `tier` that was used asked about again, if the tier below lacks it.
+    /// Queues a used block of `tier` to be asked about again, if the tier below lacks it.
     pub(super) fn want_flush_again(&mut self, tier: Tier, slot: SlotId, info: RequestInfo) {
         let since_ms = self.now_ms;
         let (held, records) = self.tier_and_records(tier);
@@ -161,11 +173,16 @@ impl Table {
         }
     }
 
-    /// Has the leaves of `tier` that the tier below lacks asked about as if they left now, from slot `from` on. Returns
-    /// where the next hold goes on.
+    /// Queues leaves of `tier` that the tier below lacks, from slot `from` on, to be asked about as
+    /// if they left now. Returns where the next hold goes on.
     pub fn want_flush_of_all(&mut self, tier: Tier, from: u32, budget: &mut Budget) -> Option<u32> {
-        let held = self.tiers[tier.index()].as_ref().filter(|held| held.policies.has_admission())?;
-        // Each that is looked at may be a leaf.
+        let held =
+            self.tiers[tier.index()].as_mut().filter(|held| held.policies.has_admission())?;
+        if from == 0 {
+            // What is refused when it is used may be admitted when it leaves.
+            held.turned_away = None;
+        }
+        // Each slot that is looked at may hold a leaf.
         let (slots, next) = held.step(from, &mut budget.changes_as_looks());
         let is_leaf = |slot: &u32| {
             let at = held.at(SlotId(*slot));

@@ -1,5 +1,5 @@
-//! Drops, resets and forgets between the steps of plans and the ends of copies: each position has its own bytes or none,
-//! and what was dropped is in no tier.
+//! Drops, resets and forgets between the steps of plans and the ends of copies: each position has
+//! its own bytes or none, and what was dropped is in no tier.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -11,9 +11,10 @@ use kvbm_tiers::{BlockKey, FramePool, SlotId, SlotRef, Tier};
 use proptest::prelude::*;
 
 use super::{
-    Budget, Effects, Pins, Reply, RequestInfo, Steps, Table, TierSet, TierSpec, TransferCursor, TransferPlan,
+    Budget, Effects, Pins, Reply, RequestInfo, SaveAgain, Steps, Table, TierSet, TierSpec,
+    TransferCursor, TransferPlan,
 };
-use crate::hash::{BlockHash, Chain};
+use crate::names::hash::{BlockHash, Chain};
 use crate::task::{Class, CopyTask, Defect, Outcome, TransferId};
 
 /// The device is an engine's own.
@@ -24,7 +25,7 @@ const SLOTS: u32 = 24;
 /// Others have the table between any two of them, and hardly a drop is over in one.
 const STEPS: Steps = Steps { placed: 2, looked_at: 3, dropped: 2 };
 
-/// Chain `n`: of nobody, of tenant 1 or of tenant 2, each with three branches.
+/// Chain `n`: of no tenant, of tenant 1 or of tenant 2, each with three branches.
 fn chain(n: u8) -> Vec<BlockHash> {
     let (tenant, member) = (u128::from(n % 3), u128::from(n / 3 % 3));
     let trunk = (0..3).map(|at| 1_000 * tenant + at + 1);
@@ -264,7 +265,10 @@ impl World {
     }
 
     fn info(n: u8) -> RequestInfo {
-        RequestInfo { hints: Hints { tenant: tenant_of(n), ..Hints::default() }, ..RequestInfo::default() }
+        RequestInfo {
+            hints: Hints { tenant: tenant_of(n), ..Hints::default() },
+            ..RequestInfo::default()
+        }
     }
 
     fn lease(&mut self, n: u8, hashes: &[BlockHash]) -> Pins {
@@ -289,7 +293,8 @@ impl World {
         let slot = |at: usize| SlotId(self.next_slot + 1 + at as u32);
         let wanted: Vec<_> = (first..end).map(|at| (chain.key(at), slot(at))).collect();
         self.next_slot += hashes.len() as u32;
-        let into = |&(_, slot): &(BlockKey, SlotId)| SlotRef { tier: Tier::Device, slot, generation: 0 };
+        let into =
+            |&(_, slot): &(BlockKey, SlotId)| SlotRef { tier: Tier::Device, slot, generation: 0 };
         let slots = wanted.iter().map(into).collect();
         let plan = TransferPlan::into_engine(pins, first, slots, Arc::new(()));
         self.plans.push(OpenPlan { plan, is_traced: false, wanted });
@@ -300,6 +305,13 @@ impl World {
         let pins = self.lease(n, &hashes);
         let plan = TransferPlan::copying(Class::Prefetch, to, pins);
         self.plans.push(OpenPlan { plan, is_traced: false, wanted: Vec::new() });
+    }
+
+    fn plan_all(&mut self) {
+        while !self.plans.is_empty() {
+            self.step_plan(0);
+            self.settle();
+        }
     }
 
     fn step_plan(&mut self, which: usize) {
@@ -391,12 +403,22 @@ impl World {
                 .filter(|task| is_in_vain(task) && task.id.block % 2 == 0)
                 .collect();
             self.copies.retain(|task| !dropped.iter().any(|other| other.id == task.id));
-            let effects = self.table.land(dropped.into_iter().map(CopyTask::dropped), Duration::ZERO);
+            let effects =
+                self.table.land(dropped.into_iter().map(CopyTask::dropped), Duration::ZERO);
             self.apply(effects);
+            let effects = self.table.cancellation_made(id);
+            self.apply(effects);
+        }
+        for SaveAgain { plan, .. } in effects.again {
+            self.plans.push(OpenPlan { plan, is_traced: true, wanted: Vec::new() });
         }
         for ended in effects.ended {
             for &(name, slot) in self.loads.remove(&ended.id).iter().flatten().take(ended.copied) {
-                assert_eq!(self.bytes[&(Tier::Device, slot)].name, name, "another block was delivered");
+                assert_eq!(
+                    self.bytes[&(Tier::Device, slot)].name,
+                    name,
+                    "another block was delivered"
+                );
             }
             ended.pins.into_iter().for_each(|pins| self.table.release(pins));
         }
@@ -412,7 +434,10 @@ impl World {
                 }
                 let bytes = self.bytes[&(tier, slot)];
                 assert_eq!(bytes.name, record.key(), "{id:?} has other bytes in {tier}");
-                assert!(!self.dead.contains(&bytes.version), "{id:?} was dropped, and is in {tier}");
+                assert!(
+                    !self.dead.contains(&bytes.version),
+                    "{id:?} was dropped, and is in {tier}"
+                );
                 assert!(!self.is_ownerless(record.key(), id), "{id:?} is nobody's in {tier}");
             }
         }
@@ -498,6 +523,113 @@ fn what_is_found_wrong_before_the_first_step_of_its_copy_stays_gone() {
     }
 }
 
+/// Two engines save a chain at once: all of it is on its way from the slots of the first.
+fn saved_twice(n: u8) -> (World, Vec<BlockHash>) {
+    let mut world = World::new();
+    for _ in 0..2 {
+        world.save(n, 0, (0, usize::MAX));
+        world.plan_all();
+    }
+    let hashes = chain(n);
+    assert_eq!(world.copies.len(), hashes.len());
+    (world, hashes)
+}
+
+#[test]
+fn a_save_that_relied_on_a_failed_copy_stores_its_own() {
+    let blocks = chain(0).len();
+    for fails in 0..blocks {
+        let (mut world, hashes) = saved_twice(0);
+        world.land(fails, 0);
+        assert!(world.held(&hashes) <= fails);
+        world.finish_plans();
+        world.check();
+        assert_eq!(world.held(&hashes), blocks);
+        world.end();
+    }
+}
+
+/// One engine saves the leading `blocks` of a chain, then another saves all of it.
+fn saved_in_part(blocks: usize) -> (World, Vec<BlockHash>) {
+    let mut world = World::new();
+    for wanted in [(0, blocks), (0, usize::MAX)] {
+        world.save(0, 0, wanted);
+        world.plan_all();
+    }
+    (world, chain(0))
+}
+
+#[test]
+fn a_save_let_down_ends_when_its_copies_hang() {
+    let (mut world, _) = saved_in_part(3);
+    let own = world.copies.split_off(3);
+    world.land(0, 0);
+    let overdue = Outcome::Overdue { writes_destination: false };
+    let effects = world.table.land(own.iter().map(|task| task.ended(overdue)), Duration::ZERO);
+    assert_eq!(effects.ended.len(), 1, "its caller waits for ever");
+}
+
+#[test]
+fn a_late_cancellation_spares_the_copies_of_a_new_plan() {
+    let (mut world, hashes) = saved_in_part(3);
+    let own = world.copies.split_off(3);
+    let failed = Outcome::Failed { halfway: false, defect: None };
+    let late = world.table.land([world.copies[0].ended(failed)], Duration::ZERO);
+    let effects = world.table.land(own.iter().map(|task| task.ended(failed)), Duration::ZERO);
+    assert!(effects.again.is_empty(), "its old names are still to be cancelled");
+    world.copies.remove(0);
+    world.apply(effects);
+    world.apply(late);
+    world.finish_plans();
+    assert_eq!(world.held(&hashes), hashes.len());
+    world.end();
+}
+
+#[test]
+fn all_chunks_of_a_save_let_down_are_stored() {
+    let mut world = World::new();
+    for wanted in [(0, 3), (0, 3), (3, usize::MAX)] {
+        world.save(0, 0, wanted);
+        world.plan_all();
+    }
+    world.land(0, 0);
+    world.finish_plans();
+    assert_eq!(world.held(&chain(0)), chain(0).len());
+    world.end();
+}
+
+#[test]
+fn what_is_found_wrong_before_a_new_plan_comes_from_nobody() {
+    let (mut world, hashes) = saved_twice(0);
+    world.land(0, 0);
+    world.take(&Step::Wrong { chain: 0, at: 1 });
+    world.finish_plans();
+    assert!(world.held(&hashes) <= 1);
+    world.end();
+}
+
+/// The second engine has what its name does not say, like the first.
+#[test]
+fn what_is_found_wrong_on_its_way_comes_from_nobody() {
+    for at in 0..3 {
+        let (mut world, hashes) = saved_twice(0);
+        world.take(&Step::Wrong { chain: 0, at });
+        world.finish_plans();
+        assert_eq!(world.held(&hashes), at);
+        world.end();
+    }
+}
+
+#[test]
+fn what_is_forgotten_on_its_way_comes_from_nobody() {
+    let (mut world, hashes) = saved_twice(1);
+    world.take(&Step::Forget(1));
+    world.finish_forgetting();
+    world.finish_plans();
+    assert_eq!(world.held(&hashes), 0);
+    world.end();
+}
+
 /// Four blocks are on their way to an engine.
 fn loading() -> (World, Vec<BlockHash>, TransferId) {
     let (mut world, hashes) = traced();
@@ -516,7 +648,8 @@ fn loading() -> (World, Vec<BlockHash>, TransferId) {
 fn an_engine_is_not_given_what_was_found_wrong_meanwhile() {
     let (mut world, hashes, id) = loading();
     world.table.drop_wrong(Chain::from(&hashes).key(2));
-    let copies = std::mem::take(&mut world.copies).into_iter().map(|task| task.ended(Outcome::Arrived));
+    let copies =
+        std::mem::take(&mut world.copies).into_iter().map(|task| task.ended(Outcome::Arrived));
     let effects = world.table.land(copies, Duration::ZERO);
     let ended = effects.ended.into_iter().find(|ended| ended.id == id).expect("it has ended");
     assert_eq!((ended.blocks, ended.copied), (4, 2));
@@ -530,13 +663,19 @@ fn the_end_of_a_load_is_given_although_its_blocks_leave_meanwhile() {
     // The last block first: it waits for those before it.
     for task in copies.into_iter().rev() {
         let effects = world.table.land([task.ended(Outcome::Arrived)], Duration::ZERO);
-        given += effects.ended.iter().filter(|ended| ended.id == id).map(|ended| ended.copied).sum::<usize>();
+        given += effects
+            .ended
+            .iter()
+            .filter(|ended| ended.id == id)
+            .map(|ended| ended.copied)
+            .sum::<usize>();
         TIERS.iter().for_each(|&(tier, _)| _ = world.table.evict(tier, hashes.len()));
     }
     assert_eq!(given, 4);
 }
 
-/// A lease that is of more than the table has: the engine gets none of it, and least of all in the slots of others.
+/// A lease that is of more than the table has: the engine gets none of it, and least of all in the
+/// slots of others.
 #[test]
 fn a_lease_of_more_than_there_is_gives_nothing() {
     let mut world = World::new();
@@ -552,7 +691,8 @@ fn a_lease_of_more_than_there_is_gives_nothing() {
     assert_eq!(plan.sources().count(), 0);
 }
 
-/// What others stored is listed, and then its tenant is forgotten: nobody knows whether it was stored before.
+/// What others stored is listed, and then its tenant is forgotten: whether it was stored before is
+/// unknown.
 #[test]
 fn what_was_listed_before_its_tenant_was_forgotten_is_not_taken_in() {
     let mut world = World::new();
@@ -565,10 +705,14 @@ fn what_was_listed_before_its_tenant_was_forgotten_is_not_taken_in() {
     };
     world.take(&Step::Forget(1));
     world.finish_forgetting();
-    let intakes = world.table.take_in(Tier::Object, &found(1), &mut |_, _| panic!("a slot stands for it"));
+    let intakes =
+        world.table.take_in(Tier::Object, &found(1), &mut |_, _| panic!("a slot stands for it"));
     assert!(intakes.iter().all(|&intake| intake == Discovery::Declined), "{intakes:?}");
     let intakes = world.table.take_in(Tier::Object, &found(2), &mut |_, _| {});
-    assert!(intakes.iter().all(|&intake| intake == Discovery::Taken), "another tenant's: {intakes:?}");
+    assert!(
+        intakes.iter().all(|&intake| intake == Discovery::Taken),
+        "another tenant's: {intakes:?}"
+    );
     assert_eq!([1, 2].map(|n| world.held(&chain(n))), [0, chain(2).len()]);
 }
 
@@ -583,9 +727,14 @@ fn a_chain_without_its_beginning_is_not_the_whole_however_long() {
         assert_eq!(world.held(&hashes), 0);
         assert_eq!(world.held(&hashes[skip..]), hashes.len() - skip);
         for begin in skip..hashes.len() {
-            assert_eq!(world.held(&hashes[begin..]), hashes.len() - begin, "a part of what is there");
+            assert_eq!(
+                world.held(&hashes[begin..]),
+                hashes.len() - begin,
+                "a part of what is there"
+            );
         }
-        // And then the beginning is saved: it is new, and the rest is of another chain until that leaves.
+        // And then the beginning is saved: it is new, and the rest is of another chain until that
+        // leaves.
         world.save(6, 0, (0, skip));
         world.finish_plans();
         assert_eq!(world.held(&hashes), skip);

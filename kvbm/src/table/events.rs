@@ -1,4 +1,5 @@
-//! What the table tells those who listen. Nobody is told of forgotten blocks: they were gone when that was said.
+//! What the table tells listeners. It tells nothing of forgotten blocks: they were gone when the
+//! reset was told.
 
 use kvbm_policies::RequestId;
 use kvbm_tiers::Tier;
@@ -7,8 +8,8 @@ use super::index::RecordId;
 use super::tier_set::TierSet;
 use super::transfers::LeftBlock;
 use super::{RequestInfo, Table};
-use crate::events::{CacheEvent, CachedBlock, Events, RemoveReason, StoreReason};
-use crate::hash::BlockHash;
+use crate::names::hash::BlockHash;
+use crate::observe::events::{CacheEvent, CachedBlock, Events, RemoveReason, StoreReason};
 
 impl Table {
     /// The events from here on. Up to `capacity` of them wait for their receiver.
@@ -24,8 +25,10 @@ impl Table {
         reason: StoreReason,
     ) {
         if !self.listeners.is_empty() {
-            let (block, request) =
-                (self.cached_block(tier, record), info.request.filter(|&request| is_given(request)));
+            let (block, request) = (
+                self.cached_block(tier, record),
+                info.request.filter(|&request| is_given(request)),
+            );
             self.listeners.note(CacheEvent::Stored { block, request, reason });
         }
     }
@@ -42,7 +45,7 @@ impl Table {
         }
     }
 
-    /// Has blocks that leave a tier told among the [effects](Self::take_effects).
+    /// Reports blocks that leave a tier among the [effects](Self::take_effects).
     pub(crate) const fn note_left_blocks(&mut self) {
         self.transfers.note_left_blocks();
     }
@@ -60,7 +63,12 @@ impl Table {
             let key = self.records.at(record).key();
             BlockHash::from_u128(self.namespace.hash_of(key))
         };
-        CachedBlock { tier, group: known.key().group, hash: hash(record), parent: known.parent().map(hash) }
+        CachedBlock {
+            tier,
+            group: known.key().group,
+            hash: hash(record),
+            parent: known.parent().map(hash),
+        }
     }
 }
 

@@ -8,23 +8,23 @@ use super::flush_queue::DirtyBlock;
 use super::index::RecordId;
 use super::tier::TierSlot;
 use super::{MissReason, Table};
-use crate::events::RemoveReason;
+use crate::observe::events::RemoveReason;
 
-/// Where there is no room, so many forgotten blocks leave first.
+/// Forgotten blocks that leave first when there is no room.
 const SWEPT: usize = 64;
 
 /// Why there is no slot for a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NoSlot {
-    /// The hold is over: there may be one in the next.
+    /// The hold is over: the next one may find a slot.
     Later,
     /// Every leaf is busy, or the tier knows the block already.
     Refused,
 }
 
 impl Table {
-    /// A slot handle to a slot of `tier` for a block behind `above`, evicting leaves if none is free where its chain
-    /// lies.
+    /// A handle to a slot of `tier` for a block behind `above`; evicts leaves if no slot is free
+    /// where its chain lies.
     pub(super) fn claim(
         &mut self,
         tier: Tier,
@@ -35,7 +35,8 @@ impl Table {
             self.sweep_tier(tier, SWEPT, budget);
         }
         let home = self.home(tier, above);
-        // One for one, but for a few that wait for chains of their own directory: nothing leaves in vain.
+        // One for one, except a few slots that wait for chains of their own directory: nothing
+        // leaves in vain.
         while !self.tier(tier).has_room(home) {
             match self.victim(tier, budget) {
                 Some(victim) => self.evict_leaf(tier, victim, budget),
@@ -55,8 +56,9 @@ impl Table {
         taken.ok_or(NoSlot::Refused)
     }
 
-    /// The directory for a block behind `above`: a chain lies in one as far as there is room, so that one that dies takes
-    /// whole chains and not a part of each. Chains begin where most room is, and so do branches where that is much more.
+    /// The directory for a block behind `above`. A chain lies in one directory while there is room,
+    /// so that a directory that dies takes whole chains, not a part of each. Chains begin where
+    /// most room is, and so do branches if that is much more.
     fn home(&self, tier: Tier, above: Option<RecordId>) -> usize {
         let held = self.tier(tier);
         let (pool, emptiest) = (&held.pool, held.pool.emptiest_shard());
@@ -69,9 +71,9 @@ impl Table {
         if pool.is_closed(home) || (is_branch && is_fuller) { emptiest } else { home }
     }
 
-    /// What may leave `tier` now. While the tier below cannot be written, that includes what waits to be flushed,
-    /// oldest first and no more than is needed: a disk that is away must not close the host tier as well. `None` also
-    /// where the hold is over before there is one.
+    /// The leaf that may leave `tier` now. While the tier below cannot be written, that includes
+    /// dirty blocks, oldest first and no more than needed: a disk that is away must not close the
+    /// host tier too. `None` also if the hold ends before one is found.
     fn victim(&mut self, tier: Tier, budget: &mut Budget) -> Option<SlotId> {
         while !budget.is_spent() {
             let (held, records) = self.tier_and_records(tier);
@@ -96,8 +98,8 @@ impl Table {
         self.tier_mut(tier).pool.give_back(frame);
     }
 
-    /// Evicts up to `blocks` leaves of `tier`, as far as the hold goes; returns how many. More may follow where the hold
-    /// [is spent](Budget::is_spent).
+    /// Evicts up to `blocks` leaves of `tier`, as far as the hold goes; returns how many. There may
+    /// be more if the hold [is spent](Budget::is_spent).
     pub fn evict_some(&mut self, tier: Tier, blocks: usize, budget: &mut Budget) -> usize {
         for done in 0..blocks {
             let Some(victim) = self.victim(tier, budget) else { return done };
@@ -106,7 +108,7 @@ impl Table {
         blocks
     }
 
-    /// Evicts up to `blocks` leaves of `tier` in one go, whatever that takes; returns how many it could.
+    /// Evicts up to `blocks` leaves of `tier` in one hold of any length; returns how many.
     pub fn evict(&mut self, tier: Tier, blocks: usize) -> usize {
         let mut evicted = 0;
         loop {
@@ -118,9 +120,9 @@ impl Table {
         }
     }
 
-    /// Lets a chain leave `tier`, its block `last` first, as far as nobody reads it and no other hangs on it. Blocks that
-    /// the tier below is to have and lacks stay, unless they `go_unflushed`. Returns the block to go on with where the hold
-    /// is over first.
+    /// Lets a chain leave `tier`, from its block `last` up, until a block that is read or that
+    /// another hangs on. Blocks that the tier below should have and lacks stay, unless they
+    /// `go_unflushed`. Returns the block to go on with if the hold ends first.
     pub(crate) fn let_go(
         &mut self,
         tier: Tier,
@@ -129,7 +131,8 @@ impl Table {
         budget: &mut Budget,
     ) -> Option<BlockKey> {
         let mut next = self.find(last);
-        while let Some(record) = next.filter(|&record| self.records.at(record).resident().has(tier)) {
+        while let Some(record) = next.filter(|&record| self.records.at(record).resident().has(tier))
+        {
             let (held, records) = self.tier_and_records(tier);
             let slot = records.at(record).slot(tier);
             let block = held.at(slot);
@@ -154,15 +157,22 @@ impl Table {
         self.unlink_leaf(tier, slot, record, RemoveReason::Evicted);
         self.skip_flush_above(tier, record);
         let held = self.tier_mut(tier);
-        // So that whoever goes over the slots finds nobody there.
+        // So that a walk over the slots finds no block here.
         *held.at_mut(slot) = TierSlot::EMPTY;
-        let frame = held.pool.withdraw(slot).expect("a resident block's slot handle lies in the pool");
+        let frame =
+            held.pool.withdraw(slot).expect("a resident block's slot handle lies in the pool");
         self.forget_if_nowhere(record, MissReason::Evicted, tier);
         frame
     }
 
     /// Ends a leaf's residency; its slot stays taken.
-    pub(super) fn unlink_leaf(&mut self, tier: Tier, slot: SlotId, record: RecordId, reason: RemoveReason) {
+    pub(super) fn unlink_leaf(
+        &mut self,
+        tier: Tier,
+        slot: SlotId,
+        record: RecordId,
+        reason: RemoveReason,
+    ) {
         self.records.at_mut(record).leave(tier);
         self.note_residence(record);
         let exposed = self.lose_child(tier, self.records.at(record).parent());
@@ -197,7 +207,7 @@ impl Table {
         }
     }
 
-    /// A good copy above of what `tier` has lost is written there anew.
+    /// Writes a good copy above of what `tier` has lost there again.
     pub(super) fn flush_again(&mut self, tier: Tier, record: RecordId) {
         let (known, since_ms) = (*self.records.at(record), self.now_ms);
         for above in self.tiers.iter_mut().flatten().filter(|above| above.flush_to == Some(tier)) {
@@ -210,8 +220,8 @@ impl Table {
         }
     }
 
-    /// The copy of a block into `tier` failed: where it was to come from it is tried again later, and may leave
-    /// until then.
+    /// The copy of a block into `tier` failed: it is retried later from where it was to come, and
+    /// may leave there until then.
     pub(super) fn retry_above(&mut self, tier: Tier, record: RecordId) {
         let (known, since_ms) = (*self.records.at(record), self.now_ms);
         for above in self.tiers.iter_mut().flatten().filter(|above| above.flush_to == Some(tier)) {

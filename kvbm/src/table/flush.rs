@@ -1,8 +1,9 @@
 //! Which dirty blocks to copy to the tier below next.
 //!
-//! Blocks queue in the order of their publication, which is root-first along every chain. A block whose
-//! ancestors the lower tier has lost takes them along, so that nothing is ever written as an orphan. A flush that
-//! fails is tried again while the block is there; until then the block may leave, and is counted if it does.
+//! Blocks queue in the order of their publication, which is root-first along every chain. A block
+//! whose ancestors the lower tier has lost takes them along, so that no orphan is ever written. A
+//! failed flush is retried while the block is there; until then the block may leave, and is counted
+//! if it does.
 
 use kvbm_policies::Trigger;
 use kvbm_tiers::{Route, SlotId, Tier};
@@ -20,10 +21,26 @@ const MAX_SENT: usize = 256;
 #[derive(Default)]
 pub(super) struct FlushGroup {
     pub(super) blocks: Vec<RecordId>,
-    /// Of the request that brought the last of them.
+    /// The request that brought the last of them.
     pub(super) info: RequestInfo,
-    /// It only tries whether the tier below is well again: its first block will do.
+    /// It only tests whether the tier below is well again: its first block is enough.
     pub(super) is_probe: bool,
+}
+
+/// How a step of flushing ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FlushStep {
+    /// It looked at as many as asked, or no more wait, or the tier below has no room.
+    Done,
+    /// The hold was too short: the next one goes on.
+    HasMore,
+}
+
+impl FlushStep {
+    /// What could not be sent down waits for room, unless the hold ended.
+    const fn without_room(budget: &Budget) -> Self {
+        if budget.is_spent() { Self::HasMore } else { Self::Done }
+    }
 }
 
 impl Table {
@@ -32,65 +49,86 @@ impl Table {
         self.tiers[tier.index()].as_ref().map_or(0, |held| held.flushes.waiting())
     }
 
-    /// Whether any block of `tier` waits to be flushed, or for another try.
+    /// Whether any block of `tier` waits to be flushed, or for a retry.
     pub fn has_dirty(&self, tier: Tier) -> bool {
         let held = self.flushes_to(tier).and(self.tiers[tier.index()].as_ref());
         held.is_some_and(|held| !held.flushes.is_empty())
     }
 
-    /// Counts the blocks of `tier` that the tier below is to have and lacks, from slot `from` on, and says where the
-    /// next step goes on: `None` after the last one.
+    /// Counts the blocks of `tier` that the tier below should have and lacks, from slot `from` on.
+    /// Says where the next step goes on: `None` after the last one.
     pub fn unflushed(&self, tier: Tier, from: u32, budget: &mut Budget) -> (usize, Option<u32>) {
         let held = self.tiers[tier.index()].as_ref().filter(|held| !held.is_withdrawn);
-        let Some((held, to)) = held.and_then(|held| Some((held, held.flush_to?))) else { return (0, None) };
+        let Some((held, to)) = held.and_then(|held| Some((held, held.flush_to?))) else {
+            return (0, None);
+        };
         let is_missing = |slot: &u32| {
             let at = held.at(SlotId(*slot));
             let is_wanted = !at.is_quarantined() && !held.is_forgotten(SlotId(*slot));
-            held.flushes.has(SlotId(*slot)) && is_wanted && !self.records.at(at.record).resident().has(to)
+            held.flushes.has(SlotId(*slot))
+                && is_wanted
+                && !self.records.at(at.record).resident().has(to)
         };
         let (slots, next) = held.step(from, budget);
         (slots.filter(is_missing).count(), next)
     }
 
-    /// Says whether the tier below `tier` cannot be written now. While that is so, blocks may leave without it.
+    /// Says whether the tier below `tier` cannot be written now. While so, blocks may leave
+    /// unflushed.
     pub fn block_flushes(&mut self, tier: Tier, blocked: bool) {
         let blocked = blocked || self.flushes_to(tier).is_none();
         let Some(held) = &mut self.tiers[tier.index()] else { return };
         if std::mem::replace(&mut held.is_flush_blocked, blocked) && !blocked {
-            // It is well again: what failed need not wait out its pause.
+            // It is well again: failed flushes need not wait out their pause.
             held.flushes.make_due();
         }
     }
 
-    /// From here on no failed flush of `tier` waits out its pause: [`revive_flushes`](Self::revive_flushes) has all tried
-    /// again.
+    /// From here on no failed flush of `tier` waits out its pause:
+    /// [`revive_flushes`](Self::revive_flushes) retries them all.
     pub fn end_pauses(&mut self, tier: Tier) {
         self.tiers[tier.index()].iter_mut().for_each(|held| held.flushes.make_due());
     }
 
-    /// Has failed flushes of `tier` tried again whose pause is over. Returns whether there are more.
+    /// Retries failed flushes of `tier` whose pause is over. Returns whether there are more.
     pub fn revive_flushes(&mut self, tier: Tier, budget: &mut Budget) -> bool {
         let now_ms = self.now_ms;
         self.tiers[tier.index()].as_mut().is_some_and(|held| held.revive_flushes(now_ms, budget))
     }
 
-    /// Whether the blocks that wait in `tier` should be flushed now: one waits longer than `interval_ms`,
-    /// they are more than `watermark` blocks, or somebody found no room because of them.
+    /// Whether the blocks that wait in `tier` should be flushed now: one waits longer than
+    /// `interval_ms`, there are more than `watermark`, or a new block found no room because of
+    /// them.
     pub fn flush_is_due(&self, tier: Tier, interval_ms: u64, watermark: usize) -> bool {
-        let Some(held) = self.flushes_to(tier).and(self.tiers[tier.index()].as_ref()) else { return false };
+        let Some(held) = self.flushes_to(tier).and(self.tiers[tier.index()].as_ref()) else {
+            return false;
+        };
         let Some(oldest) = held.flushes.first() else { return false };
-        held.pressed || held.flushes.waiting() > watermark || oldest.since_ms + interval_ms <= self.now_ms
+        held.pressed
+            || held.flushes.waiting() > watermark
+            || oldest.since_ms + interval_ms <= self.now_ms
     }
 
-    /// Sends the next `blocks` dirty blocks of `tier` down, ancestors included, as far as they are admitted below, or
-    /// as far as the hold goes. The tasks are among the [effects](Self::take_effects).
-    pub fn take_flush(&mut self, tier: Tier, blocks: usize, trigger: Trigger, budget: &mut Budget) {
-        self.take_group(tier, blocks, FlushGroup::default(), (trigger, budget));
+    /// Sends the next `blocks` dirty blocks of `tier` down, ancestors included, as far as the tier
+    /// below admits them and the hold goes. The tasks are among the [effects](Self::take_effects).
+    pub fn take_flush(
+        &mut self,
+        tier: Tier,
+        blocks: usize,
+        trigger: Trigger,
+        budget: &mut Budget,
+    ) -> FlushStep {
+        self.take_group(tier, blocks, FlushGroup::default(), (trigger, budget))
     }
 
-    /// Sends one block down, to see whether the tier below is well again.
-    pub fn take_probe(&mut self, tier: Tier, trigger: Trigger, budget: &mut Budget) {
-        self.take_group(tier, 1, FlushGroup { is_probe: true, ..FlushGroup::default() }, (trigger, budget));
+    /// Sends one block down, to test whether the tier below is well again.
+    pub fn take_probe(&mut self, tier: Tier, trigger: Trigger, budget: &mut Budget) -> FlushStep {
+        self.take_group(
+            tier,
+            1,
+            FlushGroup { is_probe: true, ..FlushGroup::default() },
+            (trigger, budget),
+        )
     }
 
     fn take_group(
@@ -99,11 +137,15 @@ impl Table {
         blocks: usize,
         mut group: FlushGroup,
         (trigger, budget): (Trigger, &mut Budget),
-    ) {
-        let Some(to) = self.flushes_to(tier) else { return };
-        let mut taken = 0;
-        while taken < blocks && budget.look() {
-            // Entries of blocks that went down by another way stay in the queue until their turn.
+    ) -> FlushStep {
+        let Some(to) = self.flushes_to(tier) else { return FlushStep::Done };
+        let (mut taken, mut step) = (0, FlushStep::Done);
+        while taken < blocks {
+            if !budget.look() {
+                step = FlushStep::HasMore;
+                break;
+            }
+            // Entries of blocks that went down another way stay queued until their turn.
             let Some(next) = self.tier_mut(tier).flushes.pop_first() else { break };
             if !self.awaits_flush(tier, to, next) {
                 continue;
@@ -113,19 +155,31 @@ impl Table {
             if group.blocks.is_empty() || !continues {
                 if !self.launch_admitted((tier, to), &mut group, trigger, budget) {
                     self.tier_mut(tier).flushes.push_first(next);
-                    return;
+                    return FlushStep::without_room(budget);
                 }
-                match self.missing_path(to, next.record, budget) {
+                if !self.awaits_flush(tier, to, next) {
+                    // It was among the ancestors of what was just sent.
+                    continue;
+                }
+                match self.missing_path(to, next.record, self.turned_away(tier), budget) {
+                    // Else a long prompt would be asked about once for each of its blocks.
+                    Ok(path) if path.is_empty() => {
+                        self.turn_away_follower((tier, to), next.record);
+                        budget.change();
+                        continue;
+                    }
                     Ok(path) => group.blocks = path,
                     Err(above) => {
-                        // What comes first is looked for in the next hold, and goes down before.
+                        // The next hold looks for the first of them, which goes down before.
                         let slot = self.records.at(above).slot(tier);
-                        let flushes = &mut self.tier_mut(tier).flushes;
-                        flushes.push_first(next);
-                        // Also one that was put off: else what waits for it is met again and again until its time comes.
-                        flushes.remove(slot);
-                        flushes.push_first(DirtyBlock { slot, record: above, ..next });
-                        return;
+                        let held = self.tier_mut(tier);
+                        held.flushes.push_first(next);
+                        // Even one that was put off or declined: else blocks that wait for it come
+                        // up again and again until its time.
+                        held.flushes.remove(slot);
+                        held.at_mut(slot).want_flush();
+                        held.flushes.push_first(DirtyBlock { slot, record: above, ..next });
+                        return FlushStep::HasMore;
                     }
                 }
             } else {
@@ -140,26 +194,26 @@ impl Table {
         if is_launched && self.tier(tier).flushes.waiting() == 0 {
             self.tier_mut(tier).pressed = false;
         }
+        if is_launched { step } else { FlushStep::without_room(budget) }
     }
 
-    /// Sends the first blocks of a long group down, and leaves the others to the next hold.
+    /// Sends the first blocks of a long group down, and leaves the rest to the next hold.
     fn launch_first(
         &mut self,
         (tier, to): Route,
         group: &mut FlushGroup,
         last: DirtyBlock,
         (trigger, budget): (Trigger, &mut Budget),
-    ) {
+    ) -> FlushStep {
         group.blocks.truncate(MAX_SENT);
-        let before = self.transfers.tasks_planned();
         let is_launched = self.launch_admitted((tier, to), group, trigger, budget);
-        // A rule that refuses the beginning is not asked about what comes behind it.
-        if !is_launched || self.transfers.tasks_planned() > before {
-            self.tier_mut(tier).flushes.push_first(last);
-        }
+        // If the beginning was turned away, so is this.
+        self.tier_mut(tier).flushes.push_first(last);
+        if is_launched { FlushStep::HasMore } else { FlushStep::without_room(budget) }
     }
 
-    /// [`launch`](Self::launch), as far as the tier's rule admits. What it refuses now is asked about again.
+    /// [`launch`](Self::launch), as far as the tier's rule admits. It is asked again about what it
+    /// refuses now.
     fn launch_admitted(
         &mut self,
         (tier, to): Route,
@@ -169,7 +223,11 @@ impl Table {
     ) -> bool {
         if self.tier(tier).policies.has_admission() {
             let path = std::mem::take(&mut group.blocks);
+            let (asked, last) = (path.len(), path.last().copied());
             group.blocks = self.admitted_above(tier, path, (trigger, group.info), budget);
+            if let Some(last) = last.filter(|_| group.blocks.len() < asked) {
+                self.turn_away(tier, last);
+            }
         }
         let info = group.info;
         let left = self.launch((tier, to), group, budget);
@@ -177,8 +235,8 @@ impl Table {
         left.is_empty()
     }
 
-    /// What is admitted of a path. Where everything is to be asked about as if it left, a block that is
-    /// refused does not keep those above it from being asked about.
+    /// What is admitted of a path. If every block is asked about as if it left, the rule is still
+    /// asked about those above a refused one.
     fn admitted_above(
         &mut self,
         tier: Tier,
@@ -197,7 +255,7 @@ impl Table {
                 break;
             }
         }
-        // A rule may refuse a prompt of thousands of blocks one by one: the rest is asked about in its turn.
+        // A rule may refuse a prompt of thousands of blocks one by one: the rest waits its turn.
         if let Some(&next) = path.last() {
             let slot = self.records.at(next).slot(tier);
             self.want_flush_again(tier, slot, info);
@@ -205,24 +263,29 @@ impl Table {
         Vec::new()
     }
 
-    /// Whether a block that waited is one that the lower tier lacks and does not await.
+    /// Whether the lower tier still lacks a block that waited, and does not await it.
     fn awaits_flush(&self, tier: Tier, to: Tier, waited: DirtyBlock) -> bool {
         let held = self.tier(tier).at(waited.slot);
         debug_assert_eq!(held.record, waited.record, "a block left before its place in the queue");
         !held.skips_flush() && !self.records.at(waited.record).has_or_awaits(to)
     }
 
-    /// `record` and those of its ancestors that `to` neither has nor awaits, root first. If they are too many for the
-    /// hold: the ancestor up to which they were looked at.
+    /// `record` and its ancestors that `to` neither has nor awaits, root first; none if `turned_away`
+    /// is one of these ancestors. If they are too many for the hold: the last one
+    /// that was looked at.
     pub(super) fn missing_path(
         &self,
         to: Tier,
         record: RecordId,
+        turned_away: Option<RecordId>,
         budget: &mut Budget,
     ) -> Result<Vec<RecordId>, RecordId> {
         let (mut path, mut next) = (Vec::new(), Some(record));
         while let Some(missing) = next.filter(|&next| !self.records.at(next).has_or_awaits(to)) {
-            // What is sent down is paid for as well.
+            if !path.is_empty() && turned_away == next {
+                return Ok(Vec::new());
+            }
+            // Sending them has its cost too.
             if path.len() > budget.looks_left() / 2 || !budget.look() {
                 return Err(missing);
             }
@@ -233,7 +296,34 @@ impl Table {
         Ok(path)
     }
 
-    /// Sends a group of successive blocks down. Returns those that find no room below now.
+    /// The block that was [turned away](Self::turn_away) last, if it is still there.
+    fn turned_away(&self, tier: Tier) -> Option<RecordId> {
+        let held = self.tier(tier);
+        let block = held.turned_away?;
+        let there = held.pool.resident_ref(block.slot).filter(|&there| there == block)?;
+        let record = held.at(there.slot).record;
+        // A slot that is quarantined keeps its block while that is read, but not its record.
+        self.lies_in(block, record).then_some(record)
+    }
+
+    /// A rule refused a block, or the tier below declined it. What waits behind it in its chain is
+    /// turned away with it, unasked.
+    fn turn_away(&mut self, tier: Tier, record: RecordId) {
+        let slot = self.records.at(record).slot(tier);
+        self.tier_mut(tier).turned_away = Some(self.slot_ref(tier, slot));
+    }
+
+    /// The same for a block that hangs on one that was turned away.
+    fn turn_away_follower(&mut self, (tier, to): Route, record: RecordId) {
+        if !self.tier(tier).policies.has_admission() {
+            // No rule is asked about it when it leaves: it may leave now.
+            self.skip_flush_above(to, record);
+        }
+        self.turn_away(tier, record);
+    }
+
+    /// Sends a group of successive blocks down. Returns those without room below now, or for which
+    /// the hold was too short.
     pub(super) fn launch(
         &mut self,
         (tier, to): Route,
@@ -242,32 +332,36 @@ impl Table {
     ) -> Vec<RecordId> {
         let next = FlushGroup { is_probe: group.is_probe, ..FlushGroup::default() };
         let FlushGroup { blocks: mut group, info, is_probe } = std::mem::replace(group, next);
-        // A medium that may still hang is tried with one block: each costs a slot until it ends.
+        // A medium that may still hang is tested with one block: each costs a slot until it ends.
         let rest = if is_probe && group.len() > 1 { group.split_off(1) } else { Vec::new() };
         let Some((&first, &last)) = group.first().zip(group.last()) else { return Vec::new() };
         let context = RequestContext { info: self.named(info), path: self.records.depth(last) };
-        // The deepest source is pinned first: claiming slots below must not make room out of it above.
+        // The deepest source is pinned first: claiming slots below must not evict it above.
         let (source, deepest) = self.source_of(tier, last);
         self.tier_mut(source).pin(deepest);
         let mut pins = Pins::of_nothing(context, self.namespace());
         pins.hold(source, deepest, 0);
         let above = self.records.at(first).parent();
         let parent = self.pin_parent(to, above);
-        let mut admitted = group.len();
+        let (mut admitted, mut has_more) = (group.len(), false);
         if !matches!(parent, TransferParent::Awaited(_)) {
             let keys: Vec<_> = group.iter().map(|&record| self.records.at(record).key()).collect();
             let admission = self.admit_new(to, above, &keys, context, budget);
-            if admission.has_more {
-                // There is more room in the next hold.
-                self.unpin_parent(to, parent);
-                self.release(pins);
-                self.tier_mut(tier).refund(group.len() + rest.len());
-                return [group, rest].concat();
-            }
             admitted = admission.blocks;
+            has_more = admission.has_more;
         }
         let (taken, declined) = group.split_at(admitted);
         declined.iter().for_each(|&record| self.skip_flush_above(to, record));
+        if let Some(&last) = declined.last() {
+            self.turn_away(tier, last);
+        }
+        if has_more {
+            // The next hold has more room.
+            self.unpin_parent(to, parent);
+            self.release(pins);
+            self.tier_mut(tier).refund(group.len() + rest.len());
+            return [taken, &rest].concat();
+        }
         let placed = self.send_down((source, to), taken, (parent, pins), is_probe, budget);
         self.tier_mut(tier).refund(group.len() + rest.len() - placed);
         [&taken[placed..], &rest].concat()
@@ -276,7 +370,7 @@ impl Table {
     /// The fastest tier below the device from which all blocks down to `deepest` can be read.
     fn source_of(&self, tier: Tier, deepest: RecordId) -> (Tier, SlotId) {
         let known = self.records.at(deepest);
-        // DRAM is read in passing; reading the disk for the object store would take from loads.
+        // Reading DRAM is cheap; reading the disk for the object store would slow loads.
         let is_in_host = known.resident().has(Tier::Host) && self.is_in_use(Tier::Host);
         let source = if is_in_host { Tier::Host } else { tier };
         (source, known.slot(source))

@@ -1,7 +1,8 @@
 //! Blocks of a tier that wait to be flushed.
 //!
-//! Each has one entry, found by its slot, so that an entry goes with its block: none is ever stale, and no queue has to be
-//! thinned out. Entries lie in chunks that never move, and are linked in the order in which they are due.
+//! Each has one entry, found by its slot, so that an entry goes with its block: none is ever stale,
+//! and no queue needs thinning. Entries lie in chunks that never move, and are linked in the order
+//! in which they are due.
 
 use std::collections::BTreeMap;
 
@@ -17,29 +18,29 @@ pub(super) struct DirtyBlock {
     pub(super) slot: SlotId,
     pub(super) record: RecordId,
     pub(super) since_ms: u64,
-    /// Of the request that brought it.
+    /// The request that brought it.
     pub(super) info: RequestInfo,
 }
 
-/// Those that wait for their turn, and those that are put off.
+/// Blocks that wait for their turn, and blocks that are put off.
 #[derive(Debug)]
 pub(super) struct FlushQueue {
     entries: Entries,
-    /// By slot: the number of its entry, if that entry is of this slot. What it says of others means nothing, so it need not
-    /// be cleared when all entries go.
+    /// By slot: the number of its entry, if that entry is of this slot. Else the number means
+    /// nothing, so it need not be cleared when all entries go.
     numbers: HugeVec<u32>,
 }
 
-/// The entries alone: a reset takes them all away, to be dropped with the table unlocked.
+/// The entries alone: a reset takes them all, to drop them with the table unlocked.
 #[derive(Debug)]
 pub(super) struct Entries {
     chunks: Vec<Vec<Entry>>,
-    /// The first of those that are not used, which are linked as well.
+    /// The first unused entry; these are linked too.
     free: u32,
     waiting: List,
-    /// Failures of one batch are due together, and few batches at different times.
+    /// Failures of one batch are due together, and there are few batches.
     put_off: BTreeMap<Due, List>,
-    /// Those of earlier rounds are due, whatever their time.
+    /// Entries of earlier rounds are due, whatever their time.
     round: u64,
 }
 
@@ -52,7 +53,7 @@ struct Due {
 
 #[derive(Clone, Copy, Debug)]
 struct Entry {
-    /// `None`: it is not used.
+    /// `None`: it is unused.
     block: Option<DirtyBlock>,
     /// `None`: it waits for its turn.
     due: Option<Due>,
@@ -67,17 +68,17 @@ struct List {
     len: usize,
 }
 
-/// Entries made at a time: none of them moves, and none is copied, when there are more.
+/// Entries made at a time: adding more neither moves nor copies any.
 const CHUNK: usize = 256;
 const NONE: u32 = u32::MAX;
 
 impl FlushQueue {
-    /// For a tier of so many slots; addresses only: the kernel provides memory as far as it is used.
+    /// For a tier of `slots` slots. Addresses only: the kernel provides memory as it is used.
     pub(super) fn with_room_for(slots: usize) -> Self {
         Self { entries: Entries::default(), numbers: HugeVec::with_capacity(slots) }
     }
 
-    /// Is ready for blocks in the first `slots` slots.
+    /// Makes it ready for blocks in the first `slots` slots.
     pub(super) fn reach(&mut self, slots: usize) {
         if slots > self.numbers.capacity() {
             self.numbers.reserve_exact(slots / 8);
@@ -102,7 +103,7 @@ impl FlushQueue {
 
     /// Whether no block waits, or is put off.
     pub(super) fn is_empty(&self) -> bool {
-        self.entries.len() == 0
+        self.entries.is_empty()
     }
 
     /// Whether the block in `slot` waits, or is put off.
@@ -110,12 +111,12 @@ impl FlushQueue {
         self.number(slot).is_some()
     }
 
-    /// What waits longest.
+    /// The block that waits longest.
     pub(super) fn first(&self) -> Option<&DirtyBlock> {
         self.entries.get(self.entries.waiting.first)?.block.as_ref()
     }
 
-    /// The block goes after all that wait. One that has an entry keeps its place.
+    /// Puts the block behind all that wait. One that has an entry keeps its place.
     pub(super) fn push_last(&mut self, block: DirtyBlock) {
         if !self.has(block.slot) {
             let number = self.add(block, None);
@@ -123,7 +124,7 @@ impl FlushQueue {
         }
     }
 
-    /// The block goes before all that wait, wherever it waited. One that is put off stays so.
+    /// Puts the block before all that wait, wherever it waited. One that is put off stays so.
     pub(super) fn push_first(&mut self, block: DirtyBlock) {
         let known = self.number(block.slot);
         if known.is_some_and(|number| self.entries.at(number).due.is_some()) {
@@ -138,7 +139,7 @@ impl FlushQueue {
         self.entries.remove(self.entries.waiting.first)
     }
 
-    /// The block is to wait for its turn again at `due_ms`. One that has an entry keeps its place.
+    /// Has the block wait for its turn again at `due_ms`. One that has an entry keeps its place.
     pub(super) fn put_off(&mut self, block: DirtyBlock, due_ms: u64) {
         if !self.has(block.slot) {
             let number = self.add(block, Some(Due { round: self.entries.round, at_ms: due_ms }));
@@ -146,7 +147,7 @@ impl FlushQueue {
         }
     }
 
-    /// All that are put off are due.
+    /// Makes all that are put off due.
     pub(super) const fn make_due(&mut self) {
         self.entries.round += 1;
     }
@@ -162,7 +163,7 @@ impl FlushQueue {
         self.entries.remove(number)
     }
 
-    /// The block in `slot` does not wait any more.
+    /// Takes out the entry of the block in `slot`.
     pub(super) fn remove(&mut self, slot: SlotId) {
         if let Some(number) = self.number(slot) {
             self.entries.remove(number);
@@ -186,6 +187,11 @@ impl Entries {
     /// How many there are.
     pub(super) fn len(&self) -> usize {
         self.waiting.len + self.put_off.values().map(|list| list.len).sum::<usize>()
+    }
+
+    fn is_empty(&self) -> bool {
+        // No list in `put_off` is empty.
+        self.waiting.len == 0 && self.put_off.is_empty()
     }
 
     fn next_due(&self, now_ms: u64) -> Option<u32> {
@@ -328,10 +334,15 @@ mod tests {
     }
 
     fn dirty(slot: u32) -> DirtyBlock {
-        DirtyBlock { slot: SlotId(slot), record: RecordId(slot), since_ms: 0, info: RequestInfo::default() }
+        DirtyBlock {
+            slot: SlotId(slot),
+            record: RecordId(slot),
+            since_ms: 0,
+            info: RequestInfo::default(),
+        }
     }
 
-    /// Slots in their order, with when they are due: 0 where all are.
+    /// Slots in their order, with the time when they are due: 0 if all are.
     #[derive(Default)]
     struct Model {
         waiting: VecDeque<u32>,
@@ -355,7 +366,7 @@ mod tests {
                     self.waiting.retain(|&other| other != slot);
                     self.waiting.push_front(slot);
                 }
-                // Of one time the first that came is the first to go.
+                // Of one time, the first to come is the first to go.
                 Step::PutOff(slot, due) if !self.has(slot) => {
                     let key = (self.round, due);
                     let at = self.put_off.partition_point(|&(round, due, _)| (round, due) <= key);
@@ -407,7 +418,7 @@ mod tests {
         }
     }
 
-    /// Whoever adds one holds the table's lock.
+    /// An entry is added under the table's lock.
     #[test]
     fn entries_stay_where_they_are_while_there_are_more() {
         let mut queue = FlushQueue::with_room_for(0);
@@ -418,6 +429,10 @@ mod tests {
         assert_eq!(&raw const *queue.entries.at(0), place);
         (0..100 * CHUNK as u32).for_each(|slot| queue.remove(SlotId(slot)));
         queue.push_last(dirty(7));
-        assert_eq!((queue.entries.chunks.len(), queue.waiting()), (100, 1), "entries are used again");
+        assert_eq!(
+            (queue.entries.chunks.len(), queue.waiting()),
+            (100, 1),
+            "entries are used again"
+        );
     }
 }

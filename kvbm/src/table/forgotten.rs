@@ -1,8 +1,8 @@
-//! What a reset forgot and is still in its slots.
+//! Blocks that a reset forgot and that are still in their slots.
 //!
-//! Nobody finds a forgotten block; whoever leased it before may still read it. Its slot comes back in one pass over
-//! the tier's slots, in steps, or sooner where somebody needs room; one that is read then comes back when its last
-//! reader leaves. Blocks leave leaf-first here as well.
+//! No match finds a forgotten block, but an earlier lease may still read it. Its slot is freed in
+//! one pass over the tier's slots, in steps, or sooner if room is needed; a slot that is read then
+//! is freed when its last reader leaves. Blocks leave leaf-first here too.
 
 use kvbm_tiers::{SlotId, Tier};
 
@@ -16,19 +16,20 @@ use super::tier::{TierSlot, TierTable};
 pub(super) struct ForgottenSlots {
     /// How many there are.
     pub(super) blocks: u32,
-    /// Slots at which the pass has not looked, to mark what is forgotten and let go what can. The last one comes first: a
-    /// chain lies root-first where slots were free, so that this meets its leaf at once.
+    /// Slots that the pass has yet to look at, to mark what is forgotten and let go what can. The
+    /// last one comes first: a chain lies root-first where slots were free, so the pass meets its
+    /// leaf at once.
     left: u32,
-    /// Those of them that have a new block since the reset.
+    /// Those of them that got a new block since the reset.
     renewed: SlotSet,
-    /// Leaves that nobody reads any more.
+    /// Leaves without readers.
     leaves: Vec<SlotId>,
 }
 
 impl ForgottenSlots {
     /// Whether the block that `slot` holds is forgotten.
     pub(super) fn has(&self, slot: SlotId, held: TierSlot) -> bool {
-        // A slot without a block may be met: it was noted as a leaf, and emptied in another way.
+        // A slot may have no block: it was noted as a leaf, and emptied another way.
         let is_old = || slot.0 < self.left && !self.renewed.has(slot);
         held.record != TierSlot::EMPTY.record && (held.is_forgotten() || is_old())
     }
@@ -40,7 +41,8 @@ impl ForgottenSlots {
         }
     }
 
-    /// All that is in the first `slots` slots is forgotten. Returns what was noted of them, which takes time to drop.
+    /// Forgets all blocks in the first `slots` slots. Returns the notes about them, which take time
+    /// to drop.
     fn begin_pass(&mut self, slots: u32) -> SlotSet {
         self.left = slots;
         std::mem::replace(&mut self.renewed, SlotSet::of_first(slots))
@@ -51,7 +53,7 @@ impl ForgottenSlots {
 const PART: u32 = 1 << 15;
 const WORDS: usize = PART as usize / 64;
 
-/// A set of slots, a bit for each, in parts that are made when one of their slots comes: a reset of a tier of a hundred
+/// A set of slots, a bit for each, in parts made on their first use: a reset of a tier of a hundred
 /// million slots clears no megabytes.
 #[derive(Debug, Default)]
 struct SlotSet(Vec<Option<Box<[u64; WORDS]>>>);
@@ -72,8 +74,8 @@ impl SlotSet {
     }
 }
 
-/// Blocks of a tier that were to be flushed when a reset forgot them. There may be a million: they are dropped with the
-/// table unlocked.
+/// Blocks of a tier that were dirty when a reset forgot them. There may be a million: they are
+/// dropped with the table unlocked.
 #[derive(Debug)]
 pub struct Unflushed {
     flushes: Entries,
@@ -88,7 +90,7 @@ impl Unflushed {
 }
 
 impl TierTable {
-    /// Forgets all blocks of the tier, and what of them was to be flushed.
+    /// Forgets all blocks of the tier, dirty ones included.
     pub(super) fn forget_all(&mut self) -> Unflushed {
         self.forgotten.blocks += std::mem::take(&mut self.resident);
         let noted = self.forgotten.begin_pass(self.slots.len() as u32);
@@ -101,7 +103,7 @@ impl TierTable {
         self.forgotten.has(slot, *self.at(slot))
     }
 
-    /// Notes that a forgotten block may be a leaf that nobody reads.
+    /// Notes that a forgotten block may be a leaf without readers.
     pub(super) fn sweep_soon(&mut self, slot: SlotId) {
         self.forgotten.leaves.push(slot);
     }
@@ -124,14 +126,16 @@ impl TierTable {
 }
 
 impl Table {
-    /// Lets forgotten blocks go that nobody reads, as many as the hold has time for. Returns whether there is more to look
-    /// at.
+    /// Frees forgotten blocks without readers, as many as the hold has time for. Returns whether
+    /// there is more to look at.
     pub fn sweep(&mut self, budget: &mut Budget) -> bool {
-        // The tiers after the first that takes all of the hold wait for their turn.
-        Tier::ALL.into_iter().any(|tier| self.has(tier) && self.sweep_tier(tier, usize::MAX, budget))
+        // The tiers after the first that uses up the hold wait for their turn.
+        Tier::ALL
+            .into_iter()
+            .any(|tier| self.has(tier) && self.sweep_tier(tier, usize::MAX, budget))
     }
 
-    /// Lets up to `most` of them leave `tier`. Returns whether there is more to look at.
+    /// Frees up to `most` of them in `tier`. Returns whether there is more to look at.
     pub(super) fn sweep_tier(&mut self, tier: Tier, most: usize, budget: &mut Budget) -> bool {
         let mut swept = 0;
         while swept < most && budget.look() {
@@ -144,7 +148,7 @@ impl Table {
         true
     }
 
-    /// Lets the block in `slot` go, if it is forgotten, a leaf and not read.
+    /// Frees the block in `slot`, if it is forgotten, a leaf and not read.
     fn sweep_slot(&mut self, tier: Tier, slot: SlotId) -> bool {
         let held = self.tier(tier);
         let block = *held.at(slot);

@@ -1,15 +1,17 @@
-//! Hash index: from a block's key to its record number, and to where it is resident.
+//! Hash index: from a block's key to its record number, and to the tiers where it is resident.
 //!
-//! Open addressing in one flat array of 8-byte buckets, with Robin Hood linear probing: an entry that is far
-//! from its home takes the place of one that is near, so that searches are short and misses end early. A
-//! bucket holds a record number, the tiers where the block is resident, the distance from home (so that
-//! entries can move back on removal, without tombstones) and 24 bits of hash. A match probes the index only,
-//! one cache miss each, and looks at records where the search ends.
+//! Open addressing in one flat array of 8-byte buckets, with Robin Hood linear probing: an entry
+//! that is far from its home takes the place of one that is near, so that searches are short and
+//! misses end early. A bucket holds a record number, the tiers where the block is resident, the
+//! distance from home (so that entries can move back on removal, without tombstones) and 24 bits of
+//! hash. A match probes the index only, one cache miss each, and looks at records where the search
+//! ends.
 //!
-//! It grows in steps, since whoever inserts holds the table's lock: each insertion moves the entries of a few homes
-//! into a larger array. Homes are in the order of the hashes in both, so that one comparison tells in which of the
-//! two a key is to be looked for, and there is never a second place to look. The larger array is made before it is
-//! needed, by somebody who does not hold the lock, if he comes in time (see `provision`).
+//! It grows in steps, since an insertion holds the table's lock: each one moves the entries of a
+//! few homes into a larger array. Homes are in the order of the hashes in both, so that one
+//! comparison tells which of the two has a key, and there is never a second place to look. The
+//! larger array is made before it is needed, with the lock released, if there is time (see
+//! `provision`).
 
 use kvbm_tiers::{BlockKey, HugeVec};
 
@@ -19,11 +21,20 @@ use super::tier_set::TierSet;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RecordId(pub(super) u32);
 
-/// How many more entries to be ready for in an array of `len`. A table takes in a million blocks a second at most, and
-/// background work, which makes arrays ready, comes by 50 times a second: of a million entries this is a thirty-second.
-pub(super) const fn soon(len: usize) -> usize {
+/// How many more entries to be ready for in an index of `len`. A table takes in a million blocks a
+/// second at most, and background work makes arrays ready 50 times a second: of a million entries
+/// this is a thirty-second.
+const fn soon(len: usize) -> usize {
     len / 32 + 1
 }
+
+/// The same in an array of `len`, which need not grow to be ready: also a short one may take in all
+/// that comes between two rounds of background work.
+pub(super) fn soon_appended(len: usize) -> usize {
+    soon(len).max(A_ROUND)
+}
+
+const A_ROUND: usize = 1_000_000 / 50;
 
 /// Records that the index can number.
 const MAX_RECORDS: usize = (1 << RECORD_BITS) - 1;
@@ -31,10 +42,11 @@ const MAX_RECORDS: usize = (1 << RECORD_BITS) - 1;
 const RECORD_BITS: u32 = 28;
 const DISTANCE_BITS: u32 = 8;
 const TAG_BITS: u32 = 24;
-/// With each insertion, so many homes move to the larger array. A growth then ends when a thirteenth as many entries
-/// again have come, long before the larger array is full, and before what is left of the smaller one is crowded.
+/// Homes that each insertion moves to the larger array. A growth then ends when a thirteenth as
+/// many entries again have come, long before the larger array is full, and before the rest of the
+/// smaller one is crowded.
 const HOMES_MOVED: usize = 16;
-/// Buckets may be so many times as many as the entries call for, to tear crowds apart.
+/// To tear crowds apart, there may be this many times the buckets that the entries call for.
 const MAX_GROWTH: usize = 8;
 const MAX_DISTANT: u64 = (1 << DISTANCE_BITS) - 1;
 
@@ -42,7 +54,7 @@ const MAX_DISTANT: u64 = (1 << DISTANCE_BITS) - 1;
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct IndexBucket(u64);
 
-/// Zero, as fresh memory is: a new array costs nothing before it is used.
+/// Zero, like fresh memory: a new array costs nothing before it is used.
 pub(super) const EMPTY: IndexBucket = IndexBucket(0);
 
 const TIERS_AT: u32 = RECORD_BITS;
@@ -89,7 +101,7 @@ impl std::fmt::Debug for IndexBucket {
     }
 }
 
-/// A key's place in the array and, independent of it, what tells it from its neighbours.
+/// A key's place in the array and, independent of it, a tag that tells it from its neighbours.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct KeyHash {
     place: u32,
@@ -100,12 +112,13 @@ impl KeyHash {
     pub(super) fn of(key: BlockKey) -> Self {
         let folded = key.folded();
         let mixed = u128::from(folded ^ 0x2545_F491_4F6C_DD1D) * 0x9E37_79B9_7F4A_7C15;
-        // Place and tag come from different halves: entries that crowd one place still differ in their tags.
+        // Place and tag come from different halves: entries that crowd one place still differ in
+        // their tags.
         let mixed = (mixed >> 64) as u64 ^ mixed as u64;
         Self { place: (mixed >> 32) as u32, tag: mixed & ((1 << TAG_BITS) - 1) }
     }
 
-    /// 32 bits that are as good as random, and others.
+    /// 32 bits that are as good as random, and 32 others.
     pub(super) const fn halves(self) -> (u32, u32) {
         (self.place, self.tag as u32)
     }
@@ -120,7 +133,7 @@ impl IndexBuckets {
         Self(HugeVec::zeroed(len))
     }
 
-    /// One whose memory is there from the start. That takes milliseconds for each 2 MiB.
+    /// An array whose memory is there from the start. That takes milliseconds for each 2 MiB.
     pub(super) fn populated(len: usize) -> Self {
         Self(HugeVec::zeroed(len).populated())
     }
@@ -138,7 +151,8 @@ impl IndexBuckets {
     }
 
     fn home(&self, hash: KeyHash) -> usize {
-        // By multiplication, not by remainder: homes are in the order of the hashes, whatever the array's length.
+        // By multiplication, not by remainder: homes are in the order of the hashes, whatever the
+        // array's length.
         ((u64::from(hash.place) * self.len() as u64) >> u32::BITS) as usize
     }
 
@@ -151,7 +165,8 @@ impl IndexBuckets {
         if position + 1 == self.len() { 0 } else { position + 1 }
     }
 
-    /// The first entry with the tag of `hash` that `is_it` accepts, and its position. `first` is the bucket at home.
+    /// The first entry with the tag of `hash` that `is_it` accepts, and its position. `first` is
+    /// the bucket at home.
     fn seek(
         &self,
         hash: KeyHash,
@@ -159,7 +174,8 @@ impl IndexBuckets {
         mut is_it: impl FnMut(IndexBucket) -> bool,
     ) -> Option<(usize, IndexBucket)> {
         let (mut at, mut bucket, mut distance) = (self.home(hash), first, 0);
-        // Who lies nearer to its home than we would from ours came later: had we been here, it would have gone on.
+        // An entry nearer to its home than ours would be came later: had ours been here, that entry
+        // would have moved on.
         while bucket != EMPTY && bucket.distance() >= distance {
             if bucket.has_tag(hash) && is_it(bucket) {
                 return Some((at, bucket));
@@ -176,7 +192,7 @@ impl IndexBuckets {
         found.expect("callers name records that are in the index").0
     }
 
-    /// False, and nothing changed, if somebody would end up too far from home.
+    /// False, and nothing changed, if an entry would end up too far from home.
     fn place(&mut self, hash: KeyHash, bucket: IndexBucket) -> bool {
         if !self.has_room_for(hash) {
             return false;
@@ -195,18 +211,19 @@ impl IndexBuckets {
         true
     }
 
-    /// Whether nobody ends up too far from home: a look ahead over a cache line or two costs less than a way back.
+    /// Whether no entry ends up too far from home: a look ahead over a cache line or two costs less
+    /// than undoing.
     fn has_room_for(&self, hash: KeyHash) -> bool {
         let (mut at, mut distance) = (self.home(hash), 0);
         while self.at(at) != EMPTY && distance < MAX_DISTANT {
-            // Whoever is nearer to home gives way and moves on.
+            // The entry nearer to its home gives way and moves on.
             distance = distance.min(self.at(at).distance()) + 1;
             at = self.after(at);
         }
         self.at(at) == EMPTY
     }
 
-    /// Removes an entry: later ones move back, none beyond its home.
+    /// Removes an entry: later ones move back, but none beyond its home.
     fn remove(&mut self, position: usize) {
         let mut hole = position;
         let mut at = self.after(hole);
@@ -218,10 +235,11 @@ impl IndexBuckets {
         self.set(hole, EMPTY);
     }
 
-    /// The entries of one home lie side by side: the position of the first, and how many they are.
+    /// The entries of one home, which lie side by side: the position of the first, and how many
+    /// there are.
     fn at_home(&self, home: usize) -> (usize, usize) {
         let (mut first, mut distance) = (home, 0);
-        // Those of earlier homes come before, and are further from theirs.
+        // Entries of earlier homes come before, and are further from their home.
         while self.at(first) != EMPTY && self.at(first).distance() > distance {
             first = self.after(first);
             distance += 1;
@@ -243,11 +261,11 @@ impl IndexBuckets {
 #[derive(Debug)]
 pub(super) struct Index {
     buckets: IndexBuckets,
-    /// While it grows: the array that takes over. Else of no length.
+    /// While it grows: the array that takes over. Else empty.
     larger: IndexBuckets,
-    /// What is to be the larger array, made ahead of its need.
+    /// The next larger array, made ahead of its need.
     spare: Option<IndexBuckets>,
-    /// An array that is not used any more. To give a large one back takes long.
+    /// An array that is not used any more. Freeing a large one takes long.
     retired: Option<IndexBuckets>,
     /// Homes of `buckets` that have moved.
     homes_moved: usize,
@@ -267,13 +285,13 @@ impl Index {
         Self { buckets, larger, spare: None, retired: None, homes_moved: 0, moved_below: 0, len }
     }
 
-    /// How many buckets the next array has, if that is needed soon and nobody has made it yet.
+    /// How many buckets the next array has, if it is needed soon and not made yet.
     pub(super) fn wanted_spare(&self) -> Option<usize> {
         let is_near = Self::buckets_for(self.len + soon(self.len)) > self.buckets.len();
         (is_near && !self.is_growing() && self.spare.is_none()).then(|| self.next_size())
     }
 
-    /// Keeps an array for the next growth. Returns it if it is not wanted any more.
+    /// Keeps an array for the next growth. Returns it if it is no longer wanted.
     pub(super) fn keep_spare(&mut self, spare: IndexBuckets) -> Option<IndexBuckets> {
         if self.wanted_spare() != Some(spare.len()) {
             return Some(spare);
@@ -281,13 +299,13 @@ impl Index {
         self.spare.replace(spare)
     }
 
-    /// An array that is not used any more, to be dropped by who does not hold the lock.
+    /// An array that is not used any more, to be dropped with the lock released.
     pub(super) fn take_retired(&mut self) -> Option<IndexBuckets> {
         self.retired.take()
     }
 
-    /// Six buckets for five entries: an entry is two or three buckets from home, so that a search ends within a cache
-    /// line or two.
+    /// Six buckets for five entries: an entry is two or three buckets from home, so that a search
+    /// ends within a cache line or two.
     const fn buckets_for(entries: usize) -> usize {
         entries + entries / 5 + 8
     }
@@ -311,7 +329,7 @@ impl Index {
         array.at(array.home(hash))
     }
 
-    /// The record of `hash` for which `is_it` holds. `first` is [`first`](Self::first)'s answer.
+    /// The record of `hash` that `is_it` accepts. `first` is [`first`](Self::first)'s answer.
     pub(super) fn find(
         &self,
         hash: KeyHash,
@@ -322,8 +340,8 @@ impl Index {
         found.map(|(_, bucket)| bucket.record())
     }
 
-    /// Tiers where the block of `hash` may be resident: all where it is, and once in millions others, where a
-    /// neighbour has the same tag.
+    /// Tiers where the block of `hash` may be resident: all where it is, and once in millions
+    /// others, if a neighbour has the same tag.
     pub(super) fn residence(&self, hash: KeyHash, first: IndexBucket) -> TierSet {
         let mut tiers = TierSet::default();
         self.array(hash).seek(hash, first, |bucket| {
@@ -333,15 +351,15 @@ impl Index {
         tiers
     }
 
-    /// Notes where a record that is in it is resident now.
+    /// Notes where an indexed record is resident now.
     pub(super) fn note(&mut self, hash: KeyHash, record: RecordId, tiers: TierSet) {
         let array = self.array_mut(hash);
         let at = array.position(hash, record);
         array.set(at, array.at(at).with_tiers(tiers));
     }
 
-    /// Adds a record that is not in it and resident nowhere; `hash_of` gives the hashes of those that are.
-    /// False if it cannot: the numbers are used up, or somebody crafts keys that crowd one place.
+    /// Adds a record that is not indexed and resident nowhere; `hash_of` gives the hashes of
+    /// indexed ones. False if it cannot: the numbers are used up, or crafted keys crowd one place.
     pub(super) fn insert(
         &mut self,
         hash: KeyHash,
@@ -357,7 +375,7 @@ impl Index {
         if self.is_growing() && !self.move_homes(&hash_of) && !self.grow_at_once(&hash_of) {
             return false;
         }
-        // The array is asked for anew each time: a growth may have moved the border past this hash.
+        // The array is chosen anew each time: a growth may have moved the border past this hash.
         while !self.array_mut(hash).place(hash, IndexBucket::new(hash, record)) {
             if !self.grow_at_once(&hash_of) {
                 return false;
@@ -405,14 +423,14 @@ impl Index {
             }
             at = self.buckets.after(at);
         }
-        // Those behind move back each time: the next one lies where the last one did.
+        // Later entries move back each time: the next one lies where the last one did.
         (0..count).for_each(|_| self.buckets.remove(first));
         self.homes_moved += 1;
         self.moved_below = self.buckets.first_place_at(self.homes_moved);
         true
     }
 
-    /// Takes the first `count` entries from `first` on out of the larger array again.
+    /// Takes `count` entries from `first` on out of the larger array again.
     fn take_back(&mut self, first: usize, count: usize, hash_of: &impl Fn(RecordId) -> KeyHash) {
         let mut at = first;
         for _ in 0..count {
@@ -422,12 +440,12 @@ impl Index {
         }
     }
 
-    /// Tears a crowd apart, at a cost in proportion to all entries: keys that are hashes never need it. False, and
-    /// nothing changed, if most buckets would be empty.
+    /// Tears a crowd apart, at a cost in proportion to all entries: keys that are hashes never need
+    /// it. False, and nothing changed, if most buckets would be empty.
     fn grow_at_once(&mut self, hash_of: &impl Fn(RecordId) -> KeyHash) -> bool {
         let most = Self::buckets_for(self.len + 1) * MAX_GROWTH;
         let mut bigger = self.next_size();
-        // A step is of a thousand buckets at least, which a small index must be allowed as well.
+        // A step is of a thousand buckets at least, which a small index must be allowed too.
         while bigger <= most.max(MAX_GROWTH * 1024) {
             if let Some(rebuilt) = self.rebuilt(bigger, hash_of) {
                 *self = Self::of(rebuilt, self.len);
@@ -438,14 +456,18 @@ impl Index {
         false
     }
 
-    fn rebuilt(&self, buckets: usize, hash_of: &impl Fn(RecordId) -> KeyHash) -> Option<IndexBuckets> {
+    fn rebuilt(
+        &self,
+        buckets: usize,
+        hash_of: &impl Fn(RecordId) -> KeyHash,
+    ) -> Option<IndexBuckets> {
         let mut rebuilt = IndexBuckets::new(buckets);
         // Keys may crowd in the middle of a growth, when each array has a part.
         let mut entries = self.buckets.entries().chain(self.larger.entries());
         entries.all(|bucket| rebuilt.place(hash_of(bucket.record()), bucket)).then_some(rebuilt)
     }
 
-    /// Removes a record that is in it.
+    /// Removes an indexed record.
     pub(super) fn remove(&mut self, hash: KeyHash, record: RecordId) {
         let array = self.array_mut(hash);
         array.remove(array.position(hash, record));
@@ -490,7 +512,11 @@ mod tests {
         KeyHash { place: !((record.0 % 64) << 26 | record.0), tag: u64::from(record.0) }
     }
 
-    fn agree(index: &Index, model: &HashMap<u32, TierSet>, hash: fn(RecordId) -> KeyHash) -> TestCaseResult {
+    fn agree(
+        index: &Index,
+        model: &HashMap<u32, TierSet>,
+        hash: fn(RecordId) -> KeyHash,
+    ) -> TestCaseResult {
         prop_assert_eq!(index.len(), model.len());
         for probe in (0..4000).map(RecordId) {
             let first = index.first(hash(probe));
@@ -504,8 +530,8 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
-        /// Against a map, through several growths and looked at in the middle of them; with hashes, and with keys that
-        /// collide and wrap.
+        /// Compared with a map, through several growths and in the middle of them; with hashes, and
+        /// with keys that collide and wrap.
         #[test]
         fn agrees_with_a_map(steps in steps(), is_crowded in any::<bool>(), is_provided in any::<bool>()) {
             let hash = if is_crowded { crowded } else { hash };
@@ -537,7 +563,7 @@ mod tests {
         }
     }
 
-    /// Whoever inserts holds the table's lock.
+    /// An insertion holds the table's lock.
     #[test]
     fn no_insertion_moves_many_entries() {
         let mut index = Index::with_room_for(1000);
@@ -555,7 +581,7 @@ mod tests {
         assert!(most <= 8 * HOMES_MOVED && all > 200_000, "{most} at a time, {all} in all");
     }
 
-    /// Whoever inserts neither makes an array, if there is a spare, nor gives one back.
+    /// An insertion neither makes an array, if there is a spare, nor frees one.
     #[test]
     fn growth_takes_a_spare_and_leaves_the_old_array() {
         let mut index = Index::with_room_for(1_000);
@@ -583,10 +609,11 @@ mod tests {
         assert_eq!(index.take_retired().map(|retired| retired.0.as_ptr()), Some(old));
     }
 
-    /// Neighbouring keys: the array grows until nobody is too far away, whatever the load says.
+    /// Neighbouring keys: the array grows until no entry is too far from home, whatever the load.
     #[test]
     fn grows_rather_than_lose_a_crowd() {
-        let crowded = |record: RecordId| KeyHash { place: record.0 << 20, tag: u64::from(record.0) };
+        let crowded =
+            |record: RecordId| KeyHash { place: record.0 << 20, tag: u64::from(record.0) };
         let mut index = Index::with_room_for(16);
         for record in (0..900).map(RecordId) {
             assert!(index.insert(crowded(record), record, crowded));
@@ -602,8 +629,9 @@ mod tests {
     fn refuses_what_cannot_be_separated() {
         let one_place = |record: RecordId| KeyHash { place: 7, tag: u64::from(record.0) };
         let mut index = Index::with_room_for(16);
-        let taken =
-            (0..1000).map(RecordId).take_while(|&record| index.insert(one_place(record), record, one_place));
+        let taken = (0..1000)
+            .map(RecordId)
+            .take_while(|&record| index.insert(one_place(record), record, one_place));
         let taken = taken.count();
         assert!((200..=256).contains(&taken), "{taken}");
         assert_eq!(index.len(), taken);

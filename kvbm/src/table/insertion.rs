@@ -1,12 +1,13 @@
 //! Which blocks a full tier takes in: those that are worth more than what they would displace.
 //!
-//! A policy that learns knows before a copy starts that a block will be the first to leave again. So the blocks
-//! that are about to come are shown to it under provisional ids, beyond the tier's slots; whatever it then gives
-//! up, a block of the tier or one of the new ones, makes room for the others. New ones that it gives up are not
-//! copied at all. Only the last tier declines: what another one does not want, the tier below may.
+//! A policy that learns knows before a copy starts that a block will be the first to leave again.
+//! So it is shown the blocks that are about to come under provisional ids, beyond the tier's slots.
+//! What it then gives up, a block of the tier or a new one, makes room for the others. New ones
+//! that it gives up are not copied at all. Only the last tier declines: what another tier does not
+//! want, the tier below may.
 //!
-//! Where that takes more than a hold of the table, newcomers are shown again in the next one, without those that were given
-//! up: between two holds no policy knows an id that is no slot's.
+//! If that takes more than one hold of the table, newcomers are shown again in the next one,
+//! without those that were given up: between two holds no policy knows an id without a slot.
 
 use kvbm_policies::BlockId;
 use kvbm_tiers::{BlockKey, SlotId, Tier};
@@ -18,9 +19,9 @@ use super::{RequestContext, Table};
 /// What became of newcomers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Admitted {
-    /// How many leading ones have not been given up.
+    /// How many leading ones were not given up.
     pub(super) blocks: usize,
-    /// These are to be asked about again: the hold was over before there was room for all of them.
+    /// Ask about these again: the hold ended before there was room for all of them.
     pub(super) has_more: bool,
 }
 
@@ -31,8 +32,8 @@ impl Admitted {
 }
 
 impl Table {
-    /// How many leading ones of `keys`, which come below `parent`, `tier` takes in. Makes room for them, where it
-    /// has a say in that, as far as the hold goes.
+    /// How many leading blocks of `keys`, which come below `parent`, `tier` takes in. Makes room
+    /// for them, if its policy has a say in that, as far as the hold goes.
     pub(super) fn admit_new(
         &mut self,
         tier: Tier,
@@ -41,32 +42,34 @@ impl Table {
         context: RequestContext,
         budget: &mut Budget,
     ) -> Admitted {
-        // What nobody asks for any more must not count against what is new.
+        // Forgotten blocks must not count against new ones.
         self.sweep_tier(tier, keys.len(), budget);
         let held = self.tier(tier);
-        // What the device lacks the engine is about to compute there: it must have the room. And what comes to
-        // a tier that is flushed may be wanted below.
-        let takes_all = tier == Tier::Device || held.flush_to.is_some() || !held.policies.may_decline();
+        // The engine is about to compute what the device lacks: it must have the room. And what
+        // comes to a tier that is flushed may be wanted below.
+        let takes_all =
+            tier == Tier::Device || held.flush_to.is_some() || !held.policies.may_decline();
         if takes_all || keys.len() <= held.pool.free() as usize {
             return Admitted::all(keys.len());
         }
-        // They are told and taken back, and that must not be all.
+        // Showing them and taking them back must leave something to spend.
         if budget.looks_left() < 3 * keys.len() {
             return Admitted { blocks: keys.len(), has_more: true };
         }
         budget.pay(2 * keys.len());
         let depth = parent.map_or(0, |parent| self.records.depth(parent));
         let parent = parent.map(|parent| BlockId(self.records.at(parent).slot(tier).0));
-        // Beyond all slots, those for staging included: no block of the tier has such an id.
+        // Beyond all slots, staging included: no block of the tier has such an id.
         let first = held.pool.total();
         let last = first + keys.len() as u32 - 1;
         let count = keys.len() as u32;
         let access = context.access(self.now_ms, SlotId(last), depth + count, count);
         let (policies, insertion) = self.show(tier, first, keys, parent);
-        // Not by `TierTable::touch`, which looks the depth up in a record: these have none.
+        // Not by `TierTable::touch`, which looks up the depth in a record: these have none.
         policies.touch(&access, &insertion);
         let kept = self.choose(tier, first, keys, parent, budget);
-        // From the last one up, as leaves leave. When they come, they are told under the numbers of their slots.
+        // From the last one up, as leaves leave. When they come, they are told under their slot
+        // numbers.
         for left in (0..kept.blocks).rev() {
             self.reject_new(tier, (BlockId(first + left as u32), &keys[left]), left, parent);
         }
@@ -87,21 +90,21 @@ impl Table {
         while kept > self.tier(tier).pool.free() as usize {
             match self.victim_among(tier, first, &keys[..kept], parent, budget) {
                 Some(block) if block.0 >= first => {
-                    // The last one: those before it have children.
+                    // Only the last one: those before it have children.
                     kept -= 1;
                     budget.change();
                     self.reject_new(tier, (block, &keys[kept]), kept, parent);
                 }
                 Some(block) => self.evict_leaf(tier, SlotId(block.0), budget),
                 None if budget.is_spent() => return Admitted { blocks: kept, has_more: true },
-                // The rest finds no room, and is refused when it asks for it.
+                // The rest finds no room, and is refused later.
                 None => break,
             }
         }
         Admitted::all(kept)
     }
 
-    /// The last newcomer, behind `left` others, is none any more.
+    /// Gives up the last newcomer, behind `left` others.
     fn reject_new(
         &mut self,
         tier: Tier,

@@ -1,8 +1,9 @@
-//! What comes to a tier that outlives the process, and leaves it, noted for its index.
+//! Notes for the index of a tier that outlives the process: what comes to it and leaves it.
 //!
-//! Noted under the table's lock, so that the order is that of what happened; written by others, with it unlocked: a
-//! medium may be slow. What is noted waits in chunks, so that no note costs more than another. A writer that hangs leaves it
-//! there: when it is too much, nothing more is kept, and the index begins anew with what the tier holds when the writer is back.
+//! Notes are made under the table's lock, so that their order is that of the events; other threads
+//! write them with the table unlocked, since a medium may be slow. Notes wait in chunks, so that no
+//! note costs more than another. If the writer hangs and too many wait, no more are kept, and the
+//! index begins anew with what the tier holds when the writer is back.
 
 use std::fmt;
 use std::mem;
@@ -31,13 +32,13 @@ pub enum Note {
         /// The hash of the block before it.
         parent: Option<u128>,
     },
-    /// Everything was forgotten, and blocks have other names from here on.
+    /// Everything was forgotten, and blocks have new names from here on.
     Reset(Naming),
 }
 
-/// Notes made at a time, between two allocations.
+/// Notes in a chunk, between two allocations.
 const CHUNK: usize = 256;
-/// No more notes wait: some 25 MB of them.
+/// Most notes that wait: some 25 MB.
 const MAX_WAITING: usize = if cfg!(test) { 1 << 12 } else { 1 << 18 };
 
 /// Notes on their way to an index, oldest first.
@@ -47,23 +48,24 @@ pub struct Notes(Mutex<NotedChange>);
 #[derive(Default)]
 struct NotedChange {
     chunks: Vec<Vec<Note>>,
-    /// More were made than may wait.
+    /// More notes were made than may wait.
     is_overrun: bool,
-    /// The names that blocks have, if all was forgotten since then.
+    /// The names that blocks have, if everything was forgotten since then.
     naming: Option<Naming>,
-    /// The slot with which the index is told anew of what the tier holds.
+    /// The slot where the renewal of the index goes on.
     renewal: Option<u32>,
-    /// Counted from the start: all that were made, up to the last that took a block out of a slot, and that the index has.
+    /// Counts from the start: of all notes, up to the last removal, and of those that the index
+    /// has.
     made: u64,
     last_removal: u64,
     written: u64,
-    /// What is done once the index has so many.
+    /// What is done once the index has that many notes.
     waiting: Vec<(u64, AfterRemovals)>,
-    /// Has the writer look at once.
+    /// Wakes the writer.
     waker: Option<Box<dyn Fn() + Send>>,
-    /// It was asked to, and has not looked yet.
+    /// It was woken, and has not looked yet.
     is_woken: bool,
-    /// The index cannot be written now, or nobody writes it: nothing waits for it.
+    /// The index cannot be written now, or has no writer: nothing waits for it.
     is_away: bool,
 }
 
@@ -73,10 +75,10 @@ type AfterRemovals = Box<dyn FnOnce() + Send>;
 #[derive(Debug)]
 pub struct Taken {
     notes: Vec<Vec<Note>>,
-    /// How many were made by now.
+    /// How many were made so far.
     pub made: u64,
-    /// Some are lost: the index begins anew, with blocks of these names if all was forgotten meanwhile. What the tier holds
-    /// is noted again.
+    /// Some are lost: the index begins anew, with blocks of these names if everything was forgotten
+    /// meanwhile. What the tier holds is noted again.
     pub begins_anew: Option<Option<Naming>>,
 }
 
@@ -121,7 +123,7 @@ impl Notes {
         }
     }
 
-    /// What was made since the last call.
+    /// The notes made since the last call.
     pub fn take(&self) -> Taken {
         let mut noted = self.0.lock();
         noted.is_woken = false;
@@ -134,7 +136,8 @@ impl Notes {
         Taken { notes: if begins_anew.is_some() { Vec::new() } else { chunks }, made, begins_anew }
     }
 
-    /// The slot with which the table goes on to note all that the tier holds; `None` also while enough waits.
+    /// The slot where the table goes on to note all that the tier holds; `None` also while enough
+    /// notes wait.
     fn renewal(&self) -> Option<u32> {
         let noted = self.0.lock();
         noted.renewal.filter(|_| !noted.is_overrun && noted.chunks.len() <= MAX_WAITING / CHUNK / 2)
@@ -144,12 +147,13 @@ impl Notes {
         self.0.lock().renewal = next;
     }
 
-    /// Says who has the writer look at once; `None`: nobody writes any more.
+    /// Sets what wakes the writer; `None`: there is no writer any more.
     pub(crate) fn set_waker(&self, waker: Option<Box<dyn Fn() + Send>>) {
         self.0.lock().waker = waker;
     }
 
-    /// The index has the first `written` notes, or cannot be had: does what waited for that.
+    /// The index has the first `written` notes, or `None`: it cannot be written. Does what waited
+    /// for that.
     pub(crate) fn written(&self, written: Option<u64>) {
         let mut noted = self.0.lock();
         noted.is_away = written.is_none();
@@ -160,7 +164,8 @@ impl Notes {
         ready.into_iter().for_each(|(_, job)| job());
     }
 
-    /// Does `job` once the index has the removals noted so far; gives it back if it has.
+    /// Does `job` once the index has the removals noted so far; gives it back if it has them
+    /// already.
     fn after_removals(&self, job: AfterRemovals) -> Option<AfterRemovals> {
         let mut noted = self.0.lock();
         if noted.is_away || noted.written >= noted.last_removal || noted.waker.is_none() {
@@ -175,18 +180,22 @@ impl Notes {
     }
 }
 
-/// Where a tier's notes go: slot `i` is the affair of the index number `i` modulo their count. One may be missing, with
-/// the medium that it lay on.
+/// Where a tier's notes go: slot `i` belongs to index number `i` modulo their count. An index may
+/// be missing, with its medium.
 #[derive(Clone, Debug)]
 pub struct Journal {
-    /// `None`: others have the bytes, and their checksums.
+    /// `None`: other processes have the bytes, and their checksums.
     checksums: Option<Arc<Checksums>>,
     notes: Arc<[Option<Arc<Notes>>]>,
 }
 
 impl Journal {
-    /// For a tier whose blocks have these checksums, and as many indices as there are `notes`, at least one.
-    pub fn new(checksums: Arc<Checksums>, notes: impl IntoIterator<Item = Option<Arc<Notes>>>) -> Self {
+    /// For a tier whose blocks have these checksums, and as many indices as there are `notes`, at
+    /// least one.
+    pub fn new(
+        checksums: Arc<Checksums>,
+        notes: impl IntoIterator<Item = Option<Arc<Notes>>>,
+    ) -> Self {
         Self { checksums: Some(checksums), notes: notes.into_iter().collect() }
     }
 
@@ -195,8 +204,14 @@ impl Journal {
         Self { checksums: None, notes: notes.into_iter().collect() }
     }
 
-    /// A block, a tenant's or nobody's, has come to a slot. Without a checksum nobody could tell its bytes from others later: then it is not noted.
-    pub fn stored(&self, at: SlotRef, (block, parent): (BlockKey, Option<u128>), tenant: Option<u32>) {
+    /// A block, perhaps a tenant's, has come to a slot. Without a checksum its bytes could not be
+    /// told from others later: then it is not noted.
+    pub fn stored(
+        &self,
+        at: SlotRef,
+        (block, parent): (BlockKey, Option<u128>),
+        tenant: Option<u32>,
+    ) {
         let known = self.checksums.as_ref().map_or(Some(0), |checksums| checksums.get(at.slot));
         if let Some(checksum) = known {
             let SlotRef { slot, generation, .. } = at;
@@ -210,9 +225,9 @@ impl Journal {
         self.add(slot, Note::Removed { slot, block, parent });
     }
 
-    /// Does `job` once the indices have all removals noted so far: at once, or on a thread that writes one. A slot that is
-    /// written before its index knows that its old block has left would cost that block in a process killed in between,
-    /// although nobody was told that it had gone.
+    /// Does `job` once the indices have all removals noted so far: at once, or on a thread that
+    /// writes one. If a slot were written before its index knows that its old block has left, a
+    /// process killed in between would lose that block, although its removal was never reported.
     pub fn after_removals(&self, job: impl FnOnce() + Send + 'static) {
         let notes: Vec<_> = self.notes.iter().flatten().cloned().collect();
         after_removals(notes.into_iter(), Box::new(job));
@@ -225,7 +240,7 @@ impl Journal {
     }
 }
 
-/// One index after the other: few tiers have several, and most have nothing to wait for.
+/// One index after another: few tiers have several, and most have nothing to wait for.
 fn after_removals(mut notes: std::vec::IntoIter<Arc<Notes>>, job: AfterRemovals) {
     let Some(next) = notes.next() else { return job() };
     let go_on = Box::new(move || after_removals(notes, job));
@@ -235,23 +250,24 @@ fn after_removals(mut notes: std::vec::IntoIter<Arc<Notes>>, job: AfterRemovals)
 }
 
 impl Table {
-    /// Where it is noted what comes to `tier` and leaves it, if it is.
+    /// The journal of `tier`, if it has one.
     pub fn journal(&self, tier: Tier) -> Option<&Journal> {
         self.tiers[tier.index()].as_ref()?.journal.as_ref()
     }
 
-    /// Has noted from here on what comes to `tier` and leaves it.
+    /// From here on notes in `journal` what comes to `tier` and leaves it.
     pub fn keep_journal(&mut self, tier: Tier, journal: Journal) {
         self.tier_mut(tier).journal = Some(journal);
     }
 
-    /// Notes again what `tier` holds, for indices that lost notes, as far as the hold goes. Returns whether there is more,
-    /// and room for it.
+    /// Notes again what `tier` holds, for indices that lost notes, as far as the hold goes. Returns
+    /// whether there is more, and room for it.
     pub fn renew_indices(&mut self, tier: Tier, budget: &mut Budget) -> bool {
         let journal = self.tiers[tier.index()].as_ref().and_then(|held| held.journal.clone());
         let Some(Journal { notes, .. }) = journal else { return false };
         for (share, waiting) in notes.iter().enumerate() {
-            let Some((waiting, from)) = waiting.as_ref().and_then(|notes| Some((notes, notes.renewal()?)))
+            let Some((waiting, from)) =
+                waiting.as_ref().and_then(|notes| Some((notes, notes.renewal()?)))
             else {
                 continue;
             };
@@ -276,8 +292,9 @@ impl Table {
     fn resident_at(&self, tier: Tier, slot: SlotId) -> Option<RecordId> {
         let held = self.tier(tier);
         let block = *held.at(slot);
-        let is_there =
-            block.record != TierSlot::EMPTY.record && !block.is_quarantined() && !held.is_forgotten(slot);
+        let is_there = block.record != TierSlot::EMPTY.record
+            && !block.is_quarantined()
+            && !held.is_forgotten(slot);
         (is_there && self.records.at(block.record).resident().has(tier)).then_some(block.record)
     }
 
@@ -315,7 +332,8 @@ impl Table {
         notes.for_each(|notes| notes.add(Note::Reset(naming)));
     }
 
-    /// What was there is forgotten, but may be found by the next process: it is noted with the next block that comes.
+    /// What was there is forgotten, but the next process may find it: that is noted with the next
+    /// block that comes.
     pub(super) const fn note_reset_later(&mut self) {
         self.owes_reset = true;
     }

@@ -1,10 +1,10 @@
-//! How long the table's lock is held, for `kvbm bench table`, and how often locks are taken. Without the feature
-//! `lock-times` nothing is measured.
+//! How long the table's lock is held, for `kvbm bench table`, and how often locks are taken. Only
+//! the feature `testing` measures anything.
 //!
-//! A hold is measured as CPU time of the thread that holds, so that on a busy machine it does not count how long the
-//! holder waited for a processor.
+//! A hold is measured in CPU time of its thread, so that it does not count the wait for a processor
+//! on a busy machine.
 
-#[cfg(feature = "lock-times")]
+#[cfg(feature = "testing")]
 mod timed {
     use std::cell::Cell;
     use std::ops::{Deref, DerefMut};
@@ -16,12 +16,12 @@ mod timed {
     use crate::sync::MutexGuard;
     use crate::table::Table;
 
-    /// Reading a thread's CPU time is a system call: only while somebody asks.
+    /// Reading a thread's CPU time is a system call: only while a measurement runs.
     static IS_MEASURING: AtomicBool = AtomicBool::new(false);
     static LONGEST_NS: AtomicU64 = AtomicU64::new(0);
 
-    /// Does `work` and returns, besides its answer, the longest time that any thread held the lock of any table
-    /// meanwhile. One measurement at a time: the whole process shares one clock.
+    /// Does `work` and returns, besides its answer, the longest time that any thread held the lock
+    /// of any table meanwhile. One measurement at a time: the whole process shares one clock.
     pub fn longest_hold<R>(work: impl FnOnce() -> R) -> (R, Duration) {
         // Relaxed: whether a hold that begins just now is measured does not matter.
         LONGEST_NS.store(0, Ordering::Relaxed);
@@ -36,7 +36,7 @@ mod timed {
     pub struct LocksTaken {
         /// The table's.
         pub table: u64,
-        /// All of this crate's, the table's among them.
+        /// All locks of this crate, the table's included.
         pub all: u64,
     }
 
@@ -140,18 +140,18 @@ mod timed {
     }
 }
 
-#[cfg(all(feature = "lock-times", not(feature = "shuttle")))]
+#[cfg(all(feature = "testing", not(feature = "shuttle")))]
 pub(crate) use timed::count;
-#[cfg(feature = "lock-times")]
+#[cfg(feature = "testing")]
 pub(crate) use timed::watch;
-#[cfg(feature = "lock-times")]
+#[cfg(feature = "testing")]
 pub use timed::{LocksTaken, TableGuard, locks_taken, longest_hold};
-#[cfg(not(feature = "lock-times"))]
+#[cfg(not(feature = "testing"))]
 pub use untimed::TableGuard;
-#[cfg(not(feature = "lock-times"))]
+#[cfg(not(feature = "testing"))]
 pub(crate) use untimed::watch;
 
-#[cfg(not(feature = "lock-times"))]
+#[cfg(not(feature = "testing"))]
 mod untimed {
     use crate::sync::MutexGuard;
     use crate::table::Table;

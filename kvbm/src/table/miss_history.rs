@@ -1,30 +1,30 @@
-//! Why blocks are not there: what was noted when they left or could not come, for as long as there is room to
-//! remember it.
+//! Why blocks are not there: reasons noted when they left or could not come, for as long as there
+//! is room.
 
 use kvbm_tiers::{BlockKey, Tier};
 
 /// Why a block that a request asked for is in no tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MissReason {
-    /// It never was, or it left so long ago that nobody remembers.
+    /// It was never there, or it left too long ago to be remembered.
     NeverSeen,
     /// It made room for others.
     Evicted,
     /// There was no room for it.
     Capacity,
-    /// It was not thought worth the room that it would have taken.
+    /// It was not worth its room.
     Admission,
-    /// Its copy failed, or whoever was to fill it gave up.
+    /// Its copy failed, or its filler gave up.
     IoError,
     /// Its bytes, or those of a block before it, had changed.
     Corrupt,
     /// It, or a block before it, could not be read any more.
     Unreadable,
-    /// It was a tenant's that was forgotten, or a block before it was.
+    /// Its tenant, or that of a block before it, was forgotten.
     Forgotten,
     /// It is on its way.
     InFlight,
-    /// It lies in a tier of which too much was wrong.
+    /// It lies in a tier that was withdrawn: too much of it was wrong.
     Withdrawn,
 }
 
@@ -60,28 +60,30 @@ impl MissReason {
     }
 }
 
-/// Why a chain is held no further than it is: what became of the first block behind.
+/// Why a chain is not held any further: what became of the next block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Miss {
     /// Why that block is not there.
     pub reason: MissReason,
-    /// The tier that had it last, or into which it could not or did not yet come.
+    /// The tier that had it last, or that it could not enter or has not entered yet.
     pub tier: Option<Tier>,
     /// How long ago that was, in seconds.
     pub age_s: Option<u64>,
 }
 
 impl Miss {
-    pub(super) const NEVER_SEEN: Self = Self { reason: MissReason::NeverSeen, tier: None, age_s: None };
+    pub(super) const NEVER_SEEN: Self =
+        Self { reason: MissReason::NeverSeen, tier: None, age_s: None };
 }
 
-/// No more are remembered, 8 bytes each.
+/// Most notes that are remembered, 8 bytes each.
 const MAX: usize = 1 << 18;
 
-/// A table with one place for each hash: what comes later displaces what was there.
+/// A table with one place for each hash: a later note displaces an earlier one.
 #[derive(Debug)]
 pub(super) struct MissHistory {
-    /// From the top: 32 bits of the hash, 4 of the reason, 2 of the tier, 26 of the time in seconds.
+    /// From the top: 32 bits of the hash, 4 of the reason, 2 of the tier, 26 of the time in
+    /// seconds.
     notes: Box<[u64]>,
 }
 
@@ -89,7 +91,7 @@ const TIME_BITS: u32 = 26;
 const TIME: u64 = (1 << TIME_BITS) - 1;
 
 impl MissHistory {
-    /// For tiers of so many blocks.
+    /// For tiers of `blocks` blocks.
     pub(super) fn with_room_for(blocks: usize) -> Self {
         Self { notes: vec![0; blocks.next_power_of_two().clamp(64, MAX)].into_boxed_slice() }
     }
@@ -98,15 +100,17 @@ impl MissHistory {
         let hash = name(key);
         let cause = ((reason as u64) << 2) | tier.index() as u64;
         let place = self.place(hash);
-        // The place is of the lower half: the upper one tells those apart that share it.
+        // The place comes from the lower half of the hash: the upper half tells apart those that
+        // share it.
         self.notes[place] = (hash >> 32 << 32) | (cause << TIME_BITS) | ((now_ms / 1000) & TIME);
     }
 
     pub(super) fn find(&self, key: BlockKey, now_ms: u64) -> Miss {
         let hash = name(key);
         let note = self.notes[self.place(hash)];
-        // No note has the first reason, so one that was never written is not taken for any.
-        let reason = MissReason::ALL[(note >> (TIME_BITS + 2) & 15) as usize % MissReason::ALL.len()];
+        // No note has the first reason, so an unwritten one is not taken for a note.
+        let reason =
+            MissReason::ALL[(note >> (TIME_BITS + 2) & 15) as usize % MissReason::ALL.len()];
         if note >> 32 != hash >> 32 || reason == MissReason::NeverSeen {
             return Miss::NEVER_SEEN;
         }

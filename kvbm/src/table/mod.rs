@@ -1,8 +1,9 @@
-//! The block table: which block lies in which slot of which tier, who reads it, and what may leave.
+//! The block table: which block lies in which slot of which tier, what reads it, and what may
+//! leave.
 //!
 //! Pure bookkeeping behind one mutex: no I/O, no clock, no threads. Its invariant, checked by
-//! [`Table::audit`]: **a block is resident in a tier only if its parent is** (design: fill root-first, drain
-//! leaf-first). Everything else follows from it:
+//! [`Table::audit`]: **a block is resident in a tier only if its parent is** (design: fill
+//! root-first, drain leaf-first). Everything else follows from it:
 //!
 //! | module | holds |
 //! |---|---|
@@ -17,21 +18,21 @@
 //! | `budget` | what one hold of the table's lock may do |
 //! | `transfers` | blocks on their way into a tier, from the plan to the landing, published in chain order |
 //! | `evict` | eviction |
-//! | `namespace` | under which names blocks are known, and how a reset changes them |
+//! | `namespace` | the names of blocks, and how a reset changes them |
 //! | `forgotten` | what a reset leaves behind in its slots |
-//! | `owners` | whose blocks are, and how a tenant is forgotten |
-//! | `quarantine` | bad blocks, and who still reads them |
-//! | `withdrawal` | tiers that give what is wrong |
+//! | `owners` | which tenant owns a block, and how a tenant is forgotten |
+//! | `quarantine` | bad blocks, and their readers |
+//! | `withdrawal` | tiers that gave wrong blocks |
 //! | `flush` | which dirty blocks to copy down next, root-first |
 //! | `flush_queue` | in which order they wait |
-//! | `request` | whose use something is: the request, and what the engine says about it |
+//! | `request` | the request behind a use, and what the engine says about it |
 //! | `policy` | every call to a tier's policies |
 //! | `insertion` | which blocks a full tier takes in |
-//! | `events` | what those who listen are told |
-//! | `journal` | what comes to a tier that outlives the process, and leaves it, noted for its index |
+//! | `events` | what listeners are told |
+//! | `journal` | notes for the index of a tier that outlives the process |
 //! | `restore` | what is resident again after a restart |
 //! | `miss_history` | why blocks are gone: the reasons for misses |
-//! | `demotion` | blocks that go down when they leave, not before |
+//! | `demotion` | blocks that go down only when they leave |
 //! | `shared`, `lock_times` | the table behind its lock, and, for the bench, how long it is held |
 //! | `audit` | the invariants, checked one by one |
 
@@ -73,14 +74,16 @@ mod withdrawal;
 
 use kvbm_policies::{Ended, Upkeep};
 use kvbm_tiers::{BlockKey, Loan, Owner, SlotId, SlotRef, Tier};
+use std::iter::Sum;
 
 pub use self::audit::Violation;
 pub use self::budget::Budget;
+pub use self::flush::FlushStep;
 pub use self::forgotten::Unflushed;
 pub use self::index::RecordId;
 pub use self::journal::{Journal, Note, Notes, Taken};
 pub use self::lock_times::TableGuard;
-#[cfg(feature = "lock-times")]
+#[cfg(feature = "testing")]
 pub use self::lock_times::{LocksTaken, locks_taken, longest_hold};
 pub use self::miss_history::{Miss, MissReason};
 pub use self::namespace::{NamespaceId, Naming};
@@ -96,7 +99,8 @@ pub use self::tier::{TierSpec, TierStats};
 pub use self::tier_set::TierSet;
 pub(crate) use self::transfers::LeftBlock;
 pub use self::transfers::{
-    Dropped, Effects, Filled, Reply, Reserved, Steps, TransferCursor, TransferEnd, TransferPlan,
+    Dropped, Effects, Filled, Reply, Reserved, SaveAgain, Steps, TransferCursor, TransferEnd,
+    TransferPlan,
 };
 
 use self::boundary_hints::BoundaryHints;
@@ -109,8 +113,8 @@ use self::quarantine::TierQuarantines;
 use self::record::BlockRecords;
 use self::tier::TierTable;
 use self::transfers::OpenTransfers;
-use crate::events::EventListeners;
-use crate::hash::Chain;
+use crate::names::hash::Chain;
+use crate::observe::events::EventListeners;
 
 /// Occupancy of a tier, in slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -123,15 +127,29 @@ pub struct SlotCounts {
     pub filling: u32,
     /// Readable.
     pub resident: u32,
-    /// Of blocks that were dropped because their bytes are bad, while somebody still reads them.
+    /// Of blocks that were dropped because their bytes are bad, but still have readers.
     pub quarantined: u32,
-    /// Of blocks that a reset forgot: free soon, or when nobody reads them any more.
+    /// Of blocks that a reset forgot: free soon, or when their last reader leaves.
     pub forgotten: u32,
-    /// Held by copies that are overdue: free again when these end after all.
+    /// Held by overdue copies: free again when these end after all.
     pub lost: u32,
 }
 
-/// Requests that the engine has no name for are named from here on.
+impl Sum for SlotCounts {
+    fn sum<I: Iterator<Item = Self>>(counts: I) -> Self {
+        counts.fold(Self::default(), |sum, counts| Self {
+            total: sum.total + counts.total,
+            free: sum.free + counts.free,
+            filling: sum.filling + counts.filling,
+            resident: sum.resident + counts.resident,
+            quarantined: sum.quarantined + counts.quarantined,
+            forgotten: sum.forgotten + counts.forgotten,
+            lost: sum.lost + counts.lost,
+        })
+    }
+}
+
+/// Names of requests without a name from the engine begin here.
 const FIRST_NAMELESS: u64 = 1 << 63;
 
 /// The block table.
@@ -148,9 +166,9 @@ pub struct Table {
     miss_history: MissHistory,
     boundary_hints: BoundaryHints,
     listeners: EventListeners,
-    /// Journals are told with the next block that what they know of is forgotten.
+    /// Journals are told with the next block that everything was forgotten.
     owes_reset: bool,
-    /// The name given last to a request that had none.
+    /// The last name given to a request that had none.
     nameless: u64,
     now_ms: u64,
 }
@@ -162,7 +180,7 @@ impl Table {
         let mut largest = 0;
         for spec in specs {
             let held = TierTable::new(spec);
-            // Tiers hold much the same blocks: the largest has most of what there is.
+            // Tiers hold much the same blocks: the largest has most of them.
             largest = largest.max(held.total.min(Self::RESERVED_RECORDS));
             let tier = held.tier;
             tiers[tier.index()] = Some(held);
@@ -180,29 +198,31 @@ impl Table {
             boundary_hints: BoundaryHints::with_room_for(largest as usize),
             listeners: EventListeners::default(),
             owes_reset: false,
-            // Where engines that count their requests do not come by.
+            // Beyond what engines that count their requests reach.
             nameless: FIRST_NAMELESS,
             now_ms: 0,
         }
     }
 
-    /// Has plans and drops go in other steps than by default: tests have others come between any two of them.
+    /// Sets the steps of plans and drops: tests let other calls come between any two of them.
     #[must_use]
     pub fn in_steps(self, steps: Steps) -> Self {
         Self { steps, ..self }
     }
 
-    /// Has slots count so far themselves, in an empty table: tests meet counts that go on elsewhere.
+    /// Sets how far slots count themselves, in an empty table: tests reach counts that go on
+    /// elsewhere.
     #[must_use]
     pub fn with_slot_limits(mut self, limits: SlotLimits) -> Self {
         self.tiers.iter_mut().flatten().for_each(|held| held.count_up_to(limits));
         self
     }
 
-    /// No more than so many records are set aside at the start, whatever a tier's nominal size.
+    /// Most records that are set aside at the start, whatever a tier's nominal size.
     const RESERVED_RECORDS: u32 = 1 << 20;
 
-    /// Time for policies and flush ages, in milliseconds since any origin. Earlier times are ignored.
+    /// Time for policies and flush ages, in milliseconds since any origin. Earlier times are
+    /// ignored.
     pub fn advance_clock(&mut self, now_ms: u64) {
         self.now_ms = self.now_ms.max(now_ms);
     }
@@ -232,10 +252,12 @@ impl Table {
         let first = Some(held.longest()).filter(|&first| first < chain.len())?;
         let key = chain.key(first);
         let known = self.find(key).map(|record| self.records.at(record));
-        let awaited =
-            Tier::ALL.into_iter().find(|&tier| known.is_some_and(|known| known.filling().has(tier)));
+        let awaited = Tier::ALL
+            .into_iter()
+            .find(|&tier| known.is_some_and(|known| known.filling().has(tier)));
         let is_there = |&tier: &Tier| known.is_some_and(|known| known.resident().has(tier));
-        let withdrawn = Tier::ALL.into_iter().filter(|&tier| self.is_withdrawn(tier)).find(is_there);
+        let withdrawn =
+            Tier::ALL.into_iter().filter(|&tier| self.is_withdrawn(tier)).find(is_there);
         Some(match (awaited, withdrawn) {
             (Some(_), _) => Miss { reason: MissReason::InFlight, tier: awaited, age_s: None },
             (None, Some(_)) => Miss { reason: MissReason::Withdrawn, tier: withdrawn, age_s: None },
@@ -248,13 +270,19 @@ impl Table {
         self.index.find(hash, self.index.first(hash), |record| self.records.at(record).is(key))
     }
 
-    /// The record of a block that is about to come, made if no tier knows it. `None` if the index cannot take another, or what
-    /// the table knows by this name is being dropped.
-    fn intern(&mut self, key: BlockKey, parent: Option<RecordId>, owner: Option<Owner>) -> Option<RecordId> {
+    /// The record of a block that is about to come, made if no tier knows it. `None` if the index
+    /// is full, or the block of this name is being dropped.
+    fn intern(
+        &mut self,
+        key: BlockKey,
+        parent: Option<RecordId>,
+        owner: Option<Owner>,
+    ) -> Option<RecordId> {
         if let Some(known) = self.find(key) {
             return (!self.is_dropped(known)).then_some(known);
         }
-        // The index holds numbers of records, so the record is made first, and given up if the index is full.
+        // The index holds record numbers, so the record is made first, and removed if the index is
+        // full.
         let record = self.records.add(key, parent);
         self.owners.set(record, owner);
         let hash_of = |record| KeyHash::of(self.records.at(record).key());
@@ -284,13 +312,13 @@ impl Table {
         self.tier(tier).pool.resident_ref(slot).expect("the table names resident slots only")
     }
 
-    /// Where a block lies in `tier`, if the tier gives it.
+    /// Where a block lies in `tier`, if the tier may give it.
     pub(super) fn slot_of(&self, tier: Tier, key: BlockKey) -> Option<SlotId> {
         let known = self.records.at(self.find(key).filter(|_| self.is_in_use(tier))?);
         known.resident().has(tier).then(|| known.slot(tier))
     }
 
-    /// Lends a resident block's slot for reading, and pins it meanwhile. `None`: `tier` does not have it.
+    /// Lends a resident block's slot for reading, and pins it meanwhile. `None`: `tier` lacks it.
     pub fn lend(&mut self, tier: Tier, key: BlockKey) -> Option<Loan> {
         let slot = self.slot_of(tier, key)?;
         let held = self.tier_mut(tier);
@@ -311,10 +339,11 @@ impl Table {
         self.tiers.iter_mut().flatten().for_each(|held| held.finished(ended));
     }
 
-    /// Takes a bounded step of what the policies want done besides, and adds to `work` what is to be done without the
-    /// table. Returns whether another step is due: see [`TierPolicies::upkeep`](kvbm_policies::TierPolicies::upkeep).
+    /// Takes a bounded step of the policies' own upkeep, and adds to `work` what is to be done with
+    /// the table unlocked. Returns whether another step is due: see
+    /// [`TierPolicies::upkeep`](kvbm_policies::TierPolicies::upkeep).
     pub fn upkeep(&mut self, work: &mut Vec<Upkeep>) -> bool {
-        // One step a call: the tiers after the first that wants another wait for their turn.
+        // One step a call: tiers after the first that wants another wait their turn.
         self.tiers.iter_mut().flatten().any(|held| held.upkeep(work))
     }
 
@@ -335,12 +364,12 @@ impl Table {
         let (total, free, lost) = (held.total - held.pool.closed(), held.pool.free(), held.lost);
         let (resident, forgotten) = (held.resident, held.forgotten.blocks);
         let quarantined = self.quarantines.slots_of(tier);
-        // Whatever is nothing else is being written.
+        // The rest is being written.
         let filling = total.saturating_sub(free + resident + forgotten + lost + quarantined);
         SlotCounts { total, free, filling, resident, quarantined, forgotten, lost }
     }
 
-    /// Which directories of `tier` are there, in their order, if it lies in any.
+    /// Which directories of `tier` are there, in their order, if it has any.
     pub fn directories(&self, tier: Tier) -> impl Iterator<Item = bool> {
         let pool = self.tiers[tier.index()].as_ref().map(|held| &held.pool);
         pool.into_iter().flat_map(|pool| (0..pool.shards()).map(|shard| !pool.is_closed(shard)))

@@ -1,7 +1,8 @@
-//! Namespaces: under which names blocks are known. A reset closes one and opens another.
+//! Namespaces: the names of blocks. A reset closes one and opens another.
 //!
-//! The key of a block is its hash and the namespace's salt, so a reset costs the same whatever the table holds: what
-//! was there before has names that nobody can say any more. It is [forgotten](super::forgotten).
+//! The key of a block is its hash and the namespace's salt, so a reset costs the same however much
+//! the table holds: the names of earlier blocks match no request any more. They are
+//! [forgotten](super::forgotten).
 
 use kvbm_tiers::BlockKey;
 
@@ -9,8 +10,8 @@ use super::pins::Pins;
 use super::tier::TierTable;
 use super::{Effects, Table};
 use crate::error::{Error, ErrorKind, Result};
-use crate::fingerprint::{Fingerprint, digest};
-use crate::hash::Chain;
+use crate::names::fingerprint::{Fingerprint, digest};
+use crate::names::hash::Chain;
 
 /// Tells the namespaces of one table apart. Later ones have greater numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -22,12 +23,12 @@ pub(super) struct PresentNamespace {
     id: NamespaceId,
     fingerprint: Option<Fingerprint>,
     epoch: u64,
-    /// How often everything was forgotten within the epoch.
+    /// How often everything was forgotten in the epoch.
     forgotten: u64,
     salt: u128,
 }
 
-/// What the names of blocks depend on, for whoever remembers them.
+/// What the names of blocks depend on, for an index that keeps them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Naming {
     /// The epoch, and how often everything was forgotten in it.
@@ -48,7 +49,8 @@ impl PresentNamespace {
         Self { epoch, salt, fingerprint: Some(fingerprint), ..Self::default() }
     }
 
-    /// The same in every process for the same fingerprint and epoch, unless all was forgotten meanwhile.
+    /// The same in every process for the same fingerprint and epoch, unless everything was
+    /// forgotten meanwhile.
     fn salt(&self) -> u128 {
         let base = match &self.fingerprint {
             Some(fingerprint) => fingerprint.digest_in(self.epoch),
@@ -56,7 +58,9 @@ impl PresentNamespace {
         };
         match self.forgotten {
             0 => base,
-            forgotten => digest(&[base.to_le_bytes().as_slice(), &forgotten.to_le_bytes()].concat()),
+            forgotten => {
+                digest(&[base.to_le_bytes().as_slice(), &forgotten.to_le_bytes()].concat())
+            }
         }
     }
 
@@ -73,20 +77,21 @@ impl PresentNamespace {
 }
 
 impl Table {
-    /// Has the names of its blocks depend on a fingerprint.
+    /// Makes the names of its blocks depend on a fingerprint.
     #[must_use]
     pub fn with_fingerprint(self, fingerprint: Fingerprint) -> Self {
         Self { namespace: PresentNamespace::of(fingerprint), ..self }
     }
 
-    /// Goes on where an earlier process was: in an epoch in which everything was `forgotten` so many times.
+    /// Goes on where an earlier process was: in an epoch in which everything was forgotten
+    /// `forgotten` times.
     #[must_use]
     pub fn resuming(mut self, (epoch, forgotten): (u64, u64)) -> Self {
         self.namespace.change(epoch, forgotten);
         self
     }
 
-    /// The chain by the names that its blocks have now.
+    /// The chain with the names that its blocks have now.
     #[must_use]
     pub const fn enter<'a>(&self, chain: Chain<'a>) -> Chain<'a> {
         chain.salted(self.namespace.salt)
@@ -113,15 +118,16 @@ impl Table {
         pins.namespace() == self.namespace.id
     }
 
-    /// Begins another epoch: no block that is here now is found again. Takes the same time whatever the table holds.
-    /// Transfers under way land nowhere; [`end_next`](Self::end_next) ends them.
+    /// Begins another epoch: no present block is found again. Takes the same time however much the
+    /// table holds. Transfers under way are discarded; [`end_next`](Self::end_next) ends them.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] unless `epoch` is greater than the present one.
     pub fn reset(&mut self, epoch: u64) -> Result<Effects> {
         if epoch <= self.namespace.epoch {
             let now = self.namespace.epoch;
-            let message = format!("epoch {epoch} has been: the present one is {now}, give a greater one");
+            let message =
+                format!("epoch {epoch} has been: the present one is {now}, give a greater one");
             return Err(Error::new(ErrorKind::Invalid, message));
         }
         self.namespace.change(epoch, 0);
@@ -130,9 +136,9 @@ impl Table {
         Ok(self.forget_blocks())
     }
 
-    /// [`reset`](Self::reset) within the epoch: no block that is here now is found again by this process. The next one may
-    /// find what outlives this, unless another block comes before: blocks are as good as they were, but for some part of
-    /// them nobody knows here where it is.
+    /// [`reset`](Self::reset) within the epoch: this process does not find its present blocks
+    /// again. The next one may find what outlives this, unless another block comes first: the
+    /// blocks are still good, but where some of them lie is unknown here.
     pub fn forget_all(&mut self) -> Effects {
         self.namespace.change(self.namespace.epoch, self.namespace.forgotten + 1);
         self.note_reset_later();

@@ -1,8 +1,10 @@
-//! Whose blocks are: of whom brought each first, so that what a tenant stored can be found and forgotten.
+//! Owners of blocks: the tenant that brought each first, so that what it stored can be found and
+//! forgotten.
 //!
-//! Nothing is kept while no request names a tenant, then eight bytes for each record, and of a tenant without blocks nothing
-//! but how often it was forgotten, if it ever was. A tenant that was forgotten and comes back is another owner: what it stored
-//! before is not taken for what comes now.
+//! Nothing is kept while no request names a tenant; then eight bytes for each record. Of a tenant
+//! without blocks only the count of its forgettings is kept, if there were any. A tenant that was
+//! forgotten and comes back is another owner: its earlier blocks are not confused with its new
+//! ones.
 
 use std::collections::HashMap;
 
@@ -18,9 +20,10 @@ use crate::task::Defect;
 /// Who owns which record.
 #[derive(Debug, Default)]
 pub(super) struct BlockOwners {
-    /// By record, in chunks that are made when they are used: the first tenant may come when there are a million records.
+    /// By record, in chunks made on first use: the first tenant may come when there are a million
+    /// records.
     of: Vec<Option<Box<[Owner; CHUNK]>>>,
-    /// How often tenants were forgotten; those that never were are not among them.
+    /// How often tenants were forgotten; those never forgotten are not in it.
     lives: HashMap<u32, u32>,
     /// Tenants whose blocks are counted, in order.
     counted: Vec<u32>,
@@ -28,26 +31,26 @@ pub(super) struct BlockOwners {
     evicted: [Vec<u64>; Tier::COUNT],
 }
 
-/// What a tier has of a tenant.
+/// What a tier holds of a tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TenantCounts {
-    /// Blocks that are charged to it.
+    /// Blocks charged to it.
     pub charged: u32,
-    /// Blocks evicted since the start, of those that it brought first.
+    /// Blocks that it brought first and that were evicted since the start.
     pub evicted: u64,
 }
 
 const CHUNK: usize = 1_024;
-/// No tenant is forgotten so often.
+/// No owner: no tenant is forgotten that often.
 const NOBODY: Owner = Owner { tenant: 0, life: u32::MAX };
 
 impl BlockOwners {
-    /// A tenant that is named now, as the owner of what comes in its name.
+    /// A tenant as the owner of what comes in its name now.
     pub(super) fn present(&self, tenant: Option<u32>) -> Option<Owner> {
         tenant.map(|tenant| Owner { tenant, life: self.life(tenant) })
     }
 
-    /// A new record is this owner's.
+    /// Sets the owner of a new record.
     pub(super) fn set(&mut self, record: RecordId, owner: Option<Owner>) {
         let (chunk, at) = (record.0 as usize / CHUNK, record.0 as usize % CHUNK);
         if owner.is_some() && chunk >= self.of.len() {
@@ -56,7 +59,7 @@ impl BlockOwners {
         match (self.of.get_mut(chunk), owner) {
             (Some(Some(chunk)), owner) => chunk[at] = owner.unwrap_or(NOBODY),
             (Some(chunk), Some(owner)) => chunk.insert(Box::new([NOBODY; CHUNK]))[at] = owner,
-            // What nobody owns needs no place.
+            // A record without an owner needs no place.
             (_, _) => {}
         }
     }
@@ -75,7 +78,7 @@ impl BlockOwners {
         self.lives.contains_key(&tenant)
     }
 
-    /// A record's block is evicted.
+    /// Counts the eviction of a record's block.
     fn note_evicted(&mut self, tier: Tier, record: RecordId) {
         if self.counted.is_empty() {
             return;
@@ -91,7 +94,7 @@ impl BlockOwners {
         owner.life < self.life(owner.tenant)
     }
 
-    /// Whether a record is of a tenant, from before it was forgotten last.
+    /// Whether a record is from before its tenant was last forgotten.
     pub(super) fn is_forgotten(&self, record: RecordId) -> bool {
         !self.lives.is_empty() && self.of(record).is_some_and(|owner| self.is_past(owner))
     }
@@ -106,11 +109,12 @@ impl Table {
         self.owners.counted = tenants;
     }
 
-    /// What `tier` has of the tenants that are counted, in the order of their numbers.
+    /// What `tier` holds of the counted tenants, in the order of their numbers.
     pub fn tenant_counts(&self, tier: Tier) -> Vec<TenantCounts> {
         let Some(held) = &self.tiers[tier.index()] else { return Vec::new() };
         let evicted = &self.owners.evicted[tier.index()];
-        let counts = |(&tenant, &evicted)| TenantCounts { charged: held.charged_to(tenant), evicted };
+        let counts =
+            |(&tenant, &evicted)| TenantCounts { charged: held.charged_to(tenant), evicted };
         self.owners.counted.iter().zip(evicted).map(counts).collect()
     }
 
@@ -122,18 +126,24 @@ impl Table {
         self.owners.note_evicted(tier, record);
     }
 
-    /// From here on what the tenant stored is forgotten: nothing more of it comes to any tier by a copy that is not planned
-    /// yet. Returns how often it was forgotten by now. [`end_forgotten`](Self::end_forgotten) ends what is under way, and then
+    /// From here on what the tenant stored is forgotten: no copy that is planned later brings any
+    /// of it to a tier. Returns how often the tenant was forgotten so far.
+    /// [`end_forgotten`](Self::end_forgotten) ends what is under way, and then
     /// [`drop_forgotten`](Self::drop_forgotten) drops what is there.
     pub fn begin_forgetting(&mut self, tenant: u32) -> u32 {
+        self.quarantines.drop_name();
         let life = self.owners.lives.entry(tenant).or_default();
         *life += 1;
         *life
     }
 
-    /// Ends the next transfer of what is forgotten, from its first such block on, as far as the hold goes. Returns where the
-    /// next hold goes on. `None`: there are no more.
-    pub fn end_forgotten(&mut self, from: TransferCursor, budget: &mut Budget) -> Option<TransferCursor> {
+    /// Ends the next transfer of forgotten blocks, from its first such block on, as far as the hold
+    /// goes. Returns where the next hold goes on. `None`: there are no more.
+    pub fn end_forgotten(
+        &mut self,
+        from: TransferCursor,
+        budget: &mut Budget,
+    ) -> Option<TransferCursor> {
         let (transfers, owners) = (&self.transfers, &self.owners);
         match transfers.next_with(from, |record| owners.is_forgotten(record), budget) {
             Ok((id, block)) => {
@@ -144,9 +154,9 @@ impl Table {
         }
     }
 
-    /// Drops the topmost blocks of what is forgotten among the records from number `from` on, and what hangs on them, as
-    /// far as the hold goes; [`drop_more`](Self::drop_more) ends what is too much for one. Returns where the next hold goes
-    /// on.
+    /// Drops the topmost forgotten blocks among the records from number `from` on, and their
+    /// descendants, as far as the hold goes; [`drop_more`](Self::drop_more) finishes what is too
+    /// much for one hold. Returns where the next hold goes on.
     pub fn drop_forgotten(&mut self, from: u32, budget: &mut Budget) -> Option<u32> {
         let mut next = from;
         while self.records.has_beyond(next) {
@@ -154,8 +164,10 @@ impl Table {
                 return Some(next);
             }
             if let Some(key) = self.topmost_forgotten(RecordId(next)) {
-                for tier in Tier::ALL.into_iter().filter(|&tier| self.has(tier)).collect::<Vec<_>>() {
-                    // A match looks at each block of which more is to be dropped; and each tier may have many of them.
+                for tier in Tier::ALL.into_iter().filter(|&tier| self.has(tier)).collect::<Vec<_>>()
+                {
+                    // A match looks at each chain that is still being dropped, and each tier may
+                    // have many.
                     if budget.is_spent() || self.is_dropping() {
                         return Some(next);
                     }
@@ -168,10 +180,11 @@ impl Table {
         None
     }
 
-    /// The name of a record, if its block is forgotten and what comes before it is not.
+    /// The name of a record, if its block is forgotten and its parent is not.
     fn topmost_forgotten(&self, record: RecordId) -> Option<BlockKey> {
         let is_forgotten = |record: RecordId| self.owners.is_forgotten(record);
-        let known = Some(self.records.at(record)).filter(|known| known.resident() != TierSet::default())?;
+        let known =
+            Some(self.records.at(record)).filter(|known| known.resident() != TierSet::default())?;
         let is_topmost = is_forgotten(record) && !known.parent().is_some_and(is_forgotten);
         is_topmost.then(|| known.key())
     }
@@ -183,7 +196,7 @@ mod tests {
     use kvbm_tiers::FramePool;
 
     use super::*;
-    use crate::hash::{BlockHash, Chain};
+    use crate::names::hash::{BlockHash, Chain};
     use crate::table::{RequestInfo, TierSpec};
 
     #[test]
@@ -196,8 +209,11 @@ mod tests {
         };
         let mut table = Table::new([spec]);
         for tenant in 0..10_000 {
-            let info =
-                RequestInfo { hints: Hints { tenant: Some(tenant), ..Hints::default() }, request: None };
+            let info = RequestInfo {
+                hints: Hints { tenant: Some(tenant), ..Hints::default() },
+                request: None,
+                ..RequestInfo::default()
+            };
             let hashes = vec![BlockHash::from_u128(u128::from(tenant) + 1)];
             let reserved = table.reserve(Tier::Host, Chain::from(&hashes), info);
             let _ = table.fill(reserved.transfer, 0, reserved.frames);

@@ -1,5 +1,5 @@
-//! Leases in the table's own terms: one pin per tier, on the deepest block of a chain that it holds. Tiers drain
-//! leaf-first, so a block that is pinned keeps all its ancestors.
+//! Leases in the table's own terms: one pin per tier, on the deepest block of a chain that it
+//! holds. Tiers drain leaf-first, so a block that is pinned keeps all its ancestors.
 
 use kvbm_policies::RequestId;
 use kvbm_tiers::{BlockKey, SlotId, SlotRef, Tier};
@@ -10,10 +10,10 @@ use super::namespace::NamespaceId;
 use super::prefix::{FoundBoundaries, Match};
 use super::request::{RequestContext, RequestInfo};
 use super::tier_set::TierSet;
-use crate::hash::Chain;
+use crate::names::hash::Chain;
 
-/// A lease in the table's own terms: one pin per tier, on the deepest block of the chain that it holds.
-/// Give it back with [`Table::release`]; [`Lease`](crate::Lease) does so by itself.
+/// A lease in the table's own terms: one pin per tier, on the deepest block of the chain that it
+/// holds. Give it back with [`Table::release`]; [`Lease`](crate::Lease) does so by itself.
 #[derive(Debug)]
 #[must_use = "pins that are not released hold their blocks for ever"]
 pub struct Pins {
@@ -26,10 +26,15 @@ pub struct Pins {
 impl Pins {
     /// Holds nothing anywhere.
     pub(crate) const fn of_nothing(context: RequestContext, namespace: NamespaceId) -> Self {
-        Self { held: Match::new([0; Tier::COUNT]), deepest: [None; Tier::COUNT], context, namespace }
+        Self {
+            held: Match::new([0; Tier::COUNT]),
+            deepest: [None; Tier::COUNT],
+            context,
+            namespace,
+        }
     }
 
-    /// Whether nothing is pinned: then there is nothing to release either.
+    /// Whether nothing is pinned: then there is nothing to release.
     pub(crate) fn is_of_nothing(&self) -> bool {
         self.deepest.iter().all(Option::is_none)
     }
@@ -60,12 +65,12 @@ impl Pins {
         pinned.fold(TierSet::default(), TierSet::with)
     }
 
-    /// The namespace that its blocks have their names in.
+    /// The namespace of its blocks' names.
     pub(crate) const fn namespace(&self) -> NamespaceId {
         self.namespace
     }
 
-    /// Whose lease it is.
+    /// The request that holds the lease.
     pub const fn context(&self) -> RequestContext {
         self.context
     }
@@ -86,7 +91,8 @@ impl Table {
         pins
     }
 
-    /// Names a request that the engine has no name for, so that the parts of its use are told together.
+    /// Names a request that the engine left unnamed, so that the parts of its use are reported
+    /// together.
     pub(super) fn named(&mut self, info: RequestInfo) -> RequestInfo {
         let request = info.request.unwrap_or_else(|| {
             self.nameless += 1;
@@ -101,8 +107,8 @@ impl Table {
         let (held, records) = self.tier_and_records(tier);
         held.pin(slot);
         pins.deepest[tier.index()] = Some(slot);
-        // The deepest block alone: its age flows up to its parent when it leaves, so a use costs the same however long
-        // the chain.
+        // Only the deepest block: its age goes up to its parent when it leaves, so a use costs the
+        // same for any length of chain.
         held.touch(&access, records);
         self.want_flush_again(tier, slot, pins.context.info);
     }
@@ -117,8 +123,8 @@ impl Table {
         }
     }
 
-    /// Extends a lease to the `blocks` leading blocks that end with `deepest`, if `tier` has that. A lease that
-    /// holds more there already keeps it.
+    /// Extends a lease to the `blocks` leading blocks that end with `deepest`, if `tier` has that.
+    /// A lease that holds more there already keeps it.
     fn hold_if_resident(&mut self, pins: &mut Pins, tier: Tier, deepest: BlockKey, blocks: usize) {
         if pins.held.blocks(tier) >= blocks {
             return;
@@ -129,19 +135,19 @@ impl Table {
         pins.hold(tier, slot, blocks);
     }
 
-    /// Extends a lease to those of the successive blocks `keys`, which come after `before` leading ones, that `tier`
-    /// has.
+    /// Extends a lease to those of the successive blocks `keys`, which come after `before` leading
+    /// ones, that `tier` has.
     pub fn hold_leading(&mut self, pins: &mut Pins, tier: Tier, before: usize, keys: &[BlockKey]) {
         let is_there = |key: &BlockKey| self.slot_of(tier, *key).is_some();
-        // Residency along a chain is true up to a boundary.
+        // Along a chain blocks are resident up to a boundary.
         let there = keys.partition_point(is_there);
         if let Some(last) = there.checked_sub(1) {
             self.hold_if_resident(pins, tier, keys[last], before + there);
         }
     }
 
-    /// Pins once more what a lease pins in `tiers`: for copies that may outlive it. Not for a lease that may hold
-    /// quarantined blocks: [`drop_quarantined`](Self::drop_quarantined) comes first.
+    /// Pins again what a lease pins in `tiers`: for copies that may outlive it. If the lease may
+    /// hold quarantined blocks, [`drop_quarantined`](Self::drop_quarantined) comes first.
     pub fn pin_again(&mut self, pins: &Pins, tiers: TierSet) -> Pins {
         let mut again = Pins::of_nothing(pins.context, pins.namespace);
         for tier in Tier::ALL.into_iter().filter(|&tier| tiers.has(tier)) {
@@ -153,8 +159,8 @@ impl Table {
         again
     }
 
-    /// Pins what each tier holds of a beginning of a leased chain: for a part of the lease's work, so it counts as no
-    /// use. Nothing, if the lease is from before a reset.
+    /// Pins what each tier holds of a prefix of a leased chain: for a part of the lease's work, so
+    /// it counts as no use. Pins nothing if the lease is from before a reset.
     pub fn pin_beginning(&mut self, of: &Pins, chain: Chain<'_>) -> Pins {
         let mut pins = Pins::of_nothing(of.context, of.namespace);
         if !self.is_present(of) {
@@ -171,7 +177,7 @@ impl Table {
         pins
     }
 
-    /// Pins a block that `tier` holds, and names its slot. `None`: it does not.
+    /// Pins a block in `tier`, and returns its slot. `None`: the tier lacks it.
     pub fn pin_resident(&mut self, tier: Tier, key: BlockKey) -> Option<(SlotRef, Pins)> {
         let slot = self.slot_of(tier, key)?;
         let mut pins = Pins::of_nothing(RequestContext::default(), self.namespace());
@@ -180,8 +186,8 @@ impl Table {
         Some((self.slot_ref(tier, slot), pins))
     }
 
-    /// Shortens the lease in those tiers where blocks were quarantined meanwhile, to what is left before these, and ends it
-    /// in those that are withdrawn.
+    /// Shortens the lease in tiers where blocks were quarantined meanwhile, to the blocks before
+    /// these, and ends it in withdrawn tiers.
     pub fn drop_quarantined(&mut self, pins: &mut Pins) {
         for tier in Tier::ALL {
             if self.is_withdrawn(tier) {
@@ -215,8 +221,8 @@ impl Table {
     pub fn is_lease_of(&self, pins: &Pins, chain: Chain<'_>) -> bool {
         let chain = self.enter(chain);
         Tier::ALL.into_iter().all(|tier| {
-            let Some(slot) =
-                pins.deepest[tier.index()].filter(|&slot| !self.tier(tier).at(slot).is_quarantined())
+            let Some(slot) = pins.deepest[tier.index()]
+                .filter(|&slot| !self.tier(tier).at(slot).is_quarantined())
             else {
                 return true;
             };
@@ -225,13 +231,14 @@ impl Table {
             let ancestors = std::iter::successors(Some(self.tier(tier).at(slot).record), |&r| {
                 self.records.at(r).parent()
             });
-            // Of a lease that holds more than the chain, the block is looked at where the chain ends.
+            // If the lease holds more than the chain, it looks at the block where the chain ends.
             let mut ancestors = ancestors.skip(blocks - shared);
-            shared == 0 || ancestors.next().is_some_and(|r| self.records.at(r).is(chain.key(shared - 1)))
+            shared == 0
+                || ancestors.next().is_some_and(|r| self.records.at(r).is(chain.key(shared - 1)))
         })
     }
 
-    /// Ends the lease in one tier only.
+    /// Ends the lease in one tier.
     pub fn release_tier(&mut self, pins: &mut Pins, tier: Tier) {
         pins.held.set(tier, 0);
         if let Some(slot) = pins.deepest[tier.index()].take() {

@@ -1,12 +1,14 @@
-//! The calls from the table to the policies of its tiers. Those about blocks that are about to come, which have no slots
-//! yet, are in `insertion.rs`, through `Table::show`.
+//! The table's calls to the policies of its tiers. Calls about blocks that are about to come, which
+//! have no slots yet, are in `insertion.rs`, through `Table::show`.
 //!
-//! A policy sees a tier through a [`TableForest`]: which blocks are leaves, which of them may go, what is above each.
-//! Called under the table's lock.
+//! A policy sees a tier through a [`TableForest`]: which blocks are leaves, which of them may
+//! leave, what is above each. Called under the table's lock.
 
 use std::cell::Cell;
 
-use kvbm_policies::{Access, BlockId, Candidates, Ended, Forest, Standing, TierPolicies, Trigger, Upkeep};
+use kvbm_policies::{
+    Access, BlockId, Candidates, Ended, Forest, Standing, TierPolicies, Trigger, Upkeep,
+};
 use kvbm_tiers::{BlockKey, FramePool, SlotId, Tier};
 
 use super::Table;
@@ -17,14 +19,16 @@ use super::request::RequestInfo;
 use super::tier::{TierSlot, TierTable};
 
 impl TierTable {
-    /// The policies, and the tier as they may see it. Where a rule decides what goes down, a leaf that has not been
-    /// flushed may be named as victim: it is what the rule is asked about.
+    /// The policies, and the tier as they may see it. If a rule decides what goes down, an
+    /// unflushed leaf may be the victim: the rule is asked about it.
     fn policies_and_structure<'a>(
         &'a mut self,
         records: &'a BlockRecords,
     ) -> (&'a mut TierPolicies, TableForest<'a>) {
-        // Nothing is awaited while the tier below cannot be written: a disk that is away must not close the host tier.
-        let awaited = self.flush_to.filter(|_| !self.policies.has_admission() && !self.is_flush_blocked);
+        // No flush is awaited while the tier below cannot be written: a disk that is away must not
+        // close the host tier.
+        let awaited =
+            self.flush_to.filter(|_| !self.policies.has_admission() && !self.is_flush_blocked);
         let forgotten = (&self.forgotten, &self.pool);
         let looks = Cell::new(usize::MAX);
         let structure =
@@ -32,8 +36,12 @@ impl TierTable {
         (&mut self.policies, structure)
     }
 
-    /// What leaves next, flushed or not; `None` also where the hold is over before it is found.
-    pub(super) fn next_to_leave(&mut self, records: &BlockRecords, budget: &mut Budget) -> Option<SlotId> {
+    /// What leaves next, flushed or not; `None` also if the hold ends before it is found.
+    pub(super) fn next_to_leave(
+        &mut self,
+        records: &BlockRecords,
+        budget: &mut Budget,
+    ) -> Option<SlotId> {
         let (policies, structure) = self.policies_and_structure(records);
         structure.looks.set(budget.looks_left());
         let next = policies.victim(&structure).map(|block| SlotId(block.0));
@@ -41,7 +49,7 @@ impl TierTable {
         next
     }
 
-    /// What may leave at once; `None` also where what leaves next must be flushed first.
+    /// What may leave at once; `None` also if what leaves next must be flushed first.
     pub(super) fn victim(&mut self, records: &BlockRecords, budget: &mut Budget) -> Option<SlotId> {
         self.next_to_leave(records, budget).filter(|&leaf| self.is_clean(leaf, records))
     }
@@ -51,7 +59,7 @@ impl TierTable {
         self.policies.charged_to(Some(tenant))
     }
 
-    /// So many admitted blocks were not written.
+    /// `blocks` admitted blocks were not written.
     pub(super) fn refund(&mut self, blocks: usize) {
         self.policies.refund(blocks as u32);
     }
@@ -70,7 +78,8 @@ impl TierTable {
 
     /// Reports a use to the policies.
     pub(super) fn touch(&mut self, access: &Access, records: &BlockRecords) {
-        // A lease may be of a chain that begins in the middle of a longer one: policies count from the root.
+        // A lease may be of a chain that begins in the middle of a longer one: policies count from
+        // the root.
         let depth = records.depth(self.at(SlotId(access.deepest.0)).record);
         let access = Access { depth, path: access.path.max(depth), ..*access };
         let (policies, structure) = self.policies_and_structure(records);
@@ -78,8 +87,13 @@ impl TierTable {
     }
 
     /// Reports to the policies that a block left.
-    pub(super) fn forget(&mut self, slot: SlotId, exposed: Option<BlockId>, records: &BlockRecords) {
-        // Told while the record still has the name: the model keeps a tag of it for the ghost.
+    pub(super) fn forget(
+        &mut self,
+        slot: SlotId,
+        exposed: Option<BlockId>,
+        records: &BlockRecords,
+    ) {
+        // While the record still has the name: the model keeps a tag of it for the ghost.
         let key = records.at(self.at(slot).record).key().folded();
         self.policies.removed(BlockId(slot.0), key, exposed);
     }
@@ -89,8 +103,9 @@ impl TierTable {
         self.policies.finished(ended);
     }
 
-    /// In whose name the block in `slot` goes down: that of the request that used it last, as far as a policy knows.
-    /// Else the tier below could charge it to nobody, and would take its coming for a use by somebody new.
+    /// The request in whose name the block in `slot` goes down: the one that used it last, as far
+    /// as a policy knows. Without it the tier below could charge no tenant, and would count the
+    /// block's coming as a new request's use.
     pub(super) fn last_user(&self, slot: SlotId, records: &BlockRecords) -> RequestInfo {
         // The depth spares the model a search along the block's path.
         let depth = records.depth(self.at(slot).record);
@@ -98,10 +113,11 @@ impl TierTable {
         last.map_or_else(RequestInfo::default, |last| RequestInfo {
             request: last.request,
             hints: last.hints,
+            has_asked: false,
         })
     }
 
-    /// A bounded step of what the policies want done besides: see [`TierPolicies::upkeep`].
+    /// A bounded step of the policies' own upkeep: see [`TierPolicies::upkeep`].
     pub(super) fn upkeep(&mut self, work: &mut Vec<Upkeep>) -> bool {
         self.policies.upkeep(work)
     }
@@ -109,11 +125,12 @@ impl TierTable {
     /// Tells the policies about a leaf that may have become evictable.
     pub(super) fn reconsider(&mut self, slot: SlotId) {
         let held = self.at(slot);
-        // Who is pinned still is reconsidered when the last pin goes; who has children, when the last of them does.
+        // A block that is still pinned is reconsidered when its last pin goes; one with children,
+        // when the last of them leaves.
         if !held.is_leaf() || held.is_pinned() || held.is_quarantined() {
             return;
         }
-        // Nobody finds it any more: it leaves with the next sweep, whatever its rank.
+        // No match finds it any more: it leaves with the next sweep, whatever its rank.
         if self.is_forgotten(slot) {
             self.sweep_soon(slot);
         } else {
@@ -128,10 +145,10 @@ pub(super) struct TableForest<'a> {
     slots: &'a [TierSlot],
     /// The tier that must have a block before it may leave this one.
     awaited: Option<Tier>,
-    /// Those that need not be there before.
+    /// Blocks that it need not have.
     forgotten: (&'a ForgottenSlots, &'a FramePool),
     records: &'a BlockRecords,
-    /// How many more blocks may be looked at.
+    /// How many more blocks it may look at.
     looks: Cell<usize>,
 }
 
@@ -152,17 +169,17 @@ impl Forest for TableForest<'_> {
             awaited.is_none_or(|below| self.records.at(held.record).resident().has(below))
         };
         let is_closed = || self.forgotten.1.gives_no(SlotId(block.0));
-        // By cost: whoever has children needs no look at his record, which is a cache miss.
+        // In the order of cost: a block with children needs no look at its record, a cache miss.
         match held {
             held if !held.is_leaf() => Standing::Interior,
-            // No room comes of it where no slot is given out.
+            // Evicting from a closed directory makes no room.
             held if !held.is_pinned() && !is_closed() && is_clean() => Standing::Evictable,
             _ => Standing::Busy,
         }
     }
 
     fn parent(&self, block: BlockId) -> Option<BlockId> {
-        // Whoever is here has his parent here, in a slot: the tier is prefix-closed.
+        // Every block here has its parent here, in a slot: the tier is prefix-closed.
         let parent = self.records.at(self.slots[block.0 as usize].record).parent()?;
         Some(BlockId(self.records.at(parent).slot(self.tier).0))
     }
@@ -172,7 +189,7 @@ impl Forest for TableForest<'_> {
     }
 }
 
-/// Blocks that are about to come, as a policy may see them beside those of the tier.
+/// Blocks that are about to come, as a policy sees them beside those of the tier.
 pub(super) struct NewPath<'a> {
     tier: TableForest<'a>,
     /// The first provisional id.
@@ -197,7 +214,7 @@ impl Forest for NewPath<'_> {
         match self.position(block) {
             Some(position) if position + 1 < self.keys.len() => Standing::Interior,
             Some(_) => Standing::Evictable,
-            // The new ones' parent is a leaf to the tier still, but not once they are there.
+            // To the tier the new blocks' parent is still a leaf, but not once they are there.
             None if Some(block) == self.parent && !self.keys.is_empty() => Standing::Interior,
             None => self.tier.standing(block),
         }
@@ -221,8 +238,8 @@ impl Forest for NewPath<'_> {
 }
 
 impl Table {
-    /// What leaves next of a tier and of blocks that are about to come; `None` also where the hold is over before it is
-    /// found.
+    /// What leaves next of a tier and of blocks that are about to come; `None` also if the hold
+    /// ends before it is found.
     pub(super) fn victim_among(
         &mut self,
         tier: Tier,
@@ -238,7 +255,7 @@ impl Table {
         next
     }
 
-    /// The policies, and the tier as they may see it with blocks that are about to come.
+    /// The policies, and the tier as they see it with blocks that are about to come.
     pub(super) fn show<'a>(
         &'a mut self,
         tier: Tier,
@@ -262,19 +279,24 @@ mod tests {
 
     use super::super::TierSpec;
     use super::*;
-    use crate::hash::{BlockHash, Chain};
+    use crate::names::hash::{BlockHash, Chain};
     use crate::task::Outcome;
 
     fn spec(tier: Tier, flush_to: Option<Tier>) -> TierSpec {
         let admission = flush_to.map(|_| Box::new(WriteBack) as Box<dyn Admission>);
-        TierSpec { pool: FramePool::new(tier, 4), policy: EvictionKind::Hazard.build(4), flush_to, admission }
+        TierSpec {
+            pool: FramePool::new(tier, 4),
+            policy: EvictionKind::Hazard.build(4),
+            flush_to,
+            admission,
+        }
     }
 
     #[test]
     fn what_goes_down_keeps_its_request() {
         let mut table = Table::new([spec(Tier::Host, Some(Tier::Disk)), spec(Tier::Disk, None)]);
         let hints = Hints { tenant: Some(7), priority: Some(80), ..Hints::default() };
-        let info = RequestInfo { request: Some(RequestId(3)), hints };
+        let info = RequestInfo { request: Some(RequestId(3)), hints, ..RequestInfo::default() };
         let hashes: Vec<_> = (1..5).map(BlockHash::from_u128).collect();
         let reserved = table.reserve(Tier::Host, Chain::from(&hashes[..]), info);
         let _ = table.fill(reserved.transfer, 0, reserved.frames);

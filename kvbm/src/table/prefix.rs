@@ -1,10 +1,10 @@
 //! The match: how many leading blocks of a chain each tier holds.
 //!
-//! Tiers are prefix-closed, so in each of them residency along a chain is true up to a boundary and false
-//! behind it. One search finds the boundaries of all tiers at once: every probe reads one index bucket and
-//! answers for four tiers. It works in rounds of independent probes whose cache misses overlap: the first one looks where
-//! the boundaries were last, if that is known; one gallops from there (1, 3, 7 … positions on) or from the root; the
-//! others cut each remaining interval into equal parts.
+//! Tiers are prefix-closed, so each holds a chain up to a boundary and nothing behind it. One
+//! search finds the boundaries of all tiers at once: every probe reads one index bucket and answers
+//! for four tiers. It works in rounds of independent probes whose cache misses overlap: the first
+//! one looks where the boundaries were last, if that is known; one gallops from there (1, 3, 7 …
+//! positions on) or from the root; the others cut each remaining interval into equal parts.
 
 use kvbm_tiers::Tier;
 
@@ -12,21 +12,22 @@ use super::Table;
 use super::boundary_hints::TierBoundaries;
 use super::index::{EMPTY, IndexBucket, KeyHash, RecordId};
 use super::tier_set::TierSet;
-use crate::hash::Chain;
+use crate::names::hash::Chain;
 
-/// Parts into which a round cuts an interval. Measured at a million records (docs/adr/0002-records-and-slots.md): fewer
-/// parts mean more rounds of dependent misses, more parts more probes than the memory system overlaps.
+/// Parts into which a round cuts an interval. Measured at a million records
+/// (docs/adr/0002-records-and-slots.md): fewer parts mean more rounds of dependent misses, more
+/// parts more probes than the memory system overlaps.
 const PARTS: usize = 8;
-/// Longest chain that is searched; what lies behind counts as absent.
+/// Longest chain that is searched; blocks behind count as absent.
 const MAX_BLOCKS: usize = 1 << 30;
-/// Most probes in a round: all tiers' cuts, and no fewer than the gallop of the longest chain.
+/// Most probes in a round: the cuts of all tiers, or the gallop of the longest chain.
 const ROUND: usize = if Tier::COUNT * PARTS > 32 { Tier::COUNT * PARTS } else { 32 };
 
 /// How many leading blocks of a chain each tier holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Match {
     blocks: [u32; Tier::COUNT],
-    /// No more than so many leading blocks are worth loading; `None`: all are.
+    /// How many leading blocks are worth loading; `None`: all are.
     worth_loading: Option<u32>,
 }
 
@@ -49,8 +50,8 @@ impl Match {
         Tier::ALL.iter().map(|&tier| self.blocks(tier)).max().unwrap_or(0)
     }
 
-    /// Leading blocks that are sooner loaded than computed again, as far as the pace of both is known: loading
-    /// ends there. See [`kvbm_policies::split()`].
+    /// Leading blocks that are faster to load than to compute again, as far as the pace of both is
+    /// known: loading ends there. See [`kvbm_policies::split()`].
     pub fn worth_loading(&self) -> usize {
         self.worth_loading.map_or(self.longest(), |blocks| self.longest().min(blocks as usize))
     }
@@ -60,7 +61,8 @@ impl Match {
         self.worth_loading = Some(worth_loading);
     }
 
-    /// The read plan: each block from the fastest tier whose prefix covers it, as at most four ranges.
+    /// The read plan: each block from the fastest tier whose prefix covers it, as at most four
+    /// ranges.
     pub fn plan(&self) -> impl Iterator<Item = (Tier, std::ops::Range<usize>)> + '_ {
         let mut covered = 0;
         Tier::ALL.into_iter().filter_map(move |tier| {
@@ -71,8 +73,8 @@ impl Match {
     }
 }
 
-/// Where each tier's boundary can still be: between `low` (held) and `high` (not held). An index that
-/// overstates can make them cross; the confirmation then fails.
+/// Where each tier's boundary can still be: between `low` (held) and `high` (not held). An index
+/// that overstates can make them cross; the confirmation then fails.
 struct PrefixSearch {
     /// Tiers that give nothing are not searched.
     tiers: TierSet,
@@ -113,7 +115,7 @@ impl ProbeRound {
         let mut round = Self::empty();
         for boundary in boundaries {
             for position in [boundary.wrapping_sub(1), boundary] {
-                // Before the root there is nothing, nor behind the end.
+                // There is nothing before the root or behind the end.
                 if position < blocks && !round.positions().contains(&position) {
                     round.push(position);
                 }
@@ -138,7 +140,7 @@ impl PrefixSearch {
         let mut round = ProbeRound::empty();
         for tier in 0..Tier::COUNT {
             let interval = (self.low[tier], self.high[tier]);
-            // Tiers often hold the same prefix: what they have in common is cut once.
+            // Tiers often hold the same prefix: a shared interval is cut once.
             let seen = (0..tier).any(|other| (self.low[other], self.high[other]) == interval);
             if !seen {
                 Self::cut(&mut round, interval.0, interval.1);
@@ -159,7 +161,8 @@ impl PrefixSearch {
     fn learn(&mut self, position: u32, held: TierSet) {
         for tier in Tier::ALL.into_iter().filter(|&tier| self.tiers.has(tier)) {
             let t = tier.index();
-            // A probe for one tier says something of the others as well, wherever it lies in their intervals.
+            // A probe for one tier also tells about the others, wherever it lies in their
+            // intervals.
             if held.has(tier) {
                 self.low[t] = self.low[t].max(position + 1);
             } else {
@@ -169,30 +172,31 @@ impl PrefixSearch {
     }
 }
 
-/// What a match found out.
+/// What a match found.
 pub(super) struct FoundBoundaries {
     pub(super) held: Match,
-    /// In each tier, the deepest block that it holds.
+    /// The deepest block that each tier holds.
     pub(super) deepest: [Option<RecordId>; Tier::COUNT],
 }
 
 impl Table {
-    /// How many leading blocks of `chain` each tier holds. No side effect.
+    /// How many leading blocks of `chain` each tier holds. It has no side effect.
     pub fn matches(&self, chain: Chain<'_>) -> Match {
         self.locate(chain).held
     }
 
     /// The match, with the records at its boundaries.
     ///
-    /// The index alone may overstate a boundary: when two blocks share a tag, or where the end of the chain was stored by
-    /// somebody who did not know its beginning, and begins a chain of its own. So the records there are looked at, and if one
-    /// of them is not what it seemed, the search is repeated on records.
+    /// The index alone may overstate a boundary: if two blocks share a tag, or if the end of the
+    /// chain was stored without its beginning, as a chain of its own. So the search looks at the
+    /// records there, and is repeated on records if one of them is not what it seemed.
     pub(super) fn locate(&self, chain: Chain<'_>) -> FoundBoundaries {
         let chain = self.enter(chain);
         let hint = self.boundary_hints.find(chain);
         let by_index = self.search(chain, hint, |_, hash, first| self.index.residence(hash, first));
         let mut found = self.confirm(chain, by_index).unwrap_or_else(|| {
-            // Records are sure, at one more cache miss for each probe. Two blocks share a tag once in millions of matches.
+            // Records are exact, at one more cache miss for each probe. Two blocks share a tag once
+            // in millions of matches.
             let by_record = self.search(chain, None, |position, hash, first| {
                 let key = chain.key(position as usize);
                 let found = self.index.find(hash, first, |r| self.records.at(r).is(key));
@@ -206,24 +210,28 @@ impl Table {
         found
     }
 
-    /// Whether as many blocks come before a record as its position in the chain says: else the chain that it belongs to
+    /// Whether a record has as many ancestors as its position in the chain says: else its own chain
     /// begins in between.
     fn is_of_chain(&self, record: RecordId, chain: Chain<'_>, position: u32) -> bool {
         let depth = self.records.depth(record);
-        depth == position + 1 || self.depth_of_first(chain).is_some_and(|first| depth == first + position)
+        depth == position + 1
+            || self.depth_of_first(chain).is_some_and(|first| depth == first + position)
     }
 
-    /// More than one, if a chain begins in the middle of a longer one. `None`: its first block is not known.
+    /// More than one, if a chain begins in the middle of a longer one. `None`: its first block is
+    /// not known.
     pub(super) fn depth_of_first(&self, chain: Chain<'_>) -> Option<u32> {
         self.find(chain.key(0)).map(|first| self.records.depth(first))
     }
 
-    /// The records at the boundaries; `None` if one of them is not resident there, or not of the chain.
+    /// The records at the boundaries; `None` if one of them is not resident there, or not of the
+    /// chain.
     fn confirm(&self, chain: Chain<'_>, boundaries: TierBoundaries) -> Option<FoundBoundaries> {
         let mut deepest = [None; Tier::COUNT];
         for tier in Tier::ALL {
             let Some(last) = (boundaries[tier.index()] as usize).checked_sub(1) else { continue };
-            let record = self.find(chain.key(last)).filter(|&r| self.records.at(r).resident().has(tier))?;
+            let record =
+                self.find(chain.key(last)).filter(|&r| self.records.at(r).resident().has(tier))?;
             if !self.is_of_chain(record, chain, last as u32) {
                 return None;
             }
@@ -284,7 +292,7 @@ mod tests {
 
     use super::super::TierSpec;
     use super::*;
-    use crate::hash::BlockHash;
+    use crate::names::hash::BlockHash;
 
     #[test]
     fn the_plan_reads_each_block_once_from_the_fastest_tier() {
@@ -295,8 +303,13 @@ mod tests {
         assert_eq!(Match::default().plan().count(), 0);
     }
 
-    /// What a search finds that begins with a hint, of a chain of which tiers hold so many blocks, and its probes.
-    fn search(blocks: u32, held: TierBoundaries, hint: Option<TierBoundaries>) -> (TierBoundaries, usize) {
+    /// What a search that begins with a hint finds of a chain of which tiers hold these numbers of
+    /// blocks, and its probes.
+    fn search(
+        blocks: u32,
+        held: TierBoundaries,
+        hint: Option<TierBoundaries>,
+    ) -> (TierBoundaries, usize) {
         let spec = |tier| TierSpec {
             pool: FramePool::new(tier, 4),
             policy: EvictionKind::Lru.build(4),
@@ -315,7 +328,7 @@ mod tests {
     }
 
     fn boundaries() -> impl Strategy<Value = TierBoundaries> {
-        // Some alike, as they are where tiers keep copies.
+        // Some equal, as when tiers keep copies.
         prop::array::uniform4(prop_oneof![Just(0_u32), Just(64_u32), 0_u32..3_000])
     }
 

@@ -1,9 +1,10 @@
 //! Memory ahead of its need.
 //!
-//! The first use of a page waits until the kernel has cleared it: for a huge page 5–8 ms in a virtual machine. Giving back a
-//! large array takes its time as well. Nobody who holds the table's lock should wait for either. So background work asks
-//! what the table needs soon, has it provided with the table unlocked, and hands it over. If it comes too late nothing is
-//! lost but time: the table then makes what it needs itself.
+//! The first use of a page waits until the kernel has cleared it: for a huge page 5–8 ms in a
+//! virtual machine. Freeing a large array takes time too. No holder of the table's lock should wait
+//! for either. So background work asks what the table needs soon, provides it with the table
+//! unlocked, and hands it over. If it comes too late, only time is lost: the table then makes what
+//! it needs itself.
 
 use kvbm_tiers::Ahead;
 
@@ -11,7 +12,7 @@ use super::Table;
 use super::index::IndexBuckets;
 use super::tier::TierTable;
 
-/// Memory that the table needs soon, and what it needs no more.
+/// Memory that the table needs soon, and memory that it no longer needs.
 #[derive(Debug)]
 #[must_use = "it is not provided until it is asked for"]
 pub struct Provision {
@@ -25,7 +26,8 @@ pub struct Provision {
 pub struct Spare(IndexBuckets);
 
 impl Provision {
-    /// Provides it, which takes milliseconds: with the table unlocked. What it returns is for [`Table::supply`].
+    /// Provides it, with the table unlocked, since it takes milliseconds. The result is for
+    /// [`Table::supply`].
     pub fn provide(self) -> Option<Spare> {
         self.ahead.into_iter().for_each(Ahead::provide);
         self.spare.map(|buckets| Spare(IndexBuckets::populated(buckets)))
@@ -40,7 +42,7 @@ impl Table {
         Provision { ahead, spare: self.index.wanted_spare(), _retired: self.index.take_retired() }
     }
 
-    /// Takes what was provided. Returns what it does not want any more.
+    /// Takes what was provided. Returns what it no longer wants.
     pub fn supply(&mut self, Spare(buckets): Spare) -> Option<Spare> {
         self.index.keep_spare(buckets).map(Spare)
     }
@@ -52,7 +54,7 @@ mod tests {
     use kvbm_tiers::{FramePool, Tier};
 
     use super::*;
-    use crate::hash::{BlockHash, Chain};
+    use crate::names::hash::{BlockHash, Chain};
     use crate::table::{RequestInfo, TierSpec};
 
     #[test]
@@ -66,6 +68,9 @@ mod tests {
         let (one, another) = (table.wanted_memory(), table.wanted_memory());
         assert!(one.provide().is_some_and(|spare| table.supply(spare).is_none()));
         assert!(table.wanted_memory().provide().is_none(), "it has one");
-        assert!(another.provide().is_some_and(|spare| table.supply(spare).is_some()), "two are one too many");
+        assert!(
+            another.provide().is_some_and(|spare| table.supply(spare).is_some()),
+            "two are one too many"
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! Bad blocks leave a tier with all their descendants. Slots that are being read are freed when the readers leave.
+//! Bad blocks leave a tier with all their descendants. Slots that are being read are freed when
+//! their readers leave.
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,14 +11,15 @@ use super::prefix::FoundBoundaries;
 use super::tier::TierSlot;
 use super::transfers::Dropped;
 use super::{MissReason, Table};
-use crate::events::RemoveReason;
-use crate::hash::Chain;
+use crate::names::hash::Chain;
+use crate::observe::events::RemoveReason;
 use crate::task::Defect;
 
-/// Slots of quarantined blocks that still have readers; they are freed together when the last one leaves.
+/// Slots of quarantined blocks that still have readers; they are freed together when the last one
+/// leaves.
 #[derive(Debug)]
 struct TierQuarantine {
-    /// Each with how many blocks below the anchor it was.
+    /// Each with how many blocks below the anchor it lay.
     slots: HashMap<SlotId, u32>,
     pins: u64,
     /// The pinned parent of the topmost of them.
@@ -32,7 +34,7 @@ struct DroppingChain {
     defect: Defect,
     /// Blocks from its chain's root to it, both included.
     depth: u32,
-    /// Where the search for the next leaf goes on.
+    /// Where the search for the next leaf continues.
     at: BlockKey,
 }
 
@@ -63,17 +65,19 @@ impl Defect {
 #[derive(Debug, Default)]
 pub(super) struct TierQuarantines {
     by_tier: [Vec<TierQuarantine>; Tier::COUNT],
-    /// How many blocks were dropped so far, or began to be, each with what hangs on it.
+    /// How many blocks were dropped so far, or are being dropped, each with its descendants.
     so_far: u64,
+    /// How often blocks were dropped by their names.
+    names_dropped: u64,
     /// Bad blocks with more descendants than one step drops.
     dropping: Vec<DroppingChain>,
     /// Directories whose blocks cannot be read any more, and are being dropped.
     lost: Vec<DirectoryWalk>,
-    /// Directories that are open again, whose leaves may leave again.
+    /// Directories that are open again, so that their leaves may leave.
     reopened: Vec<DirectoryWalk>,
 }
 
-/// A directory of a tier that is gone through in steps.
+/// A walk over a tier's directory, in steps.
 #[derive(Clone, Copy, Debug)]
 struct DirectoryWalk {
     tier: Tier,
@@ -87,19 +91,30 @@ impl TierQuarantines {
         self.so_far
     }
 
-    /// What was traced is to be looked at again, as after a quarantine.
+    /// How often a name was dropped everywhere, copies on their way included.
+    pub(super) const fn names_dropped(&self) -> u64 {
+        self.names_dropped
+    }
+
+    /// What an engine has under earlier names is not planned anew.
+    pub(super) const fn drop_name(&mut self) {
+        self.names_dropped += 1;
+    }
+
+    /// Traces begin anew, as after a quarantine.
     pub(super) const fn have_traces_begin_anew(&mut self) {
         self.so_far += 1;
     }
 
-    /// Slots of `tier` whose blocks are gone and whose readers are not.
+    /// Slots of `tier` whose blocks are gone but which still have readers.
     pub(super) fn slots_of(&self, tier: Tier) -> u32 {
         self.by_tier[tier.index()].iter().map(|quarantine| quarantine.slots.len() as u32).sum()
     }
 
     fn of(&mut self, tier: Tier, slot: SlotId) -> (usize, &mut TierQuarantine) {
         let quarantines = self.by_tier[tier.index()].iter_mut().enumerate();
-        let mut holding = quarantines.filter(|(_, quarantine)| quarantine.slots.contains_key(&slot));
+        let mut holding =
+            quarantines.filter(|(_, quarantine)| quarantine.slots.contains_key(&slot));
         holding.next().expect("a quarantined slot lies in a quarantine")
     }
 
@@ -109,12 +124,12 @@ impl TierQuarantines {
         (quarantine.slots.get(&slot).map_or(0, |&depth| depth as usize), quarantine.anchor)
     }
 
-    /// Somebody pinned a slot that lies in quarantine.
+    /// A reader pinned a quarantined slot.
     pub(super) fn add_reader(&mut self, tier: Tier, slot: SlotId) {
         self.of(tier, slot).1.pins += 1;
     }
 
-    /// A reader of a quarantined slot left. The last one takes the quarantine along.
+    /// A reader of a quarantined slot left. The last one ends the quarantine.
     fn remove_reader(&mut self, tier: Tier, slot: SlotId) -> Option<TierQuarantine> {
         let (at, quarantine) = self.of(tier, slot);
         quarantine.pins -= 1;
@@ -123,10 +138,11 @@ impl TierQuarantines {
 }
 
 impl Table {
-    /// Drops a block whose bytes in the slot `found` are bad, with its descendants in that tier. Slots that are being
-    /// read are freed when the readers leave. Returns how many blocks went: none, if the block is not in that slot's
-    /// life any more, because it was dropped and perhaps written anew elsewhere since the read began; and none yet, if
-    /// they are too many for one step: then no match finds them, and [`drop_more`](Self::drop_more) goes on.
+    /// Drops a block whose bytes in the slot `found` are bad, with its descendants in that tier.
+    /// Slots that are being read are freed when their readers leave. Returns how many blocks went:
+    /// none if the block has left that life of the slot, dropped and perhaps written anew elsewhere
+    /// since the read began; and none yet if they are too many for one step: then no match finds
+    /// them, and [`drop_more`](Self::drop_more) goes on.
     pub fn quarantine(&mut self, key: BlockKey, found: SlotRef, defect: Defect) -> usize {
         let Some(bad) = self.resident_in(key, found) else { return 0 };
         let most = self.steps.dropped;
@@ -142,14 +158,17 @@ impl Table {
         0
     }
 
-    /// Drops a block that is not what its name says, with its descendants: from every tier, and from every copy on its way
-    /// to one. A copy that is planned, and not made yet, finds it gone.
+    /// Drops a block that is not what its name says, with its descendants: from every tier, and
+    /// from every copy on its way to one. A planned copy that has not begun finds it gone.
     pub fn drop_wrong(&mut self, key: BlockKey) {
-        // First what is on its way: its end must not make a tier take the block for one to be copied anew.
+        self.quarantines.drop_name();
+        // First the copies on their way: their end must not make a tier copy the block anew.
         for tier in Tier::ALL {
             let filling = |record: &RecordId| self.records.at(*record).filling().has(tier);
             let Some(record) = self.find(key).filter(filling) else { continue };
-            if let Some((id, block)) = self.transfers.bringing(tier, record, |r| self.records.depth(r)) {
+            if let Some((id, block)) =
+                self.transfers.bringing(tier, record, |r| self.records.depth(r))
+            {
                 self.abort(id, block);
             }
         }
@@ -158,7 +177,8 @@ impl Table {
         }
     }
 
-    /// Whether the block in a slot may be copied: the slot has it in the life that it was found in, and it is not dropped.
+    /// Whether the block in a slot may be copied: the slot is in the life in which it was found,
+    /// and the block is not dropped.
     pub(super) fn is_given(&self, from: SlotRef) -> bool {
         let held = self.tier(from.tier);
         held.pool.resident_ref(from.slot) == Some(from)
@@ -166,37 +186,39 @@ impl Table {
             && !self.is_dropped(held.at(from.slot).record)
     }
 
-    /// Whether nothing may come under a record's name, since what the table knows by it is dropped, at once or in steps.
+    /// Whether nothing may come under a record's name, since its block is dropped, at once or in
+    /// steps.
     pub(super) fn is_dropped(&self, record: RecordId) -> bool {
         self.owners.is_forgotten(record)
             || self.quarantines.dropping.iter().any(|bad| self.lies_in(bad.found, record))
     }
 
-    /// The same of a block that a reader found bad where it is now; nothing, if it is not there any more.
+    /// The same for a block that a reader found bad where it is now; does nothing if it is gone.
     pub fn quarantine_resident(&mut self, tier: Tier, key: BlockKey, defect: Defect) -> usize {
         let slot = self.resident(tier, key).map(|record| self.records.at(record).slot(tier));
         let found = slot.and_then(|slot| self.tier(tier).pool.resident_ref(slot));
         found.map_or(0, |found| self.quarantine(key, found, defect))
     }
 
-    /// Drops some more descendants of bad blocks, deepest first, so that what is left is a chain's beginning at any time.
-    /// Returns whether there are more.
+    /// Drops some more descendants of bad blocks, deepest first, so that the rest is always a
+    /// chain's beginning. Returns whether there are more.
     pub fn drop_more(&mut self) -> bool {
         let Some(mut dropping) = self.quarantines.dropping.pop() else { return false };
         let tier = dropping.found.tier;
         if let Some(bad) = self.resident_in(dropping.key, dropping.found) {
             let is_there = |&record: &RecordId| self.records.at(record).resident().has(tier);
-            // Where the last step stopped, the block may have been evicted since.
+            // The block where the last step stopped may have been evicted since.
             let from = self.find(dropping.at).filter(is_there).unwrap_or(bad);
             let (at, is_leaf) = self.descend(tier, from);
             dropping.at = self.records.at(at).key();
             if is_leaf {
                 let part = self.small_part(tier, bad, at);
-                let above = self.records.at(part).parent().map(|parent| self.records.at(parent).key());
+                let above =
+                    self.records.at(part).parent().map(|parent| self.records.at(parent).key());
                 self.drop_from(tier, part, dropping.defect);
                 dropping.at = above.unwrap_or(dropping.key);
             }
-            // The next step finds out whether that was all.
+            // The next step finds whether that was all.
             self.quarantines.dropping.push(dropping);
         }
         !self.quarantines.dropping.is_empty()
@@ -207,21 +229,21 @@ impl Table {
         !self.quarantines.dropping.is_empty()
     }
 
-    /// From here on no slot of a directory of `tier` is given out, and nothing leaves it to make room; or again, once
-    /// [`reconsider_reopened`](Self::reconsider_reopened) has come by.
+    /// Closes a directory of `tier`: none of its slots is given out, and nothing leaves it to make
+    /// room. Or opens it again: [`reconsider_reopened`](Self::reconsider_reopened) completes that.
     pub fn close_directory(&mut self, tier: Tier, dir: usize, is_closed: bool) {
         self.tier_mut(tier).pool.close_shard(dir, is_closed);
         let is_other = |walk: &DirectoryWalk| (walk.tier, walk.dir) != (tier, dir);
         self.quarantines.reopened.retain(is_other);
         if !is_closed {
-            // What is still there can be read.
+            // Its remaining blocks can be read.
             self.quarantines.lost.retain(is_other);
             self.quarantines.reopened.push(DirectoryWalk { tier, dir, next: dir as u32 });
         }
     }
 
-    /// Has policies consider some of the leaves in directories that are open again: while they were closed these were
-    /// passed over. Returns whether there are more.
+    /// Has policies consider some leaves in reopened directories, which they passed over while
+    /// these were closed. Returns whether there are more.
     pub fn reconsider_reopened(&mut self, budget: &mut Budget) -> bool {
         let Some(mut walk) = self.quarantines.reopened.pop() else { return false };
         let held = self.tier_mut(walk.tier);
@@ -241,13 +263,14 @@ impl Table {
         true
     }
 
-    /// What lies in a directory of `tier` cannot be read any more: [`drop_lost`](Self::drop_lost) drops it.
+    /// The blocks in a directory of `tier` cannot be read any more: [`drop_lost`](Self::drop_lost)
+    /// drops them.
     pub fn lose_directory(&mut self, tier: Tier, dir: usize) {
         self.quarantines.lost.push(DirectoryWalk { tier, dir, next: dir as u32 });
     }
 
-    /// Drops some of what lies in directories that are [lost](Self::lose_directory), with all descendants. Returns whether
-    /// there is more, which is to wait until there is nothing to [drop](Self::drop_more) besides.
+    /// Drops some blocks in [lost](Self::lose_directory) directories, with all descendants. Returns
+    /// whether there are more; call it again once there is nothing else to [drop](Self::drop_more).
     pub fn drop_lost(&mut self, budget: &mut Budget) -> bool {
         let Some(mut lost) = self.quarantines.lost.pop() else { return false };
         let shards = self.tier(lost.tier).pool.shards() as u32;
@@ -258,8 +281,11 @@ impl Table {
             }
             let slot = SlotId(lost.next);
             let record = held.at(slot).record;
-            if let Some(found) = held.pool.resident_ref(slot).filter(|_| record != TierSlot::EMPTY.record) {
-                let dropped = self.quarantine(self.records.at(record).key(), found, Defect::Unreadable);
+            if let Some(found) =
+                held.pool.resident_ref(slot).filter(|_| record != TierSlot::EMPTY.record)
+            {
+                let dropped =
+                    self.quarantine(self.records.at(record).key(), found, Defect::Unreadable);
                 budget.pay_changes(dropped);
             }
             lost.next += shards;
@@ -273,7 +299,7 @@ impl Table {
         self.find(key).filter(|&record| self.lies_in(found, record))
     }
 
-    fn lies_in(&self, found: SlotRef, record: RecordId) -> bool {
+    pub(super) fn lies_in(&self, found: SlotRef, record: RecordId) -> bool {
         let known = self.records.at(record);
         known.resident().has(found.tier)
             && known.slot(found.tier) == found.slot
@@ -281,13 +307,14 @@ impl Table {
     }
 
     fn resident_children(&self, tier: Tier, record: RecordId) -> impl Iterator<Item = RecordId> {
-        // No further than to the last of them: a shared prefix may have thousands of children that only other tiers have.
+        // It stops at the last of them: a shared prefix may have thousands of children that only
+        // other tiers have.
         let count = self.tier(tier).children(self.records.at(record).slot(tier)) as usize;
         let is_there = move |&child: &RecordId| self.records.at(child).resident().has(tier);
         self.records.children(record).filter(is_there).take(count)
     }
 
-    /// How many blocks `tier` has of `top` and below; more than `max` are not told apart.
+    /// How many blocks `tier` has of `top` and below; it stops counting above `max`.
     fn count_from(&self, tier: Tier, top: RecordId, max: usize) -> usize {
         let (mut left, mut count) = (vec![top], 0);
         while let Some(record) = left.pop() {
@@ -301,7 +328,7 @@ impl Table {
         count
     }
 
-    /// A leaf of `tier` below `from`, or how far one step comes.
+    /// A leaf of `tier` below `from`, or the block where one step ends.
     fn descend(&self, tier: Tier, from: RecordId) -> (RecordId, bool) {
         let mut at = from;
         for _ in 0..MAX_DESCENT {
@@ -313,7 +340,7 @@ impl Table {
         (at, false)
     }
 
-    /// The uppermost ancestor of `leaf` up to `top` that has few enough descendants to drop them in one step.
+    /// The uppermost ancestor of `leaf`, up to `top`, whose descendants can be dropped in one step.
     fn small_part(&self, tier: Tier, top: RecordId, leaf: RecordId) -> RecordId {
         let (mut part, mut size, most) = (leaf, 1, self.steps.dropped);
         while part != top {
@@ -347,26 +374,28 @@ impl Table {
         let slots_of_doomed: HashSet<_> = doomed.iter().map(|&(slot, _)| slot).collect();
         let pins = doomed.iter().map(|&(slot, _)| self.tier(tier).pins(slot)).sum();
         let anchor = if pins > 0 { self.pin_parent_of(tier, bad) } else { None };
-        // While they are linked: afterwards nobody can tell how deep each of them was.
+        // While they are linked: afterwards their depth cannot be found.
         let slots = self.depths_below(tier, bad, &doomed);
         let blocks = doomed.len();
         self.unlink_all(tier, doomed, defect);
         self.hold_quarantined(tier, TierQuarantine { slots, pins, anchor });
-        // Now that their slots are marked, the leases of those who wait end before them.
+        // Now that their slots are marked, the leases of waiting callers end before them.
         self.abort_transfers_on(tier, &slots_of_doomed);
         self.transfers.note_dropped(Dropped { tier, blocks, defect });
         blocks
     }
 
-    /// Cuts a match before bad blocks that are still to be dropped. Their place in the chain is found by their depth: who
-    /// leases a part that begins behind them is told that it is there, until it is dropped.
+    /// Cuts a match before bad blocks that are still to be dropped. Their depth tells their place
+    /// in the chain: a lease of a part that begins behind them still finds it, until it is dropped.
     pub(super) fn hide_dropping(&self, chain: Chain<'_>, found: &mut FoundBoundaries) {
         if !self.is_dropping() || found.held.longest() == 0 {
             return;
         }
         let first = self.depth_of_first(chain).unwrap_or(1);
         for bad in &self.quarantines.dropping {
-            let Some(above) = bad.depth.checked_sub(first).map(|above| above as usize) else { continue };
+            let Some(above) = bad.depth.checked_sub(first).map(|above| above as usize) else {
+                continue;
+            };
             let tier = bad.found.tier;
             if found.held.blocks(tier) > above && chain.key(above) == bad.key {
                 found.held.set(tier, above as u32);
@@ -377,7 +406,12 @@ impl Table {
     }
 
     /// How many blocks below the parent of `top` each of `doomed` lies.
-    fn depths_below(&self, tier: Tier, top: RecordId, doomed: &[(SlotId, RecordId)]) -> HashMap<SlotId, u32> {
+    fn depths_below(
+        &self,
+        tier: Tier,
+        top: RecordId,
+        doomed: &[(SlotId, RecordId)],
+    ) -> HashMap<SlotId, u32> {
         let mut depths = HashMap::from([(self.records.at(top).slot(tier), 1)]);
         let mut path = Vec::new();
         for &(_, record) in doomed {
@@ -398,8 +432,8 @@ impl Table {
         depths
     }
 
-    /// Whoever reads a doomed block may also be reading its ancestors, which his pin on it protected: from now
-    /// on the quarantine does.
+    /// A reader of a doomed block may also be reading its ancestors, which its pin protected: from
+    /// now on the quarantine does.
     fn pin_parent_of(&mut self, tier: Tier, record: RecordId) -> Option<SlotId> {
         let parent = self.records.at(record).parent()?;
         let slot = self.records.at(parent).slot(tier);
@@ -417,13 +451,14 @@ impl Table {
             let above = parent.map(|parent| (self.records.at(parent).slot(tier), parent));
             self.unlink_leaf(tier, slot, record, defect.remove_reason());
             self.tier_mut(tier).at_mut(slot).set_quarantined();
-            // What is dropped by its name is no good above either.
+            // A block dropped by its name is bad above too.
             if !defect.is_of_name() {
                 self.flush_again(tier, record);
             }
             self.forget_if_nowhere(record, defect.miss_reason(), tier);
-            let is_next =
-                |&(above, _): &(SlotId, _)| slots.contains(&above) && self.tier(tier).at(above).is_leaf();
+            let is_next = |&(above, _): &(SlotId, _)| {
+                slots.contains(&above) && self.tier(tier).at(above).is_leaf()
+            };
             leaves.extend(above.filter(is_next));
         }
     }

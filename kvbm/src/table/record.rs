@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use kvbm_tiers::{Ahead, BlockKey, HugeVec, SlotId, Tier};
 
 use super::budget::touched;
-use super::index::{RecordId, soon};
+use super::index::{RecordId, soon_appended};
 use super::tier_set::{TierSet, bit};
 
 /// Marks the absence of a slot, a parent or a free record.
@@ -23,7 +23,7 @@ pub(super) struct BlockRecord {
     /// The child that was added last; the others follow it by `next_sibling`.
     first_child: u32,
     next_sibling: u32,
-    /// Of the first child: none.
+    /// None for the first child.
     prev_sibling: u32,
     depth: Depth,
     group: u8,
@@ -31,20 +31,20 @@ pub(super) struct BlockRecord {
     places: u8,
 }
 
-/// Blocks from the root to a block, both included, as far as a record has room for the number.
+/// Blocks from the root to a block, both included, if the number fits in a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Depth(u16);
 
-/// What a record counts itself: hardly a chain is longer. Tests have short ones that are.
+/// What a record counts itself: hardly any chain is longer. In tests short ones are.
 const MAX_DEPTH: u16 = if cfg!(test) { 3 } else { u16::MAX - 1 };
 
 impl Depth {
     fn of(depth: u32) -> Self {
-        // The number behind the last one stands for all that are not told here.
+        // The next number stands for all that do not fit.
         Self(depth.min(u32::from(MAX_DEPTH) + 1) as u16)
     }
 
-    /// `None`: it is kept beside the records.
+    /// `None`: it is stored beside the records.
     fn known(self) -> Option<u32> {
         (self.0 <= MAX_DEPTH).then_some(u32::from(self.0))
     }
@@ -99,7 +99,7 @@ impl BlockRecord {
         TierSet::from_bits(self.places)
     }
 
-    /// Tiers into which it is being copied.
+    /// Tiers that it is being copied into.
     pub(super) const fn filling(&self) -> TierSet {
         TierSet::from_bits(self.places >> FILLING)
     }
@@ -137,11 +137,12 @@ impl BlockRecord {
     }
 }
 
-/// All records, in one array with the free ones chained through it.
+/// All records, in one array, with the free ones linked through it.
 #[derive(Debug)]
 pub(super) struct BlockRecords {
     all: HugeVec<BlockRecord>,
-    /// Of blocks that are deeper than a record can tell. A tree: a large map that grows keeps the lock for long.
+    /// Depths that do not fit in a record. A tree: a large map that grows would hold the lock for
+    /// long.
     deep: BTreeMap<RecordId, u32>,
     free: u32,
     live: usize,
@@ -149,7 +150,12 @@ pub(super) struct BlockRecords {
 
 impl BlockRecords {
     pub(super) fn with_room_for(records: usize) -> Self {
-        Self { all: HugeVec::with_capacity(records).populated(), deep: BTreeMap::new(), free: NONE, live: 0 }
+        Self {
+            all: HugeVec::with_capacity(records).populated(),
+            deep: BTreeMap::new(),
+            free: NONE,
+            live: 0,
+        }
     }
 
     pub(super) const fn len(&self) -> usize {
@@ -170,9 +176,10 @@ impl BlockRecords {
         id
     }
 
-    /// Blocks from the root of its chain to a block, both included: exactly, however long the chain is.
+    /// Blocks from the root of its chain to a block, both included: exact for chains of any length.
     pub(super) fn depth(&self, id: RecordId) -> u32 {
-        let beside = || self.deep.get(&id).copied().expect("what a record cannot tell is kept beside it");
+        let beside =
+            || self.deep.get(&id).copied().expect("what a record cannot tell is kept beside it");
         self.at(id).depth.known().unwrap_or_else(beside)
     }
 
@@ -186,16 +193,17 @@ impl BlockRecords {
         RecordId(self.all.len() as u32 - 1)
     }
 
-    /// A little more room each time than asked for, but far from twice as much: most of what a table costs is records.
+    /// A little more room each time than asked for, but far less than twice: records are most of a
+    /// table's cost.
     fn make_room_for(&mut self, records: usize) {
         if self.all.capacity() - self.all.len() < records {
             self.all.reserve_exact(records + self.all.len() / 8 + 1024);
         }
     }
 
-    /// The memory of the records that come next.
+    /// The memory of the next records.
     pub(super) fn ahead(&mut self) -> Option<Ahead> {
-        let soon = soon(self.all.len());
+        let soon = soon_appended(self.all.len());
         // Free records are used first.
         if self.all.len() - self.live > soon {
             return None;
@@ -228,17 +236,22 @@ impl BlockRecords {
 
     /// The blocks that follow `id` in some chain, whichever tiers have them.
     pub(super) fn children(&self, id: RecordId) -> impl Iterator<Item = RecordId> {
-        std::iter::successors(some(self.at(id).first_child), |&child| some(self.at(child).next_sibling))
+        std::iter::successors(some(self.at(id).first_child), |&child| {
+            some(self.at(child).next_sibling)
+        })
     }
 
-    /// Forgets a block that no tier has. Its children, if any are left, are on their way in runs that fail with its own:
-    /// a tier that has a block has its parent.
+    /// Forgets a block that no tier has. Its remaining children, if any, are on their way in runs
+    /// that fail with its own: a tier that has a block has its parent.
     pub(super) fn remove(&mut self, id: RecordId) {
         debug_assert!(self.at(id).is_nowhere(), "a record left while a tier held it");
         let mut orphan = some(self.at(id).first_child);
         while let Some(child) = orphan {
             let child = self.at_mut(child);
-            debug_assert!(child.resident() == TierSet::default(), "a record left before its children");
+            debug_assert!(
+                child.resident() == TierSet::default(),
+                "a record left before its children"
+            );
             child.parent = NONE;
             child.prev_sibling = NONE;
             orphan = some(std::mem::replace(&mut child.next_sibling, NONE));
@@ -247,7 +260,7 @@ impl BlockRecords {
         if self.at(id).depth.known().is_none() {
             self.deep.remove(&id);
         }
-        // Who is free has no parent: the chain of the free ones runs through that field.
+        // A free record has no parent: that field links the free ones.
         self.at_mut(id).parent = self.free;
         self.free = id.0;
         self.live -= 1;
@@ -273,7 +286,7 @@ impl BlockRecords {
         (next as usize) < self.all.len()
     }
 
-    /// Whether the children of its parent, if it has one, are linked through it.
+    /// Whether its parent's list of children, if it has a parent, leads to it.
     pub(super) fn is_linked(&self, id: RecordId) -> bool {
         let BlockRecord { parent, next_sibling, prev_sibling, .. } = *self.at(id);
         let Some(parent) = some(parent) else { return true };
@@ -306,7 +319,8 @@ mod tests {
     }
 
     proptest! {
-        /// A forest grows and loses blocks, most of them leaves: each block's children are those that name it as parent.
+        /// A forest grows and loses blocks, mostly leaves: each block's children are those that
+        /// name it as parent.
         #[test]
         fn links_agree_with_parents(steps in prop::collection::vec((0..4u8, any::<prop::sample::Index>()), 1..200)) {
             let mut records = BlockRecords::with_room_for(1);

@@ -1,8 +1,8 @@
-//! What is resident again after a restart, and what others have stored since.
+//! Making blocks resident again after a restart, and blocks that others have stored since.
 //!
-//! A list of what lay in the slots may have lost entries, or have some too many: what it says is taken as far as it
-//! makes sense. Blocks come root-first, whatever their order in the list, and one whose parent is not there is left out:
-//! its slot is free.
+//! A list of what lay in the slots may lack entries, or have too many: it is taken as far as it
+//! makes sense. Blocks come root-first, in any order of the list, and one whose parent is missing
+//! is left out: its slot is free.
 
 use std::collections::{HashMap, HashSet};
 
@@ -12,25 +12,25 @@ use kvbm_tiers::{BlockKey, Frame, IndexEntry, SlotId, Tier};
 
 use super::index::RecordId;
 use super::{RequestContext, RequestInfo, Table};
-use crate::events::StoreReason;
+use crate::observe::events::StoreReason;
 
-/// What became of a list of what lay in a tier.
+/// What became of a list of a tier's blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Restored {
     /// Blocks that are resident again.
     pub blocks: usize,
-    /// Entries that were left out: blocks without those before them; of two blocks in one slot, or two slots of one
-    /// block, the first; blocks in slots that are taken, or that there are not any more.
+    /// Entries that were left out: blocks without those before them; the first of two blocks in one
+    /// slot, or of two slots of one block; blocks in slots that are taken or no longer exist.
     pub dropped: usize,
 }
 
-/// A block that is to be resident again, and its slot if that is to be had.
+/// A block to make resident again, and its slot if that is available.
 struct PendingRestore<'a> {
     entry: &'a IndexEntry,
     frame: Option<Frame>,
 }
 
-/// Blocks restored one below another: policies are told of them together.
+/// Blocks restored one below another: policies hear of them together.
 #[derive(Clone, Copy)]
 struct RestoredRun {
     last: RecordId,
@@ -46,22 +46,27 @@ enum RestoreOutcome {
 }
 
 impl Table {
-    /// Makes what lay in `tier` resident again; `entries` in the order in which they were stored, by the names that
-    /// blocks have now. Takes time in proportion to the slots used so far: it is for the start.
+    /// Makes the blocks that lay in `tier` resident again; `entries` are in the order in which they
+    /// were stored, by the present names of blocks. Takes time in proportion to the slots used so
+    /// far: it is for the start.
     pub fn restore(&mut self, tier: Tier, entries: &[IndexEntry]) -> Restored {
         let latest = latest(entries);
         let slots: Vec<_> = latest.iter().map(|entry| entry.slot).collect();
         let frames = self.tier_mut(tier).pool.take_these(&slots);
-        let mut pending: Vec<_> =
-            latest.into_iter().zip(frames).map(|(entry, frame)| PendingRestore { entry, frame }).collect();
+        let mut pending: Vec<_> = latest
+            .into_iter()
+            .zip(frames)
+            .map(|(entry, frame)| PendingRestore { entry, frame })
+            .collect();
         let blocks = self.restore_pending(tier, &mut pending);
         let pool = &mut self.tier_mut(tier).pool;
         pending.into_iter().filter_map(|left| left.frame).for_each(|frame| pool.give_back(frame));
         Restored { blocks, dropped: entries.len() - blocks }
     }
 
-    /// Makes what others have stored in `tier` resident, as far as there are free slots: nothing leaves for it. Before a
-    /// block is found, `stand_for` has its slot hold it. A block whose parent is not there waits, so parents go first.
+    /// Makes blocks that others have stored in `tier` resident, as far as there are free slots:
+    /// nothing is evicted for them. Before a block can be found, `stand_for` makes its slot hold
+    /// it. A block whose parent is missing waits, so parents go first.
     pub fn take_in(
         &mut self,
         tier: Tier,
@@ -87,7 +92,7 @@ impl Table {
     ) -> Result<RecordId, Discovery> {
         let above = parent.map(|hash| BlockKey { hash, group: block.group });
         let parent = above.and_then(|above| self.resident(tier, above));
-        // Nobody knows whether it was stored before or after, and the key may be destroyed that it is sealed with.
+        // Whether it was stored before or after is unknown, and its key may be destroyed.
         let is_forgotten = tenant.is_some_and(|tenant| self.owners.was_forgotten(tenant));
         if is_forgotten || !self.is_in_use(tier) {
             return Err(Discovery::Declined);
@@ -111,7 +116,7 @@ impl Table {
         Ok(record)
     }
 
-    /// In which life a slot of `tier` has a block; `None`: it has none.
+    /// The life in which a slot of `tier` has a block; `None`: it has none.
     pub fn life(&self, tier: Tier, slot: SlotId) -> Option<u32> {
         self.tier(tier).pool.resident_ref(slot).map(|at| at.generation)
     }
@@ -165,7 +170,12 @@ impl Table {
         self.find(block).filter(|&record| self.records.at(record).resident().has(tier))
     }
 
-    fn continue_run(&mut self, tier: Tier, run: Option<RestoredRun>, record: RecordId) -> RestoredRun {
+    fn continue_run(
+        &mut self,
+        tier: Tier,
+        run: Option<RestoredRun>,
+        record: RecordId,
+    ) -> RestoredRun {
         match run {
             Some(run) if self.records.at(record).parent() == Some(run.last) => {
                 RestoredRun { last: record, blocks: run.blocks + 1 }
@@ -177,7 +187,7 @@ impl Table {
         }
     }
 
-    /// Nobody knows whose use it was.
+    /// Which request used it is unknown.
     fn tell_of_run(&mut self, tier: Tier, run: RestoredRun) {
         let now_ms = self.now_ms;
         let (slot, depth) = (self.records.at(run.last).slot(tier), self.records.depth(run.last));
@@ -187,17 +197,19 @@ impl Table {
     }
 }
 
-/// The last entry of each slot and of each block. Two names that are folded into one cost a miss, one time in billions.
+/// The last entry of each slot and of each block. Two names that fold into one cost a miss, one
+/// time in billions.
 fn latest(entries: &[IndexEntry]) -> Vec<&IndexEntry> {
     let (mut slots, mut blocks) = (set_of(entries.len()), set_of(entries.len()));
     let mut latest = Vec::with_capacity(entries.len());
-    let is_latest = |entry: &&IndexEntry| slots.insert(entry.slot) && blocks.insert(entry.block.folded());
+    let is_latest =
+        |entry: &&IndexEntry| slots.insert(entry.slot) && blocks.insert(entry.block.folded());
     latest.extend(entries.iter().rev().filter(is_latest));
     latest.reverse();
     latest
 }
 
-/// A set that does not grow while it is filled: that was most of what a restart took.
+/// A set that does not grow while it is filled: growing took most of a restart's time.
 fn set_of<T>(len: usize) -> HashSet<T, RandomState> {
     HashSet::with_capacity_and_hasher(len, RandomState::default())
 }

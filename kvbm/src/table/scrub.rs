@@ -1,4 +1,4 @@
-//! Blocks that nobody asks for, looked at in turn.
+//! Idle blocks, verified in turn.
 
 use kvbm_tiers::{BlockKey, Loan, SlotId, SlotRef, Tier};
 
@@ -6,7 +6,7 @@ use super::Table;
 use super::tier::TierSlot;
 use crate::task::Defect;
 
-/// A block that is looked at: it is pinned, and its slot lent, until [`Table::scrubbed`].
+/// A block being verified: it is pinned, and its slot lent, until [`Table::scrubbed`].
 #[derive(Debug)]
 pub struct Scrubbed {
     /// Which.
@@ -23,15 +23,17 @@ pub struct Scrubbed {
 const LOOKED_AT: u32 = 1_024;
 
 impl Table {
-    /// Pins the next block that `tier` has from slot `from` on, as far as one step goes, and says where the next step
-    /// begins. `None`: at the first slot again.
+    /// Pins the next block of `tier` from slot `from` on, as far as one step goes, and says where
+    /// the next step begins. `None`: at the first slot again.
     pub fn scrub_next(&mut self, tier: Tier, from: u32) -> (Option<Scrubbed>, Option<u32>) {
         let held = self.tier(tier);
         let slots = if held.is_withdrawn { 0 } else { held.slots.len() as u32 };
         let is_block = |&slot: &u32| {
             let block = held.at(SlotId(slot));
             let is_there = block.record != TierSlot::EMPTY.record && !block.is_quarantined();
-            is_there && !held.is_forgotten(SlotId(slot)) && held.pool.resident_ref(SlotId(slot)).is_some()
+            is_there
+                && !held.is_forgotten(SlotId(slot))
+                && held.pool.resident_ref(SlotId(slot)).is_some()
         };
         let end = slots.min(from.saturating_add(LOOKED_AT));
         let found = (from..end).find(is_block);
@@ -49,8 +51,8 @@ impl Table {
         Some(Scrubbed { block: known.key(), parent, slot: found, loan })
     }
 
-    /// A block was looked at. One with a defect leaves the tier with all that hangs on it, and is written there anew where
-    /// the tier above has it.
+    /// A block was verified. One with a defect leaves the tier with its descendants, and is written
+    /// there anew if the tier above has it.
     pub fn scrubbed(&mut self, scrubbed: Scrubbed, defect: Option<Defect>) {
         let Scrubbed { block, slot, loan, .. } = scrubbed;
         self.tier_mut(slot.tier).pool.settle(loan);

@@ -8,7 +8,7 @@ use super::lock_times::{TableGuard, watch};
 use crate::clock::Clock;
 use crate::sync::Mutex;
 
-/// The one table of a manager, and the clock that it goes by. One mutex: its critical sections are microseconds.
+/// The table of a manager, and its clock. One mutex: its critical sections are microseconds.
 pub struct SharedTable {
     table: Mutex<Table>,
     clock: Arc<dyn Clock>,
@@ -26,7 +26,7 @@ impl SharedTable {
         Self { table: Mutex::new(table), clock }
     }
 
-    /// The table, its clock set.
+    /// The locked table, with its clock set.
     pub fn lock(&self) -> TableGuard<'_> {
         let mut table = watch(self.table.lock());
         table.advance_clock(self.clock.now_ms());

@@ -1,7 +1,8 @@
-//! Counts that have few bits in a slot, and go on elsewhere.
+//! Counts that have few bits in a slot, and overflow into a map.
 //!
-//! Most blocks have one child, and one reader at a time or none, so a slot has little room for either count. One that
-//! outgrows it goes on in a map of its tier: there is no number of readers at which a block could not be read.
+//! Most blocks have one child, and one reader at a time or none, so a slot has little room for
+//! either count. A count that outgrows it goes on in a map of its tier: there is no limit on a
+//! block's readers.
 
 use std::collections::HashMap;
 
@@ -10,7 +11,7 @@ use kvbm_tiers::SlotId;
 /// How far slots count themselves.
 #[derive(Clone, Copy, Debug)]
 pub struct SlotLimits {
-    /// Pins: leases, copies and others who keep the block where it is.
+    /// Pins: leases, copies and others that keep the block where it is.
     pub pins: u16,
     /// Blocks of the tier that hang on the block.
     pub children: u8,
@@ -22,7 +23,7 @@ impl Default for SlotLimits {
     }
 }
 
-/// What counts come to beyond what slots have room for.
+/// The parts of counts for which slots have no room.
 #[derive(Debug)]
 pub(super) struct Tally {
     /// What a slot counts itself.
@@ -36,7 +37,7 @@ impl Tally {
         Self { limit: limit.max(1), beyond: HashMap::new() }
     }
 
-    /// One more of `slot`, which counts `own` itself. Returns what it counts from now on.
+    /// Adds one to `slot`, which counts `own` itself. Returns what it counts from now on.
     pub(super) fn add(&mut self, slot: SlotId, own: u16) -> u16 {
         if own < self.limit {
             return own + 1;
@@ -45,7 +46,7 @@ impl Tally {
         own
     }
 
-    /// One less.
+    /// Takes one away.
     pub(super) fn take(&mut self, slot: SlotId, own: u16) -> u16 {
         debug_assert!(own > 0, "slot {} lost what it did not have", slot.0);
         match self.beyond.get_mut(&slot).filter(|_| own == self.limit) {
@@ -56,12 +57,12 @@ impl Tally {
         own
     }
 
-    /// All of `slot`, which counts `own` itself.
+    /// The whole count of `slot`, which counts `own` itself.
     pub(super) fn total(&self, slot: SlotId, own: u16) -> u64 {
         u64::from(own) + self.beyond.get(&slot).copied().unwrap_or(0)
     }
 
-    /// Whether `slot` counts all itself.
+    /// Whether `slot` counts everything itself.
     pub(super) fn is_within(&self, slot: SlotId) -> bool {
         !self.beyond.contains_key(&slot)
     }

@@ -11,10 +11,10 @@ use kvbm_tiers::{BlockKey, Checksums, Frame, FramePool, IndexEntry, SlotId, Tier
 use proptest::prelude::*;
 
 use super::{
-    Budget, Effects, Journal, Match, MissReason, Note, Notes, Pins, Reply, RequestInfo, Restored, SlotLimits,
-    Table, TierSet, TierSpec, TransferPlan,
+    Budget, Effects, Journal, Match, MissReason, Note, Notes, Pins, Reply, RequestInfo, Restored,
+    SlotLimits, Table, TierSet, TierSpec, TransferPlan,
 };
-use crate::hash::{BlockHash, Chain};
+use crate::names::hash::{BlockHash, Chain};
 use crate::task::{Class, CopyTask, Defect, Outcome, TransferId};
 
 const SLOTS: [(Tier, u32, Option<Tier>); 4] = [
@@ -43,7 +43,8 @@ fn small_table(eviction: EvictionKind, admission: Option<AdmissionKind>) -> Tabl
     table.with_slot_limits(LIMITS)
 }
 
-/// Chain number `n`: four families that share their first three blocks, in members of different length.
+/// Chain number `n`: four families that share their first three blocks, in members of different
+/// length.
 fn chain(n: u8) -> Vec<BlockHash> {
     let (family, member) = (u128::from(n % 4), u128::from(n / 4 % 3));
     let shared = (0..3).map(|i| 1000 * family + i + 1);
@@ -102,7 +103,7 @@ struct History {
     /// Copies that are overdue.
     overdue: Vec<CopyTask>,
     leases: Vec<(Pins, Vec<BlockHash>)>,
-    /// Transfers that somebody waits for.
+    /// Transfers that a caller waits for.
     awaited: Vec<TransferId>,
     /// How many began, and how many have ended.
     begun: usize,
@@ -143,7 +144,12 @@ impl History {
                 self.settle();
             }
             Step::Flush { tier, blocks } => {
-                self.table.take_flush(Tier::ALL[tier], blocks, Trigger::Used, &mut Budget::of_a_hold());
+                self.table.take_flush(
+                    Tier::ALL[tier],
+                    blocks,
+                    Trigger::Used,
+                    &mut Budget::of_a_hold(),
+                );
                 self.settle();
             }
             Step::Headroom { tier, slots } => {
@@ -205,6 +211,8 @@ impl History {
                 let effects = self.table.land([task.dropped()], Duration::ZERO);
                 self.apply(effects);
             }
+            let effects = self.table.cancellation_made(id);
+            self.apply(effects);
         }
     }
 
@@ -212,7 +220,9 @@ impl History {
         let hashes = chain(n);
         let reserved = self.table.reserve(tier, Chain::from(&hashes), RequestInfo::default());
         let id = reserved.transfer;
-        self.filling.extend(reserved.frames.into_iter().enumerate().map(|(block, frame)| (id, block, frame)));
+        self.filling.extend(
+            reserved.frames.into_iter().enumerate().map(|(block, frame)| (id, block, frame)),
+        );
         self.end_if_filled(id);
     }
 
@@ -228,8 +238,11 @@ impl History {
             return;
         }
         let (id, block, frame) = self.filling.swap_remove(which % self.filling.len());
-        let effects =
-            if fails { self.table.abandon(id, block, [frame]) } else { self.table.fill(id, block, [frame]) };
+        let effects = if fails {
+            self.table.abandon(id, block, [frame])
+        } else {
+            self.table.fill(id, block, [frame])
+        };
         self.apply(effects);
         self.end_if_filled(id);
     }
@@ -275,7 +288,10 @@ impl History {
         assert_eq!(self.table.audit(), []);
         for n in 0..12 {
             let hashes = chain(n);
-            assert_eq!(self.table.matches(Chain::from(&hashes)), self.linear_match(Chain::from(&hashes)));
+            assert_eq!(
+                self.table.matches(Chain::from(&hashes)),
+                self.linear_match(Chain::from(&hashes))
+            );
         }
     }
 
@@ -367,7 +383,11 @@ fn a_full_tier_declines_what_is_worth_less_than_what_it_has() {
     }
     assert_eq!(table.counts(tier).free, 0);
     let before = table.counts(tier).resident;
-    let parting = RequestInfo { hints: Hints { will_not_return: true, ..Hints::default() }, request: None };
+    let parting = RequestInfo {
+        hints: Hints { will_not_return: true, ..Hints::default() },
+        request: None,
+        ..RequestInfo::default()
+    };
     let insertion: Vec<_> = (0..5).map(|i| BlockHash::from_u128((900 + i) << 64)).collect();
     let reserved = table.reserve(tier, Chain::from(&insertion), parting);
     assert!(reserved.frames.is_empty(), "{reserved:?}");
@@ -437,7 +457,11 @@ fn what_lies_in_a_closed_directory_does_not_leave_for_room_that_it_cannot_make()
         table.close_directory(Tier::Disk, 0, true);
         let other = chain(2)[..3].to_vec();
         assert_eq!(fill(&mut table, Tier::Disk, &other), 0, "{eviction:?}");
-        assert_eq!(held(&table), [4, 1], "{eviction:?}: the older one lies in the closed directory");
+        assert_eq!(
+            held(&table),
+            [4, 1],
+            "{eviction:?}: the older one lies in the closed directory"
+        );
         // More than the open directory has.
         fill(&mut table, Tier::Disk, &chain(3)[..5].to_vec());
         assert_eq!(held(&table)[0], 4, "{eviction:?}");
@@ -452,7 +476,8 @@ fn what_lies_in_a_closed_directory_does_not_leave_for_room_that_it_cannot_make()
     }
 }
 
-/// A lease pins the deepest block; when that is quarantined, somebody may still be reading what lies above.
+/// A lease pins the deepest block; when that is quarantined, a reader may still be reading its
+/// ancestors.
 #[test]
 fn readers_of_a_quarantined_chain_keep_its_ancestors() {
     let mut table = small_table(EvictionKind::default(), None);
@@ -482,13 +507,18 @@ fn a_chain_that_contradicts_itself_or_another_is_refused() {
     assert_eq!(table.audit(), []);
 }
 
-/// A trunk of 1,000 blocks, branches of 300 along it, and 400 leaves on one block: far more than one step drops.
+/// A trunk of 1,000 blocks, branches of 300 along it, and 400 leaves on one block: far more than
+/// one step drops.
 #[test]
 fn a_bad_block_with_many_descendants_goes_in_steps_and_is_hidden_at_once() {
     let eviction = EvictionKind::default();
     let pool = FramePool::new(Tier::Disk, 8_000);
-    let mut table =
-        Table::new([TierSpec { pool, policy: eviction.build(8_000), flush_to: None, admission: None }]);
+    let mut table = Table::new([TierSpec {
+        pool,
+        policy: eviction.build(8_000),
+        flush_to: None,
+        admission: None,
+    }]);
     let hash = |n: u128| BlockHash::from_u128(n * 0x1_0000_0001_0000_0001);
     let trunk: Vec<_> = (1..=1_000).map(hash).collect();
     let branch = |from: usize, blocks: u128| -> Vec<BlockHash> {
@@ -511,7 +541,11 @@ fn a_bad_block_with_many_descendants_goes_in_steps_and_is_hidden_at_once() {
     let mut left = table.counts(Tier::Disk).resident;
     while table.is_dropping() {
         for chain in &chains {
-            assert_eq!(table.matches(Chain::from(chain)).blocks(Tier::Disk), 49, "after {steps} steps");
+            assert_eq!(
+                table.matches(Chain::from(chain)).blocks(Tier::Disk),
+                49,
+                "after {steps} steps"
+            );
         }
         let early = table.lease(Chain::from(&trunk), RequestInfo::default());
         table.drop_more();
@@ -528,7 +562,8 @@ fn a_bad_block_with_many_descendants_goes_in_steps_and_is_hidden_at_once() {
     assert_eq!((counts.quarantined, counts.free), (0, counts.total - 49));
 }
 
-/// A rule that sends blocks down when they leave is asked about leaves: what comes before them is found, and goes first.
+/// A rule that sends blocks down when they leave is asked about leaves: what comes before them is
+/// found, and goes first.
 #[test]
 fn a_long_chain_goes_down_in_steps() {
     let spec = |tier, flush_to: Option<Tier>| TierSpec {
@@ -549,7 +584,8 @@ fn a_long_chain_goes_down_in_steps() {
         table.take_flush(Tier::Host, 64, Trigger::Leaving, &mut Budget::of_a_hold());
         let tasks = table.take_effects().tasks;
         assert!(tasks.len() <= 256 + 64, "{} blocks in step {step}", tasks.len());
-        let effects = table.land(tasks.into_iter().map(|task| task.ended(Outcome::Arrived)), Duration::ZERO);
+        let effects =
+            table.land(tasks.into_iter().map(|task| task.ended(Outcome::Arrived)), Duration::ZERO);
         assert!(effects.tasks.is_empty());
         let mut has_more = effects.has_more;
         while has_more {
@@ -560,14 +596,22 @@ fn a_long_chain_goes_down_in_steps() {
             return;
         }
     }
-    panic!("{} of {} blocks went down", table.matches(Chain::from(&chain)).blocks(Tier::Disk), chain.len());
+    panic!(
+        "{} of {} blocks went down",
+        table.matches(Chain::from(&chain)).blocks(Tier::Disk),
+        chain.len()
+    );
 }
 
 #[test]
 fn a_table_that_has_lost_count_is_found_out_in_steps() {
     let (eviction, pool) = (EvictionKind::default(), FramePool::new(Tier::Host, 1_000));
-    let mut table =
-        Table::new([TierSpec { pool, policy: eviction.build(1_000), flush_to: None, admission: None }]);
+    let mut table = Table::new([TierSpec {
+        pool,
+        policy: eviction.build(1_000),
+        flush_to: None,
+        admission: None,
+    }]);
     let trunk: Vec<_> = (1..=900).map(BlockHash::from_u128).collect();
     assert_eq!(fill(&mut table, Tier::Host, &trunk), 0);
     let pass = |table: &Table| {
@@ -588,8 +632,8 @@ fn a_table_that_has_lost_count_is_found_out_in_steps() {
     assert_eq!(pass(&table).0, []);
 }
 
-/// A list that an index might have: right in most places, with blocks missing, twice, in one slot, below themselves, and
-/// in slots that there are not.
+/// A list that an index might have: right in most places, with blocks missing, twice, in one slot,
+/// below themselves, and in slots that there are not.
 fn entries() -> impl Strategy<Value = Vec<IndexEntry>> {
     let place = (0..12u8, 0..9usize, 0..70u32, prop::bool::weighted(0.05));
     let entry = place.prop_map(|(n, depth, slot, is_own_parent)| {
@@ -598,7 +642,14 @@ fn entries() -> impl Strategy<Value = Vec<IndexEntry>> {
         let key = |depth: usize| Chain::from(&hashes).key(depth);
         let above = if is_own_parent { Some(depth) } else { depth.checked_sub(1) };
         let parent = above.map(|above| key(above).hash);
-        IndexEntry { slot: SlotId(slot), generation: 0, block: key(depth), parent, checksum: 1, tenant: None }
+        IndexEntry {
+            slot: SlotId(slot),
+            generation: 0,
+            block: key(depth),
+            parent,
+            checksum: 1,
+            tenant: None,
+        }
     });
     prop::collection::vec(entry, 0..150)
 }
@@ -620,7 +671,8 @@ fn residents(table: &Table, tier: Tier) -> Vec<IndexEntry> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
-    /// Whatever a list says, in whatever order: what it makes resident is in it, and closed. And then the table goes on.
+    /// Whatever a list says, in any order: what it makes resident is in it, and prefix-closed. And
+    /// then the table goes on.
     #[test]
     fn any_list_is_restored_as_far_as_it_makes_sense(
         eviction in prop::sample::select(&EvictionKind::ALL),
@@ -647,7 +699,8 @@ proptest! {
         history.end(closes);
     }
 
-    /// What was there at any moment is there again, also in another order, and the journal has told of just that.
+    /// What was there at any moment is there again, also in another order, and the journal has told
+    /// of just that.
     #[test]
     fn what_was_there_is_there_again(
         steps in prop::collection::vec(step(), 1..120),
@@ -755,7 +808,10 @@ fn of_two_that_contradict_each_other_the_later_counts() {
     assert_eq!(table.restore(Tier::Disk, &list), Restored { blocks: 2, dropped: 4 });
     assert_eq!(residents(&table, Tier::Disk), [entry(2, 0), entry(3, 1)]);
     // And a part of it may follow later.
-    assert_eq!(table.restore(Tier::Disk, &[entry(7, 2), entry(2, 3)]), Restored { blocks: 1, dropped: 1 });
+    assert_eq!(
+        table.restore(Tier::Disk, &[entry(7, 2), entry(2, 3)]),
+        Restored { blocks: 1, dropped: 1 }
+    );
     assert_eq!(table.matches(Chain::from(&hashes)).blocks(Tier::Disk), 3);
     assert_eq!(table.audit(), []);
 }
@@ -800,7 +856,11 @@ fn all_slots_come_back_after_a_reset_whatever_their_age() {
         }
         while table.sweep(&mut Budget::of_a_hold()) {}
         let counts = table.counts(Tier::Host);
-        assert_eq!((counts.resident as usize, counts.forgotten), (new.len(), 0), "after {lives} lives");
+        assert_eq!(
+            (counts.resident as usize, counts.forgotten),
+            (new.len(), 0),
+            "after {lives} lives"
+        );
         assert_eq!(counts.free + counts.resident, counts.total);
         assert_eq!(table.audit(), []);
     }
@@ -811,7 +871,10 @@ fn a_withdrawn_tier_is_like_an_absent_one_until_a_reset() {
     let mut table = small_table(EvictionKind::Lru, None);
     let hashes = chain(0);
     let chain = Chain::from(&hashes);
-    assert_eq!((fill(&mut table, Tier::Host, &hashes), fill(&mut table, Tier::Disk, &hashes)), (0, 0));
+    assert_eq!(
+        (fill(&mut table, Tier::Host, &hashes), fill(&mut table, Tier::Disk, &hashes)),
+        (0, 0)
+    );
     let early = table.lease(chain, RequestInfo::default());
     let reserved = table.reserve(Tier::Device, chain, RequestInfo::default());
     let _ = table.withdraw(Tier::Host);
@@ -819,8 +882,14 @@ fn a_withdrawn_tier_is_like_an_absent_one_until_a_reset() {
     let key = chain.key(0);
     assert!(table.lend(Tier::Host, key).is_none() && table.pin_resident(Tier::Host, key).is_none());
     assert!(table.scrub_next(Tier::Host, 0).0.is_none());
-    assert_eq!((table.matches(chain).blocks(Tier::Host), table.matches(chain).blocks(Tier::Disk)), (0, 7));
-    assert_eq!((table.flushes_to(Tier::Host), table.flushes_to(Tier::Disk)), (None, Some(Tier::Object)));
+    assert_eq!(
+        (table.matches(chain).blocks(Tier::Host), table.matches(chain).blocks(Tier::Disk)),
+        (0, 7)
+    );
+    assert_eq!(
+        (table.flushes_to(Tier::Host), table.flushes_to(Tier::Disk)),
+        (None, Some(Tier::Object))
+    );
     let refused = table.reserve(Tier::Host, chain, RequestInfo::default());
     assert_eq!((refused.frames.len(), refused.refused), (0, 7));
     table.end_plan(refused.transfer, None);

@@ -1,21 +1,22 @@
-//! One tier of the table: its slots, who sits in them, and the policy that ranks them.
+//! One tier of the table: its slots, their blocks, and the policy that ranks them.
 
 use kvbm_policies::{Admission, Eviction, TierPolicies};
-use kvbm_tiers::{Ahead, FramePool, HugeVec, SlotId, Tier};
+use kvbm_tiers::{Ahead, FramePool, HugeVec, SlotId, SlotRef, Tier};
+use std::iter::Sum;
 
 use super::budget::{Budget, touched};
 use super::demotion::Climb;
 use super::flush_queue::{DirtyBlock, FlushQueue};
 use super::forgotten::ForgottenSlots;
-use super::index::{RecordId, soon};
+use super::index::{RecordId, soon_appended};
 use super::journal::Journal;
 use super::record::BlockRecords;
 use super::tally::{SlotLimits, Tally};
 
-/// What the table is told about a tier.
+/// How a tier is described to the table.
 #[derive(Debug)]
 pub struct TierSpec {
-    /// The slot handles to its slots. Those already taken are not the table's.
+    /// The handles to its slots. Those already taken are not the table's.
     pub pool: FramePool,
     /// Ranks its leaves for eviction.
     pub policy: Box<dyn Eviction>,
@@ -32,7 +33,7 @@ pub struct TierStats {
     pub published: u64,
     /// Blocks evicted to make room.
     pub evicted: u64,
-    /// Blocks not taken in: not worth the room.
+    /// Blocks not taken in: not worth their room.
     pub declined: u64,
     /// Reservations that found no room.
     pub full: u64,
@@ -40,17 +41,32 @@ pub struct TierStats {
     pub quarantined: u64,
     /// Blocks dropped because they could not be read any more, descendants included.
     pub unreadable: u64,
-    /// Blocks whose copy to the tier below failed; each is tried again while it is here.
+    /// Blocks whose copy to the tier below failed; each is retried while it is here.
     pub flush_failures: u64,
     /// Blocks that left before the tier below had them, because it could not be written.
     pub unflushed: u64,
+}
+
+impl Sum for TierStats {
+    fn sum<I: Iterator<Item = Self>>(stats: I) -> Self {
+        stats.fold(Self::default(), |sum, stats| Self {
+            published: sum.published + stats.published,
+            evicted: sum.evicted + stats.evicted,
+            declined: sum.declined + stats.declined,
+            full: sum.full + stats.full,
+            quarantined: sum.quarantined + stats.quarantined,
+            unreadable: sum.unreadable + stats.unreadable,
+            flush_failures: sum.flush_failures + stats.flush_failures,
+            unflushed: sum.unflushed + stats.unflushed,
+        })
+    }
 }
 
 /// A resident block's place. 8 bytes; without meaning while the slot is free or filling.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TierSlot {
     pub(super) record: RecordId,
-    /// As far as the slot counts them itself: see [`Tally`].
+    /// As many as the slot counts itself: see [`Tally`].
     pins: u16,
     children: u8,
     flags: u8,
@@ -74,12 +90,12 @@ impl TierSlot {
         self.children == 0
     }
 
-    /// Whether somebody keeps it where it is.
+    /// Whether a pin keeps it where it is.
     pub(super) const fn is_pinned(self) -> bool {
         self.pins > 0
     }
 
-    /// Its bytes are bad: nobody new may find it, its readers may finish.
+    /// Its bytes are bad: no new reader may find it; its readers may finish.
     pub(super) const fn is_quarantined(self) -> bool {
         self.flags & QUARANTINED != 0
     }
@@ -88,7 +104,7 @@ impl TierSlot {
         self.flags |= QUARANTINED;
     }
 
-    /// It is to be flushed after all.
+    /// It should be flushed after all.
     pub(super) const fn want_flush(&mut self) {
         self.flags &= !SKIPS_FLUSH;
     }
@@ -102,7 +118,8 @@ impl TierSlot {
         self.flags |= SKIPS_FLUSH;
     }
 
-    /// A reset forgot it: marked when the pass over the tier comes by, see [`TierTable::is_forgotten`].
+    /// A reset forgot it: marked when the pass over the tier comes by, see
+    /// [`TierTable::is_forgotten`].
     pub(super) const fn is_forgotten(self) -> bool {
         self.flags & FORGOTTEN != 0
     }
@@ -114,16 +131,18 @@ impl TierSlot {
 
 /// Slots by which the array of a tier grows.
 const STEP: usize = 1_024;
-/// Addresses are reserved for so many slots at the start, and for more when they are needed.
+/// Slots for which addresses are reserved at the start; more are reserved when needed.
 const RESERVED_SLOTS: usize = 1 << 24;
 
-/// Of a directory's slots, one in so many may be free while a chain of another one waits for room in its own.
+/// One in this many slots of a directory may be free while a chain of another waits for room in its
+/// own.
 const SPARE: usize = 32;
-/// No more than so many.
+/// But at most this many.
 const MAX_SPARE: usize = 4_096;
 
-/// First pause after a failed flush, and the longest, in milliseconds. The pause doubles while flushes of the tier
-/// go on failing, so that a medium that refuses writes for an hour is not asked a million times.
+/// First and longest pause after a failed flush, in milliseconds. The pause doubles while flushes
+/// of the tier go on failing, so that a medium that refuses writes for an hour is not asked a
+/// million times.
 const FIRST_PAUSE_MS: u64 = 500;
 const MAX_PAUSE_MS: u64 = 60_000;
 
@@ -140,21 +159,24 @@ pub(super) struct TierTable {
     /// Blocks that the tier below lacks.
     pub(super) flushes: FlushQueue,
     pub(super) climbed: Option<Climb>,
-    /// What it gives is wrong: see [`Table::withdraw`](super::Table::withdraw).
+    /// The block that a rule refused last, or that the tier below declined, or that hangs on such a
+    /// one and waited for its flush.
+    pub(super) turned_away: Option<SlotRef>,
+    /// It gave wrong blocks: see [`Table::withdraw`](super::Table::withdraw).
     pub(super) is_withdrawn: bool,
-    /// When failed flushes are tried again, and how much later if they fail once more.
+    /// When failed flushes are retried, and how much later if they fail again.
     retry_at_ms: u64,
     retry_pause_ms: u64,
-    /// The tier below cannot be written now: what is dirty may leave without it.
+    /// The tier below cannot be written now: dirty blocks may leave unflushed.
     pub(super) is_flush_blocked: bool,
     pub(super) resident: u32,
     pub(super) forgotten: ForgottenSlots,
     /// Slots that an overdue copy may still touch.
     pub(super) lost: u32,
-    /// Somebody found no room although blocks only wait to be flushed.
+    /// A new block found no room while blocks wait only to be flushed.
     pub(super) pressed: bool,
     pub(super) stats: TierStats,
-    /// Where it is noted what comes and leaves, if that is to be known in another process.
+    /// Notes what comes and leaves, if another process should know it.
     pub(super) journal: Option<Journal>,
 }
 
@@ -166,7 +188,7 @@ impl TierTable {
         Self {
             tier: spec.pool.tier(),
             total,
-            // Addresses only: the kernel provides memory as far as it is used.
+            // Addresses only: the kernel provides memory as it is used.
             slots: HugeVec::with_capacity(reserved),
             pins: Tally::up_to(limits.pins),
             children: Tally::up_to(limits.children.into()),
@@ -175,6 +197,7 @@ impl TierTable {
             flush_to: spec.flush_to,
             flushes: FlushQueue::with_room_for(if spec.flush_to.is_some() { reserved } else { 0 }),
             climbed: None,
+            turned_away: None,
             is_withdrawn: false,
             retry_at_ms: 0,
             retry_pause_ms: FIRST_PAUSE_MS,
@@ -188,8 +211,8 @@ impl TierTable {
         }
     }
 
-    /// Whether a block of a chain that lies in the directory `home` has room, there or where more is free than waits for
-    /// others.
+    /// Whether a block of a chain that lies in the directory `home` has room, there or in one with
+    /// more free slots than it keeps for its own chains.
     pub(super) fn has_room(&self, home: usize) -> bool {
         let spare = (self.pool.total() as usize / self.pool.shards() / SPARE).min(MAX_SPARE);
         let most = self.pool.free_in(self.pool.emptiest_shard()) as usize;
@@ -206,9 +229,10 @@ impl TierTable {
         &mut self.slots[slot.0 as usize]
     }
 
-    /// Has slots count so far themselves. For a table without blocks.
+    /// Sets how far slots count themselves. For a table without blocks.
     pub(super) fn count_up_to(&mut self, limits: SlotLimits) {
-        (self.pins, self.children) = (Tally::up_to(limits.pins), Tally::up_to(limits.children.into()));
+        (self.pins, self.children) =
+            (Tally::up_to(limits.pins), Tally::up_to(limits.children.into()));
     }
 
     /// Keeps the block in `slot` where it is.
@@ -222,36 +246,38 @@ impl TierTable {
         !self.at(slot).is_pinned()
     }
 
-    /// Those who keep the block in `slot` where it is.
+    /// How many pins keep the block in `slot` where it is.
     pub(super) fn pins(&self, slot: SlotId) -> u64 {
         self.pins.total(slot, self.at(slot).pins)
     }
 
-    /// A block of the tier hangs on that in `slot` from now on.
+    /// From now on one more block of the tier hangs on the one in `slot`.
     pub(super) fn gain_child(&mut self, slot: SlotId) {
         let own = self.at(slot).children;
         self.at_mut(slot).children = self.children.add(slot, own.into()) as u8;
     }
 
-    /// One less. Returns whether it was the last.
+    /// One block less. Returns whether it was the last.
     pub(super) fn lose_child(&mut self, slot: SlotId) -> bool {
         let own = self.at(slot).children;
         self.at_mut(slot).children = self.children.take(slot, own.into()) as u8;
         self.at(slot).is_leaf()
     }
 
-    /// Blocks of the tier that hang on that in `slot`.
+    /// Blocks of the tier that hang on the one in `slot`.
     pub(super) fn children(&self, slot: SlotId) -> u64 {
         self.children.total(slot, self.at(slot).children.into())
     }
 
-    /// The slots from `from` on that hold blocks, as far as the hold goes, and where the next one begins.
+    /// The slots from `from` on that hold blocks, as far as the hold goes, and where the next one
+    /// begins.
     pub(super) fn step(
         &self,
         from: u32,
         budget: &mut Budget,
     ) -> (impl Iterator<Item = u32> + '_, Option<u32>) {
-        let end = (from as usize + budget.looks_left()).min(self.slots.len()).max(from as usize) as u32;
+        let end =
+            (from as usize + budget.looks_left()).min(self.slots.len()).max(from as usize) as u32;
         budget.pay((end - from) as usize);
         let holds_block = |slot: &u32| self.at(SlotId(*slot)).record != TierSlot::EMPTY.record;
         let next = ((end as usize) < self.slots.len()).then_some(end);
@@ -272,8 +298,8 @@ impl TierTable {
         self.stats.published += 1;
     }
 
-    /// As far as the tier has been used: a disk of a hundred million slots must not cost a gigabyte at the start. And a
-    /// little at a time, since the lock is held.
+    /// Only as far as the tier has been used: a disk of a hundred million slots must not cost a
+    /// gigabyte at the start. And a little at a time, since the lock is held.
     fn make_room_for(&mut self, slots: usize) {
         let total = self.pool.total() as usize;
         if slots > self.slots.capacity() {
@@ -286,21 +312,26 @@ impl TierTable {
         }
     }
 
-    /// The memory of the slots that are used next for the first time.
+    /// The memory of the slots that will be used next for the first time.
     pub(super) fn ahead(&mut self) -> impl Iterator<Item = Ahead> {
-        let soon = STEP + soon(self.slots.len());
-        self.slots.ahead(soon).into_iter().chain(self.pool.ahead(soon)).chain(self.flushes.ahead(soon))
+        let soon = STEP + soon_appended(self.slots.len());
+        self.slots
+            .ahead(soon)
+            .into_iter()
+            .chain(self.pool.ahead(soon))
+            .chain(self.flushes.ahead(soon))
     }
 
-    /// Has a block flushed, or asked about. A block that waits already keeps its place: behind its parent, which was
-    /// published before it, so that the queue is root-first along every chain.
+    /// Queues a block to be flushed, or asked about. A block that waits already keeps its place
+    /// behind its parent, which was published before it, so that the queue is root-first along
+    /// every chain.
     pub(super) fn queue(&mut self, block: DirtyBlock) {
         if !self.is_forgotten(block.slot) {
             self.flushes.push_last(block);
         }
     }
 
-    /// Has a failed flush tried again after a pause. Until then the block may leave.
+    /// Retries a failed flush after a pause. Until then the block may leave.
     pub(super) fn retry_later(&mut self, entry: DirtyBlock, now_ms: u64) {
         if self.is_forgotten(entry.slot) {
             return;
@@ -314,7 +345,7 @@ impl TierTable {
         self.put_off(entry, self.retry_at_ms);
     }
 
-    /// Lets a block leave unflushed, and has it flushed at `due_ms` if it is still there.
+    /// Lets a block leave unflushed, and flushes it at `due_ms` if it is still there.
     pub(super) fn put_off(&mut self, block: DirtyBlock, due_ms: u64) {
         if !self.flushes.has(block.slot) {
             self.flushes.put_off(block, due_ms);
@@ -323,7 +354,7 @@ impl TierTable {
         }
     }
 
-    /// Has those failed flushes tried again whose pause is over by `now_ms`. Returns whether there are more.
+    /// Retries failed flushes whose pause is over by `now_ms`. Returns whether there are more.
     pub(super) fn revive_flushes(&mut self, now_ms: u64, budget: &mut Budget) -> bool {
         while self.flushes.has_due(now_ms) {
             if !budget.change() {
@@ -343,7 +374,7 @@ impl TierTable {
         (self.retry_at_ms, self.retry_pause_ms) = (0, FIRST_PAUSE_MS);
     }
 
-    /// Whether the tier below has the block, or need not have it.
+    /// Whether the tier below has the block, or does not need it.
     pub(super) fn is_clean(&self, slot: SlotId, records: &BlockRecords) -> bool {
         let held = self.at(slot);
         let is_wanted = !held.skips_flush() && !self.is_flush_blocked && !self.is_forgotten(slot);
@@ -351,7 +382,7 @@ impl TierTable {
         below.is_none_or(|below| records.at(held.record).resident().has(below))
     }
 
-    /// Whether a block is to go down, or to be asked about, and has not been.
+    /// Whether a block is still to go down, or to be asked about.
     pub(super) fn is_unflushed(&self, slot: SlotId, records: &BlockRecords) -> bool {
         let held = self.at(slot);
         let lacks = |below: Tier| !records.at(held.record).resident().has(below);

@@ -2,7 +2,8 @@
 
 use kvbm_tiers::Tier;
 
-// Records, buckets of the index and this have four bits for tiers: a fifth would pass for what they hold above them.
+// Records, index buckets and this have four bits for tiers: a fifth would overflow into the next
+// field.
 const _: () = assert!(Tier::COUNT == 4, "a tier more needs wider records and buckets");
 
 /// A set of tiers.

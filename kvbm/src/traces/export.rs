@@ -16,15 +16,16 @@ use tracing_subscriber::registry::LookupSpan;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// A program ends though its collector does not answer.
+/// A program ends even if its collector does not answer.
 const MAX_FAREWELL: Duration = Duration::from_secs(2);
 
-/// Sends spans to a collector, from a thread of its own, until it is dropped; what waits is sent then, for two seconds
-/// at most.
+/// Sends spans to a collector, from a thread of its own, until it is dropped; then it sends what
+/// waits, for two seconds at most.
 ///
-/// A span that ends is put into a queue. If that is full, since the collector is away or slow, the span is dropped: nobody
-/// waits for a collector. The variables of OpenTelemetry's SDK have their say: `OTEL_SERVICE_NAME`,
-/// `OTEL_TRACES_SAMPLER`, `OTEL_BSP_MAX_QUEUE_SIZE`, `OTEL_EXPORTER_OTLP_HEADERS` and so on.
+/// A span that ends is queued. If the queue is full, since the collector is away or slow, the span
+/// is dropped: no request waits for a collector. The variables of OpenTelemetry's SDK apply:
+/// `OTEL_SERVICE_NAME`, `OTEL_TRACES_SAMPLER`, `OTEL_BSP_MAX_QUEUE_SIZE`,
+/// `OTEL_EXPORTER_OTLP_HEADERS` and so on.
 ///
 /// ```no_run
 /// use kvbm::SpanExport;
@@ -44,10 +45,11 @@ pub struct SpanExport {
 }
 
 impl SpanExport {
-    /// `None`: the settings do not ask for it. That the collector is there is not needed, now or later.
+    /// `None`: the settings do not ask for it. The collector need not be there, now or later.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`]: the endpoint, of the settings or of `OTEL_EXPORTER_OTLP_…`, is no URL.
+    /// [`ErrorKind::Invalid`]: the endpoint, of the settings or of `OTEL_EXPORTER_OTLP_…`, is no
+    /// URL.
     pub fn open(settings: &TraceSettings) -> Result<Option<Self>> {
         if !settings.enabled {
             return Ok(None);
@@ -57,7 +59,9 @@ impl SpanExport {
         // What `OTEL_EXPORTER_OTLP_PROTOCOL` may name instead is not compiled in.
         let exporter = SpanExporter::builder().with_http().with_protocol(Protocol::HttpBinary);
         let exporter = match &settings.endpoint {
-            Some(endpoint) => exporter.with_endpoint(format!("{}/v1/traces", endpoint.trim_end_matches('/'))),
+            Some(endpoint) => {
+                exporter.with_endpoint(format!("{}/v1/traces", endpoint.trim_end_matches('/')))
+            }
             None => exporter,
         };
         let exporter = exporter.build().map_err(|error| {
@@ -65,19 +69,20 @@ impl SpanExport {
                  names the collector, such as http://127.0.0.1:4318";
             Error::caused(ErrorKind::Invalid, message, error)
         })?;
-        let provider = SdkTracerProvider::builder().with_batch_exporter(exporter).with_resource(resource());
+        let provider =
+            SdkTracerProvider::builder().with_batch_exporter(exporter).with_resource(resource());
         Ok(Some(Self { provider: provider.build() }))
     }
 
-    /// For the program's subscriber: takes spans of `kvbm`, and those at the level INFO of the program itself, so that
-    /// what a request does is found under the request.
+    /// For the program's subscriber: takes spans of `kvbm`, and those at the level INFO of the
+    /// program itself, so that what a request does is found under the request.
     pub fn layer<S>(&self) -> impl Layer<S> + use<S>
     where
         S: Subscriber + for<'a> LookupSpan<'a>,
     {
         // Sending must not make spans that are sent.
-        let others =
-            ["opentelemetry", "hyper", "hyper_util", "reqwest", "h2"].map(|name| (name, LevelFilter::OFF));
+        let others = ["opentelemetry", "hyper", "hyper_util", "reqwest", "h2"]
+            .map(|name| (name, LevelFilter::OFF));
         let taken = Targets::new()
             .with_default(LevelFilter::INFO)
             .with_target("kvbm", LevelFilter::DEBUG)

@@ -1,7 +1,8 @@
-//! Spans for who traces: to an OpenTelemetry collector, and as ranges on the timeline of a profiler.
+//! Spans for who traces: to an OpenTelemetry collector, and as ranges on the timeline of a
+//! profiler.
 //!
-//! A library has no subscriber of its own: the program that embeds it adds a layer to its one, and the settings say
-//! whether and where to.
+//! A library has no subscriber of its own: the program that embeds it adds a layer to its one, and
+//! the settings say whether and where to.
 
 #[cfg(feature = "otel")]
 mod export;
@@ -18,7 +19,7 @@ pub use self::nvtx::NvtxRanges;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// What was asked for and cannot be had is an error; what nobody listens to is said.
+/// A requested but missing feature is an error; spans without a listener are a warning.
 pub(crate) fn check(settings: &TraceSettings) -> Result<()> {
     let asked = [
         (
@@ -36,8 +37,9 @@ pub(crate) fn check(settings: &TraceSettings) -> Result<()> {
     ];
     let mut lacking = asked.iter().filter(|(is_asked, is_there, ..)| *is_asked && !is_there);
     if let Some((_, _, what, feature)) = lacking.next() {
-        let message =
-            format!("{what}, which this program was built without: build kvbm with its feature {feature}");
+        let message = format!(
+            "{what}, which this program was built without: build kvbm with its feature {feature}"
+        );
         return Err(Error::new(ErrorKind::Unavailable, message));
     }
     if (settings.enabled || settings.nvtx) && !tracing::enabled!(Level::DEBUG) {

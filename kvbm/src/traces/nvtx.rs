@@ -14,9 +14,11 @@ use tracing_subscriber::registry::LookupSpan;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// Transfers, and batches that a backend copies, as ranges named by what their spans say when they open.
+/// Transfers, and batches that a backend copies, as ranges named by what their spans say when they
+/// open.
 ///
-/// Ranges may overlap and end on other threads: they are those that NVTX calls start and end ranges.
+/// Ranges may overlap and end on other threads: they are those that NVTX calls start and end
+/// ranges.
 #[derive(Debug)]
 pub struct NvtxRanges(Nvtx);
 
@@ -27,7 +29,8 @@ impl NvtxRanges {
     /// [`ErrorKind::Unavailable`]: it is not there. The message says how to get it.
     pub fn open() -> Result<Self> {
         let unavailable = |error: SetupError| {
-            let message = format!("no ranges can be marked (traces.nvtx, DYN_KVBM_TRACES_NVTX): {error}");
+            let message =
+                format!("no ranges can be marked (traces.nvtx, DYN_KVBM_TRACES_NVTX): {error}");
             Error::caused(ErrorKind::Unavailable, message, error)
         };
         Nvtx::load().map(Self).map_err(unavailable)

@@ -9,8 +9,9 @@ use crate::reuse::ReuseModel;
 use crate::seam::{Access, Ended, Forest, Upkeep};
 use crate::simulation::stages::Level;
 
-/// Runs two small tiers beside the real ones for each of the other rules, on a sample of the blocks, and does
-/// what the best of them does. Among rules that find nearly as many blocks, the one that writes least.
+/// Runs two small tiers beside the real ones for each of the other rules, on a sample of the
+/// blocks, and does what the best of them does. Among rules that find nearly as many blocks, the
+/// one that writes least.
 ///
 /// Per use and in memory it costs what six policies cost for one block in [`stride`](Self::stride).
 #[derive(Debug)]
@@ -47,12 +48,18 @@ impl Auto {
     /// A rule between the tiers of `pair`.
     pub fn new(pair: &TierPair) -> Self {
         let stride = Self::stride(pair);
-        // One rule for the real tiers, one for the shadow: each learns from what it is asked, and must hear of one only.
+        // One rule for the real tiers, one for the shadow: each learns from what it is asked, and
+        // must learn of one only.
         let rival = |rule: fn() -> Box<dyn Admission>| RivalRule {
             rule: rule(),
             shadow: shadow(pair, stride, rule()),
         };
-        Self { sampling: ShadowSampling::one_in(stride), rivals: RIVALS.map(rival), chosen: FIRST, uses: 0 }
+        Self {
+            sampling: ShadowSampling::one_in(stride),
+            rivals: RIVALS.map(rival),
+            chosen: FIRST,
+            uses: 0,
+        }
     }
 
     /// One block in this number is sampled.
@@ -63,7 +70,8 @@ impl Auto {
     fn choose(&mut self) {
         let best = self.rivals.iter().map(|rival| rival.shadow.hits).fold(0.0, f64::max);
         // While none has found anything, none is good.
-        let is_good = |rival: &RivalRule| rival.shadow.hits > 0.0 && rival.shadow.hits >= NEARLY * best;
+        let is_good =
+            |rival: &RivalRule| rival.shadow.hits > 0.0 && rival.shadow.hits >= NEARLY * best;
         // The first good one: they are ordered by what they write.
         self.chosen = self.rivals.iter().position(is_good).unwrap_or(FIRST);
         // So some twenty terms count: one term finds too little to tell half a per cent apart.
@@ -125,8 +133,10 @@ impl Admission for Auto {
         reuse: &ReuseModel,
     ) -> u32 {
         // All are asked, since some of them learn from the questions.
-        let answers =
-            self.rivals.each_mut().map(|rival| rival.rule.admit(candidates, trigger, now_ms, forest, reuse));
+        let answers = self
+            .rivals
+            .each_mut()
+            .map(|rival| rival.rule.admit(candidates, trigger, now_ms, forest, reuse));
         answers[self.chosen]
     }
 }
@@ -145,7 +155,8 @@ mod tests {
         for number in 0..2 * TERM {
             let (deepest, request) = (BlockId(number), Some(RequestId(number.into())));
             let hints = Hints::default();
-            let access = Access { now_ms: 0, request, deepest, depth: 1, inserted: 1, path: 1, hints };
+            let access =
+                Access { now_ms: 0, request, deepest, depth: 1, inserted: 1, path: 1, hints };
             auto.touch(&access, &Loose);
         }
         assert_eq!(auto.chosen, FIRST);

@@ -17,7 +17,8 @@ const DAY_MS: u64 = 86_400_000;
 const SAVED_HOURS: u64 = 1;
 
 impl Budget {
-    /// A multiple of `capacity_bytes` a day, as endurance is specified for drives. Nothing if it is negative or no number.
+    /// A multiple of `capacity_bytes` a day, as endurance is specified for drives. Nothing if it is
+    /// negative or no number.
     pub fn drive_writes_per_day(drive_writes: f64, capacity_bytes: u64) -> Self {
         Self { bytes_per_day: (drive_writes * capacity_bytes as f64) as u64 }
     }
@@ -25,13 +26,14 @@ impl Budget {
 
 /// Another rule, within a [`Budget`].
 ///
-/// Of the blocks that the other rule admits, those most likely to return are written, as far as the budget allows. While
-/// the budget exceeds the demand it changes nothing.
+/// Of the blocks that the other rule admits, those most likely to return are written, as far as the
+/// budget allows. While the budget exceeds the demand it changes nothing.
 ///
-/// An allowance runs up at 23/24 of the daily rate, to at most an hour's worth: so no day sees more than the
-/// budget, wherever it begins.
+/// An allowance runs up at 23/24 of the daily rate, to at most an hour's worth: so no day sees more
+/// than the budget, wherever it begins.
 ///
-/// O(1) a question, besides the other rule. The upper tier's reuse model knows how likely a block is to return.
+/// O(1) a question, besides the other rule. The upper tier's reuse model knows how likely a block
+/// is to return.
 #[derive(Debug)]
 pub struct Budgeted {
     inner: Box<dyn Admission>,
@@ -63,7 +65,8 @@ impl Admission for Budgeted {
     fn refund(&mut self, blocks: u32) {
         self.inner.refund(blocks);
         let level = self.bucket.level.saturating_add(u64::from(blocks) * self.block_bytes);
-        // Income may have come since. With more than the saved hour, a day could see more than its budget.
+        // Income may have come since. With more than the saved hour, a day could see more than its
+        // budget.
         self.bucket.level = level.min(self.bucket.most());
     }
 
@@ -91,16 +94,22 @@ impl Admission for Budgeted {
         forest: &dyn Forest,
         reuse: &ReuseModel,
     ) -> u32 {
-        let wanted = self.inner.admit(candidates, trigger, now_ms, forest, reuse).min(candidates.blocks);
+        let wanted =
+            self.inner.admit(candidates, trigger, now_ms, forest, reuse).min(candidates.blocks);
         self.bucket.advance(now_ms);
-        // Demand is what the rule wants: else the budget would be saved for blocks that are never written.
+        // Demand is what the rule wants: else the budget would be saved for blocks that are never
+        // written.
         if wanted == 0 {
             return 0;
         }
         let worth = reuse.return_chance(candidates.last, candidates.depth);
         let affordable = self.is_affordable(worth);
         self.tally.add(worth, wanted, now_ms);
-        let blocks = if affordable { u64::from(wanted).min(self.bucket.level / self.block_bytes) } else { 0 };
+        let blocks = if affordable {
+            u64::from(wanted).min(self.bucket.level / self.block_bytes)
+        } else {
+            0
+        };
         self.bucket.level -= blocks * self.block_bytes;
         blocks as u32
     }
@@ -162,7 +171,11 @@ mod tests {
         let mut ask = |&(gap_ms, blocks)| {
             now_ms += gap_ms;
             let candidates = Candidates { last: BlockId(0), blocks, depth: blocks };
-            (now_ms, u64::from(rule.admit(candidates, Trigger::Used, now_ms, &Loose, &reuse)) * block_bytes)
+            (
+                now_ms,
+                u64::from(rule.admit(candidates, Trigger::Used, now_ms, &Loose, &reuse))
+                    * block_bytes,
+            )
         };
         wants.iter().map(&mut ask).collect()
     }
@@ -186,12 +199,18 @@ mod tests {
     fn an_ample_budget_changes_nothing() {
         let wants: Vec<_> = (0..100).map(|at| (60_000, at % 40)).collect();
         let written = written(u64::MAX, 1, &wants);
-        assert!(written.iter().zip(wants).all(|(&(_, bytes), (_, blocks))| bytes == u64::from(blocks)));
+        assert!(
+            written.iter().zip(wants).all(|(&(_, bytes), (_, blocks))| bytes == u64::from(blocks))
+        );
     }
 
     #[test]
     fn no_budget_writes_nothing() {
-        assert!(written(0, 1, &[(0, 10), (DAY_MS, 10), (DAY_MS, 10)]).iter().all(|&(_, bytes)| bytes == 0));
+        assert!(
+            written(0, 1, &[(0, 10), (DAY_MS, 10), (DAY_MS, 10)])
+                .iter()
+                .all(|&(_, bytes)| bytes == 0)
+        );
     }
 
     #[test]

@@ -17,7 +17,8 @@ impl Admission for WriteThrough {
         _forest: &dyn Forest,
         _reuse: &ReuseModel,
     ) -> u32 {
-        // Also when they leave: a last chance for blocks that had no room or budget when they were used.
+        // Also when they leave: a last chance for blocks that had no room or budget when they were
+        // used.
         candidates.blocks
     }
 }

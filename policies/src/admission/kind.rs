@@ -89,6 +89,9 @@ mod tests {
     #[test]
     fn an_unknown_name_lists_the_valid_ones() {
         let error = "always".parse::<AdmissionKind>().unwrap_err().to_string();
-        assert!(error.starts_with("unknown admission `always`; valid: write_through, write_back"), "{error}");
+        assert!(
+            error.starts_with("unknown admission `always`; valid: write_through, write_back"),
+            "{error}"
+        );
     }
 }

@@ -1,9 +1,10 @@
 //! Which blocks are copied from a tier to the one below, and when.
 //!
-//! A lower tier keeps what the upper one will lose. A block can go down at once, when it is about to leave
-//! the upper tier, or never; an [`Admission`] decides. It is asked about *candidates*, blocks one below another
-//! that the lower tier lacks while it holds all above them, and answers how many of the first of them to
-//! write: a lower tier is prefix-closed as every tier is, so nothing else could be kept.
+//! A lower tier keeps what the upper one will lose. A block can go down at once, when it is about
+//! to leave the upper tier, or never; an [`Admission`] decides. It is asked about *candidates*,
+//! blocks one below another that the lower tier lacks while it holds all above them, and answers
+//! how many of the first of them to write: a lower tier is prefix-closed as every tier is, so
+//! nothing else could be kept.
 //!
 //! | module | name | writes |
 //! |---|---|---|

@@ -79,7 +79,12 @@ fn requests() -> impl Strategy<Value = Vec<Request>> {
                 Some(*chain)
             });
             let input_length = path.len() as u32 * BLOCK_TOKENS;
-            Request { timestamp_ms: now_ms, input_length, output_length, hash_ids: chained.collect() }
+            Request {
+                timestamp_ms: now_ms,
+                input_length,
+                output_length,
+                hash_ids: chained.collect(),
+            }
         };
         requests.into_iter().map(request).collect()
     })
@@ -91,15 +96,21 @@ fn rule() -> impl Strategy<Value = (AdmissionKind, Option<Budget>)> {
     (prop::sample::select(&AdmissionKind::ALL), budget)
 }
 
-fn decisions(requests: &[Request], (kind, budget): (AdmissionKind, Option<Budget>)) -> Vec<Decision> {
+fn decisions(
+    requests: &[Request],
+    (kind, budget): (AdmissionKind, Option<Budget>),
+) -> Vec<Decision> {
     let seen = Arc::new(Mutex::new(Vec::new()));
     let inner = match budget {
         Some(budget) => Box::new(Budgeted::new(kind.build(&EDGE), budget, 1)),
         None => kind.build(&EDGE),
     };
     let witness = Witness { inner, seen: Arc::clone(&seen) };
-    let level =
-        |capacity, admission| Level { capacity, eviction: EvictionKind::Lru.build(capacity), admission };
+    let level = |capacity, admission| Level {
+        capacity,
+        eviction: EvictionKind::Lru.build(capacity),
+        admission,
+    };
     let levels = vec![level(DEVICE, Box::new(WriteBack)), level(HOST, Box::new(witness))];
     Hierarchy::of_levels(levels).simulate(&requests.iter().collect::<Workload>());
     std::mem::take(&mut *seen.lock().unwrap())
@@ -141,7 +152,8 @@ fn what_never_returns_is_refused_in_the_end() {
     for turn in 0..2_000 {
         let now_ms = turn * 5_000;
         requests.push(request(now_ms, 2 * turn, 40));
-        requests.extend((0..4).map(|at| request(now_ms + at * 1_200, 2 * (turn / 4 * 4 + at) + 1, 2)));
+        requests
+            .extend((0..4).map(|at| request(now_ms + at * 1_200, 2 * (turn / 4 * 4 + at) + 1, 2)));
     }
     let all = decisions(&requests, (AdmissionKind::Selective, None));
     let refused = |part: &[Decision]| {

@@ -1,4 +1,4 @@
-//! What an admission rule is asked, and what it hears.
+//! What an admission rule is asked, and what it is told.
 
 use std::fmt;
 
@@ -25,10 +25,12 @@ pub enum Trigger {
     Leaving,
 }
 
-/// The rule by which blocks go from an upper tier to the one below. Its blocks are those of the upper tier.
+/// The rule by which blocks go from an upper tier to the one below. Its blocks are those of the
+/// upper tier.
 ///
-/// Called under the lock of the tiers' owner, like an [`Eviction`](crate::Eviction) policy, and should answer in
-/// microseconds. What is known of the blocks' return it borrows from the upper tier's [`ReuseModel`].
+/// Called under the lock of the tiers' owner, like an [`Eviction`](crate::Eviction) policy, and
+/// should answer in microseconds. What is known of the blocks' return it borrows from the upper
+/// tier's [`ReuseModel`].
 pub trait Admission: Send + fmt::Debug {
     /// Whether it goes by what the upper tier's reuse model knows.
     fn needs_reuse(&self) -> bool {
@@ -54,6 +56,7 @@ pub trait Admission: Send + fmt::Debug {
         reuse: &ReuseModel,
     ) -> u32;
 
-    /// This number of the blocks just admitted was not written: the lower tier had no room for them.
+    /// This number of the blocks just admitted was not written: the lower tier had no room for
+    /// them.
     fn refund(&mut self, _blocks: u32) {}
 }

@@ -8,9 +8,10 @@ use crate::seam::Forest;
 /// Writes blocks that are about to leave the upper tier, except those least likely to return:
 /// [`REFUSED_RETURNS`] of all returns that are expected of the candidates are given up.
 ///
-/// Deeper candidates of a path return no more often, and leave first. So it is enough to judge the last one: if it is
-/// refused, the one above it is judged when it leaves in turn, and what is written in the end is a prefix. In the first
-/// half hour, in which few blocks can be known not to return, it writes everything.
+/// Deeper candidates of a path return no more often, and leave first. So it is enough to judge the
+/// last one: if it is refused, the one above it is judged when it leaves in turn, and what is
+/// written in the end is a prefix. In the first half hour, in which few blocks can be known not to
+/// return, it writes everything.
 ///
 /// O(1) a question. The upper tier's reuse model knows how likely a block is to return.
 #[derive(Debug, Default)]

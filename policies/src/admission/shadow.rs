@@ -1,4 +1,4 @@
-//! What would be if the tiers were run otherwise: two small tiers of names without content.
+//! What would happen if the tiers were run otherwise: two small tiers of names without content.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -6,14 +6,15 @@ use crate::seam::{Access, BlockId, Ended, Forest, Hints, RequestId, Upkeep};
 use crate::simulation::stages::{BlockUse, Level, TierStages};
 use crate::simulation::tier::ChainSource;
 
-/// Picks a few blocks of an upper tier to stand for all: one in `stride`, by content. A sampled block hangs on
-/// its next sampled ancestor, so what is left of a forest is a forest.
+/// Picks a few blocks of an upper tier to stand for all: one in `stride`, by content. A sampled
+/// block's parent is its next sampled ancestor, so what is left of a forest is a forest.
 ///
 /// O(new blocks + path ÷ stride) a use, 4 bytes a block.
 #[derive(Debug)]
 pub(super) struct ShadowSampling {
     stride: u64,
-    /// By block: the next sampled block on the way up, itself included, plus 1; 0 where there is none.
+    /// By block: the next sampled block on the way up, itself included, plus 1; 0 where there is
+    /// none.
     nearest: Vec<u32>,
     /// The newest requests.
     seen: VecDeque<RequestId>,
@@ -39,7 +40,12 @@ impl ShadowSampling {
     const UNNAMED: u64 = 1 << 63;
 
     pub(super) fn one_in(stride: u32) -> Self {
-        Self { stride: stride.max(1).into(), nearest: Vec::new(), seen: VecDeque::new(), unnamed: 0 }
+        Self {
+            stride: stride.max(1).into(),
+            nearest: Vec::new(),
+            seen: VecDeque::new(),
+            unnamed: 0,
+        }
     }
 
     /// `None`: nothing of the path is in the sample.
@@ -50,7 +56,13 @@ impl ShadowSampling {
         let counted = if is_part { self.sampled_path(above, forest).len() } else { 0 };
         // A part that brings no sampled block has been counted with the part before.
         let is_news = !path.is_empty() && (counted < path.len() || !is_part);
-        is_news.then_some(SampledUse { now_ms: access.now_ms, request, hints: access.hints, path, counted })
+        is_news.then_some(SampledUse {
+            now_ms: access.now_ms,
+            request,
+            hints: access.hints,
+            path,
+            counted,
+        })
     }
 
     /// Returns the block above the inserted ones.
@@ -62,7 +74,8 @@ impl ShadowSampling {
         let mut nearest = above.map_or(0, |block| self.nearest(block));
         // Root first: the nearest of a block that is not sampled is that of its parent.
         for &block in path.iter().rev() {
-            // By its own content alone: a `Sample` picks by the first block of a group, which may lie further up.
+            // By its own content alone: a `Sample` picks by the first block of a group, which may
+            // lie further up.
             if mixed(forest.key(block)).is_multiple_of(self.stride) {
                 nearest = block.0 + 1;
             }
@@ -81,7 +94,8 @@ impl ShadowSampling {
 
     fn sampled_path(&self, deepest: Option<BlockId>, forest: &dyn Forest) -> Vec<u64> {
         let up = |block: BlockId| self.nearest(block).checked_sub(1).map(BlockId);
-        let path = std::iter::successors(deepest.and_then(up), |&block| forest.parent(block).and_then(up));
+        let path =
+            std::iter::successors(deepest.and_then(up), |&block| forest.parent(block).and_then(up));
         let mut path: Vec<_> = path.map(|block| forest.key(block)).collect();
         path.reverse();
         path
@@ -96,7 +110,8 @@ impl ShadowSampling {
         };
         let is_known = self.seen.contains(&request);
         if !is_known {
-            // Once forgotten, a request's next part counts as a new use: in all shadows alike, so no rule gains by it.
+            // Once forgotten, a request's next part counts as a new use: in all shadows alike, so
+            // no rule gains by it.
             self.seen.truncate(Self::SEEN - 1);
             self.seen.push_front(request);
         }
@@ -122,7 +137,11 @@ pub(super) struct ShadowTiers {
 
 impl ShadowTiers {
     pub(super) fn new(upper: Level, lower: Level) -> Self {
-        Self { stages: TierStages::new(vec![upper, lower]), names: ShadowNames::default(), hits: 0.0 }
+        Self {
+            stages: TierStages::new(vec![upper, lower]),
+            names: ShadowNames::default(),
+            hits: 0.0,
+        }
     }
 
     pub(super) fn take(&mut self, used: &SampledUse) {
@@ -166,7 +185,7 @@ impl ShadowNames {
     fn intern(&mut self, path: &[u64]) -> Option<BlockId> {
         path.iter().zip(1..).fold(None, |parent, (&key, depth)| {
             let name = ShadowName { key, parent, depth };
-            // A key names all that is above it, too: a block that is known hangs where it belongs.
+            // A key names all that is above it, too: a known block already has its place.
             let known = self.by_key.get(&key).copied();
             Some(known.unwrap_or_else(|| self.add(name)))
         })

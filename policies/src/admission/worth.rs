@@ -55,10 +55,11 @@ impl WorthTally {
         }
     }
 
-    /// The share of all expected returns that candidates worth no more than `worth` have. Before any is expected, every
-    /// candidate of any worth counts as all.
+    /// The share of all expected returns that candidates worth no more than `worth` have. Before
+    /// any is expected, every candidate of any worth counts as all.
     pub(super) fn share_of_returns_up_to(&self, worth: f32) -> f32 {
-        let returns = |classes: &[WorthClass]| classes.iter().map(|class| class.returns).sum::<f32>();
+        let returns =
+            |classes: &[WorthClass]| classes.iter().map(|class| class.returns).sum::<f32>();
         let all = returns(&self.classes);
         if all == 0.0 {
             return f32::from(worth > 0.0);

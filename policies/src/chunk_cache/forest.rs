@@ -34,7 +34,7 @@ enum ChunkPresence {
     There,
     /// It has not come yet, and need not: policies judge it as if it had.
     Expected,
-    /// It is gone, but what hangs on it is not.
+    /// It is gone, but what follows it is not.
     Hidden,
 }
 
@@ -94,7 +94,8 @@ impl ChunkForest {
         let Some(block) = self.id(key) else { return false };
         let chunk = self.chunk_mut(block);
         chunk.is_busy = true;
-        let was_absent = std::mem::replace(&mut chunk.presence, ChunkPresence::There) != ChunkPresence::There;
+        let was_absent =
+            std::mem::replace(&mut chunk.presence, ChunkPresence::There) != ChunkPresence::There;
         self.absent -= usize::from(was_absent);
         true
     }
@@ -151,7 +152,8 @@ impl ChunkForest {
         (key, parent)
     }
 
-    /// Gives up what hangs nowhere, or an orphan. `None`: it was not there, so the owner knows of nothing.
+    /// Gives up a chunk without a place, or an orphan. `None`: it was not there, so the owner knows
+    /// of nothing.
     pub(super) fn free(&mut self, block: BlockId) -> Option<ChunkKey> {
         let CachedChunk { key, link, presence, .. } = *self.chunk(block);
         if let ForestLink::Orphan(number) = link {
@@ -168,7 +170,8 @@ impl ChunkForest {
     pub(super) fn hide(&mut self, block: BlockId) {
         let chunk = self.chunk_mut(block);
         chunk.is_busy = false;
-        let was_there = std::mem::replace(&mut chunk.presence, ChunkPresence::Hidden) == ChunkPresence::There;
+        let was_there =
+            std::mem::replace(&mut chunk.presence, ChunkPresence::Hidden) == ChunkPresence::There;
         self.absent += usize::from(was_there);
     }
 
@@ -200,7 +203,8 @@ impl ChunkForest {
     fn link(&mut self, block: BlockId, parent: Option<BlockId>) {
         let mut depth = 1;
         if let Some(parent) = parent
-            && let ForestLink::Linked { children, depth: above, .. } = &mut self.chunk_mut(parent).link
+            && let ForestLink::Linked { children, depth: above, .. } =
+                &mut self.chunk_mut(parent).link
         {
             *children += 1;
             depth += *above;

@@ -1,8 +1,9 @@
 //! A cache that another program keeps, which names chunks by key and asks which of them go.
 //!
-//! An inference engine's own CPU tier, for one. Such an owner does not keep its cache prefix-closed: a chunk may come
-//! without the one before it, or be taken out from under those behind it. [`ChunkCache`] keeps a forest of those that
-//! can be reached and shows the policies nothing else.
+//! An inference engine's own CPU tier, for one. Such an owner does not keep its cache
+//! prefix-closed: a chunk may come without the one before it, or be taken out from under those
+//! behind it. [`ChunkCache`] keeps a forest of those that can be reached and shows the policies
+//! nothing else.
 //!
 //! | module | holds |
 //! |---|---|
@@ -26,25 +27,28 @@ use crate::tier_policies::TierPolicies;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChunkKey(pub u128);
 
-/// Decides which chunks leave a cache that its owner keeps. The owner tells of requests when it can.
+/// Decides which chunks leave a cache that its owner keeps. The owner tells of requests when it
+/// can.
 ///
-/// A request is [followed](Self::follow): these are the keys of its prompt, in order. Its chunks are
-/// [offered](Self::offer) and some of them [inserted](Self::insert), each busy until it is [idle](Self::idle); when room
-/// is needed, some are [evicted](Self::evict). At its [end](Self::finish) the policies learn how much it generated.
+/// A request is [followed](Self::follow): these are the keys of its prompt, in order. Its chunks
+/// are [offered](Self::offer) and some of them [inserted](Self::insert), each busy until it is
+/// [idle](Self::idle); when room is needed, some are [evicted](Self::evict). At its
+/// [end](Self::finish) the policies learn how much it generated.
 ///
-/// An owner asks for room before a part of a prompt comes, and then takes in all of that part. So what a request will
-/// compute is *expected* from its first offer on: policies judge it together with what is there, and name the worst. What
-/// they name before it came is declined; the owner hears nothing of that.
+/// An owner asks for room before a part of a prompt comes, and then takes in all of that part. So
+/// what a request will compute is *expected* from its first offer on: policies judge it together
+/// with what is there, and name the worst. What they name before it came is declined; the owner is
+/// told nothing of that.
 ///
-/// A chunk without its predecessor (declined, for instance) is an *orphan*: no look-up reaches it. Orphans go
-/// first, oldest first; the next use of their chain takes in those that can be reached again. Where chunks of a request
-/// are of several cache groups, gaps are usual (of a sliding window only the end is kept), and a chunk behind one begins
-/// a chain.
+/// A chunk without its predecessor (declined, for instance) is an *orphan*: no look-up reaches it.
+/// Orphans go first, oldest first; the next use of their chain takes in those that can be reached
+/// again. Where chunks of a request are of several cache groups, gaps are usual (of a sliding
+/// window only the end is kept), and a chunk behind one begins a chain.
 pub struct ChunkCache {
     policies: TierPolicies,
     forest: ChunkForest,
     requests: FollowedRequests,
-    /// Inserted since the policies were told; each hangs on the one before it.
+    /// Inserted since the policies were told; each follows the one before it.
     arrived: Vec<BlockId>,
     /// Where the last one of them is in its request's chain.
     arrived_at: Option<ChainPlace>,
@@ -70,12 +74,17 @@ impl ChunkCache {
     }
 
     /// The chain of `request` in a cache group goes on with `keys`.
-    pub fn follow(&mut self, request: RequestId, group: u32, keys: impl IntoIterator<Item = ChunkKey>) {
+    pub fn follow(
+        &mut self,
+        request: RequestId,
+        group: u32,
+        keys: impl IntoIterator<Item = ChunkKey>,
+    ) {
         self.requests.follow(request, group, keys);
     }
 
-    /// `request` has computed `keys` of a cache group, which are not there: some may be inserted next. The first time,
-    /// this is its use of what is there of its chains.
+    /// `request` has computed `keys` of a cache group, which are not there: some may be inserted
+    /// next. The first time, this is its use of what is there of its chains.
     pub fn offer(
         &mut self,
         request: RequestId,
@@ -95,7 +104,10 @@ impl ChunkCache {
         let place = self.requests.place(key);
         let before = place.and_then(|place| self.requests.before(place));
         let parent = before.and_then(|before| self.forest.reachable(before));
-        if before.is_some() && parent.is_none() && place.is_some_and(|place| !self.requests.has_gaps(place)) {
+        if before.is_some()
+            && parent.is_none()
+            && place.is_some_and(|place| !self.requests.has_gaps(place))
+        {
             self.forest.add_orphan(key);
             return;
         }
@@ -137,9 +149,13 @@ impl ChunkCache {
         }
     }
 
-    /// Takes `count` chunks out, in the order in which they are to go: none that is busy or in `keep`. `None` if
-    /// fewer can go: all stay then.
-    pub fn evict(&mut self, count: usize, keep: impl IntoIterator<Item = ChunkKey>) -> Option<Vec<ChunkKey>> {
+    /// Takes `count` chunks out, in the order in which they are to go: none that is busy or in
+    /// `keep`. `None` if fewer can go: all stay then.
+    pub fn evict(
+        &mut self,
+        count: usize,
+        keep: impl IntoIterator<Item = ChunkKey>,
+    ) -> Option<Vec<ChunkKey>> {
         self.tell_arrivals();
         let kept: Vec<_> = keep.into_iter().filter_map(|key| self.forest.keep(key)).collect();
         let victims = self.victims(count);
@@ -148,7 +164,9 @@ impl ChunkCache {
                 self.policies.released(block);
             }
         }
-        victims.map(|victims| victims.into_iter().filter_map(|block| self.forest.free(block)).collect())
+        victims.map(|victims| {
+            victims.into_iter().filter_map(|block| self.forest.free(block)).collect()
+        })
     }
 
     /// The request has ended and generated `output_tokens`.
@@ -172,7 +190,8 @@ impl ChunkCache {
         let first_linked = victims.len();
         while victims.len() < count {
             let Some(victim) = self.policies.victim(&self.forest) else {
-                // They stay, but the policies have seen them go: the next use of their chain tells of them again.
+                // They stay, but the policies have seen them go: the next use of their chain tells
+                // of them again.
                 for &block in &victims[first_linked..] {
                     self.forest.orphan(block);
                 }
@@ -180,7 +199,7 @@ impl ChunkCache {
             };
             self.unlink(victim);
             if self.forest.is_expected(victim) {
-                // Declined: should it come all the same, nothing leads to it, and it goes first.
+                // Declined: if it comes anyway, nothing leads to it, and it goes first.
                 self.forest.free(victim);
             } else {
                 victims.push(victim);
@@ -203,7 +222,8 @@ impl ChunkCache {
         }
     }
 
-    /// The request's use of its chains, once: of what is there, and of what will come from the `offered` place on.
+    /// Tells of the request's use of its chains, once: what is there, and what will come from the
+    /// `offered` place on.
     fn use_chains(&mut self, request: RequestId, now_ms: u64, offered: Option<ChainPlace>) {
         self.tell_arrivals();
         self.now_ms = self.now_ms.max(now_ms);
@@ -211,8 +231,14 @@ impl ChunkCache {
             let first = ChainPlace { request, chain, index: 0 };
             let (index, deepest) = self.requests.deepest_linked(first, &self.forest);
             // It is not known which chunks of several groups are kept.
-            let expected = offered.filter(|&place| place.chain == chain && !self.requests.has_gaps(place));
-            self.tell_use(ChainPlace { index, ..first }, deepest, 0, expected.map(|place| place.index));
+            let expected =
+                offered.filter(|&place| place.chain == chain && !self.requests.has_gaps(place));
+            self.tell_use(
+                ChainPlace { index, ..first },
+                deepest,
+                0,
+                expected.map(|place| place.index),
+            );
         }
     }
 
@@ -244,15 +270,21 @@ impl ChunkCache {
         self.arrived.clear();
         match self.arrived_at.take() {
             Some(place) => {
-                self.tell_use(ChainPlace { index: place.index + 1, ..place }, Some(deepest), inserted, None);
+                self.tell_use(
+                    ChainPlace { index: place.index + 1, ..place },
+                    Some(deepest),
+                    inserted,
+                    None,
+                );
             }
             None => self.touch(None, deepest, inserted, 0),
         }
     }
 
-    /// A request uses the path that ends at `deepest`, and what follows it from `next` on: orphans, and from the index
-    /// `expected` on also what has not come yet. So the policies judge a prompt as a whole before room is made for a part of
-    /// it, and a long one that will not return displaces nothing that is worth more.
+    /// A request uses the path that ends at `deepest`, and what follows it from `next` on: orphans,
+    /// and from the index `expected` on also what has not come yet. So the policies judge a prompt
+    /// as a whole before room is made for a part of it, and a long one that will not return
+    /// displaces nothing that is worth more.
     fn tell_use(
         &mut self,
         next: ChainPlace,
@@ -264,7 +296,8 @@ impl ChunkCache {
         for (index, &key) in (next.index..).zip(self.requests.rest(next)) {
             let is_expected = expected.is_some_and(|first| first <= index);
             let orphan = self.forest.adopt(key, last);
-            let Some(block) = orphan.or_else(|| is_expected.then(|| self.forest.expect(key, last))) else {
+            let Some(block) = orphan.or_else(|| is_expected.then(|| self.forest.expect(key, last)))
+            else {
                 break;
             };
             last = Some(block);

@@ -110,7 +110,8 @@ impl FollowedRequests {
 
     /// The chunks of a chain from a place on.
     pub(super) fn rest(&self, place: ChainPlace) -> &[ChunkKey] {
-        let chain = self.followed.get(&place.request).and_then(|followed| followed.chains.get(place.chain));
+        let chain =
+            self.followed.get(&place.request).and_then(|followed| followed.chains.get(place.chain));
         chain.and_then(|chain| chain.keys.get(place.index..)).unwrap_or_default()
     }
 
@@ -119,18 +120,23 @@ impl FollowedRequests {
         self.followed.get(&request).map_or(0, |followed| followed.chains.len())
     }
 
-    /// Whether chunks may lack the one before them: layers that keep a window or a state leave their past out.
+    /// Whether chunks may lack the one before them: layers that keep a window or a state leave
+    /// their past out.
     pub(super) fn has_gaps(&self, place: ChainPlace) -> bool {
         self.followed.get(&place.request).is_some_and(|followed| followed.chains.len() > 1)
     }
 
     /// The deepest chunk of a chain that is in the forest, and the index behind it.
-    pub(super) fn deepest_linked(&self, first: ChainPlace, forest: &ChunkForest) -> (usize, Option<BlockId>) {
+    pub(super) fn deepest_linked(
+        &self,
+        first: ChainPlace,
+        forest: &ChunkForest,
+    ) -> (usize, Option<BlockId>) {
         let keys = self.rest(first);
         let end = if self.has_gaps(first) {
             keys.iter().rposition(|&key| forest.linked(key).is_some()).map_or(0, |last| last + 1)
         } else {
-            // What is in the forest hangs on all that is before it.
+            // What is in the forest has all that is before it.
             keys.partition_point(|&key| forest.linked(key).is_some())
         };
         (end, end.checked_sub(1).and_then(|last| forest.linked(keys[last])))

@@ -67,8 +67,8 @@ fn an_orphan_goes_first_unless_its_chain_comes_back() {
     store(&mut cache, A, &keys(7, 0..2), 0);
     cache.finish(A, 1, 1);
     assert_eq!(cache.evict(1, []), Some(vec![key(7, 1)]));
-    // Chunk 1 is gone when the chunks behind it come. It is not offered, so it is not expected either: nothing leads to
-    // them, and policies are to judge only what a look-up can find.
+    // Chunk 1 is gone when the chunks behind it come. It is not offered, so it is not expected
+    // either: nothing leads to them, and policies are to judge only what a look-up can find.
     cache.follow(B, 0, keys(7, 0..4));
     store(&mut cache, B, &keys(7, 2..4), 2);
     cache.finish(B, 1, 3);
@@ -108,7 +108,7 @@ fn a_prompt_longer_than_its_room_keeps_its_beginning() {
 }
 
 #[test]
-fn what_did_not_come_is_expected_until_the_end_of_its_request() {
+fn what_did_not_come_is_expected_until_its_request_ends() {
     let mut cache = lru();
     for request in [A, B] {
         cache.follow(request, 0, keys(7, 0..4));
@@ -120,7 +120,11 @@ fn what_did_not_come_is_expected_until_the_end_of_its_request() {
     // Other requests that expected it need not.
     store(&mut cache, B, &keys(7, 1..2), 2);
     cache.finish(B, 1, 3);
-    assert_eq!(cache.evict(2, []), Some(vec![key(7, 1), key(7, 0)]), "it hangs on what came before");
+    assert_eq!(
+        cache.evict(2, []),
+        Some(vec![key(7, 1), key(7, 0)]),
+        "it hangs on what came before"
+    );
     // What came behind one that did not keeps its place, as behind a copy that failed.
     cache.follow(A, 0, keys(7, 0..4));
     cache.offer(A, 0, keys(7, 0..4), 4);
@@ -162,7 +166,8 @@ fn a_window_hangs_on_nothing_and_is_no_orphan() {
 /// What an owner may do.
 #[derive(Clone, Debug)]
 enum Step {
-    /// A request for a number of chunks of a chain: the missing ones come, if there is room, in pieces.
+    /// A request for a number of chunks of a chain: the missing ones come, if there is room, in
+    /// pieces.
     Request {
         chain: u8,
         chunks: u8,
@@ -212,7 +217,8 @@ impl Owner {
         let all = keys(chain.into(), 0..chunks.into());
         self.cache.follow(request, 0, all.iter().copied());
         for piece in all.chunks(piece) {
-            let missing: Vec<_> = piece.iter().copied().filter(|key| !self.there.contains_key(key)).collect();
+            let missing: Vec<_> =
+                piece.iter().copied().filter(|key| !self.there.contains_key(key)).collect();
             self.cache.offer(request, 0, missing.iter().copied(), now_ms);
             let short = (self.there.len() + missing.len()).saturating_sub(self.capacity);
             if short > 0 && !self.evict(short, piece) {
@@ -264,7 +270,7 @@ impl Owner {
 
 proptest! {
     #[test]
-    fn it_agrees_with_its_owner_and_in_the_end_all_can_go(
+    fn it_agrees_with_its_owner_and_all_can_go(
         kind in prop::sample::select(EvictionKind::ALL.to_vec()),
         steps in prop::collection::vec(step(), 1..60),
     ) {

@@ -5,11 +5,11 @@ use std::fmt;
 use crate::chunked::ChunkedVec;
 use crate::seam::BlockId;
 
-/// A doubly linked ring of blocks from oldest to newest, indexed by block id. Every operation is O(1), a block
-/// costs 8 bytes.
+/// A doubly linked ring of blocks from oldest to newest, indexed by block id. Every operation is
+/// O(1), a block costs 8 bytes.
 pub(super) struct AgeList {
-    /// `links[0]` is the ring's joint: its `newer` is the oldest block and its `older` the newest one.
-    /// Block `b` is at `b + 1`.
+    /// `links[0]` is the ring's joint: its `newer` is the oldest block and its `older` the newest
+    /// one. Block `b` is at `b + 1`.
     links: ChunkedVec<AgeLink>,
 }
 

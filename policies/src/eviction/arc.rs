@@ -6,15 +6,16 @@ use super::residents::{RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest};
 
-/// Keeps blocks used once and blocks used again in two LRU queues and shifts room between them: towards the
-/// one whose ghosts return. (N. Megiddo, D. Modha, "ARC: a self-tuning, low overhead replacement cache",
-/// FAST 2003.)
+/// Keeps blocks used once and blocks used again in two LRU queues and shifts room between them:
+/// towards the one whose ghosts return. (N. Megiddo, D. Modha, "ARC: a self-tuning, low overhead
+/// replacement cache", FAST 2003.)
 ///
-/// Leaf-first: a block used once has children used once and earlier, so the oldest of that queue is a leaf.
-/// The oldest of the blocks used again may have younger children in the other queue; the oldest leaf goes
-/// in its stead.
+/// Leaf-first: a block used once has children used once and earlier, so the oldest of that queue is
+/// a leaf. The oldest of the blocks used again may have younger children in the other queue; the
+/// oldest leaf goes in its stead.
 ///
-/// O(path) a request, 32 bytes a block and about 60 a ghost, of which there are at most as many as blocks.
+/// O(path) a request, 32 bytes a block and about 60 a ghost, of which there are at most as many as
+/// blocks.
 #[derive(Debug)]
 pub struct Arc {
     blocks: RankedResidents<ArcBlock>,
@@ -108,7 +109,8 @@ impl Eviction for Arc {
         let queue = self.queue(gone.is_frequent);
         queue.len -= 1;
         queue.ghosts.insert(gone.key, ());
-        // The paper's bounds: what was used once, ghosts included, at most the tier; all four lists at most two tiers.
+        // The paper's bounds: what was used once, ghosts included, at most the tier; all four lists
+        // at most two tiers.
         self.recent.ghosts.truncate(capacity.saturating_sub(self.recent.len));
         let others = self.recent.len + self.frequent.len + self.recent.ghosts.len();
         self.frequent.ghosts.truncate((2 * capacity).saturating_sub(others));

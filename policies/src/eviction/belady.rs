@@ -11,10 +11,10 @@ pub const NEVER: u32 = u32::MAX;
 
 /// Evicts the block that is used again last; of those with equal next use, the deepest.
 ///
-/// A request that uses a block uses its parent too, so a parent's next use never comes after its child's: the
-/// block that ranks highest is a leaf without being forced to be one, and the optimum over prefix-closed
-/// tiers is the optimum. (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer",
-/// IBM Systems Journal 5(2), 1966.)
+/// A request that uses a block uses its parent too, so a parent's next use never comes after its
+/// child's: the block that ranks highest is a leaf without being forced to be one, and the optimum
+/// over prefix-closed tiers is the optimum. (L. A. Belady, "A study of replacement algorithms for a
+/// virtual-storage computer", IBM Systems Journal 5(2), 1966.)
 ///
 /// O(path) a request, for it ranks every block of the path anew.
 #[derive(Debug)]
@@ -36,8 +36,9 @@ struct Rank {
 }
 
 impl Belady {
-    /// `next_uses[k]` is what touch number k learns: for each block of its path, from the root on, the number
-    /// of the next touch that uses the block, or [`NEVER`]. Blocks and touches beyond are never used again.
+    /// `next_uses[k]` is what touch number k learns: for each block of its path, from the root on,
+    /// the number of the next touch that uses the block, or [`NEVER`]. Blocks and touches beyond
+    /// are never used again.
     pub fn new(next_uses: Vec<Vec<u32>>) -> Self {
         Self { future: next_uses.into_iter(), ranks: Vec::new(), leaves: BinaryHeap::new() }
     }

@@ -5,7 +5,8 @@ use super::policy::Eviction;
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest};
 
-/// Evicts the leaf that entered the tier first: a use that adds nothing to the tier changes nothing.
+/// Evicts the leaf that entered the tier first: a use that adds nothing to the tier changes
+/// nothing.
 ///
 /// 8 bytes a block, O(1) a request; the queue is that of [`Lru`](super::Lru).
 #[derive(Debug, Default)]

@@ -2,11 +2,12 @@
 
 use lru::LruCache;
 
-/// As many ghosts for each block of the tier serve the policies that measure long gaps: with fewer they lose
-/// a point or more where the tier is small, with more they gain nothing.
+/// As many ghosts for each block of the tier serve the policies that measure long gaps: with fewer
+/// they lose a point or more where the tier is small, with more they gain nothing.
 pub(super) const GHOSTS_PER_BLOCK: usize = 4;
 
-/// Blocks that have left, by content, the first to leave forgotten first. 50 to 90 bytes each, by `V`.
+/// Blocks that have left, by content, the first to leave forgotten first. 50 to 90 bytes each, by
+/// `V`.
 ///
 /// Without a bound of its own: `arc` and `s3fifo` move theirs with every use.
 #[derive(Debug)]

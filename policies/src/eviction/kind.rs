@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::Serialize;
 use thiserror::Error;
 
 use super::arc::Arc;
@@ -18,32 +19,34 @@ use super::sieve::Sieve;
 use super::slru::Slru;
 use super::turn::Turn;
 
-/// The policies that a live tier may use, by name.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+/// Which block leaves a full tier: the policies that a live tier may use, by name.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum EvictionKind {
-    /// [`Hazard`].
+    /// The leaf that brings the fewest expected hits for the time that it would be held; learned
+    /// online: [`Hazard`].
     // At no size that was tried was it below `lru` (docs/policies.md).
     #[default]
     Hazard,
-    /// [`Lru`].
+    /// The leaf used least recently: [`Lru`].
     Lru,
-    /// [`Fifo`].
+    /// The leaf that came first: [`Fifo`].
     Fifo,
-    /// [`Lfu`].
+    /// The leaf used least often, with aging: [`Lfu`].
     Lfu,
-    /// [`Lru2`].
+    /// The leaf whose last use but one is the longest ago: [`Lru2`].
     Lru2,
-    /// [`Slru`].
+    /// Segmented LRU, blocks used again are protected: [`Slru`].
     Slru,
-    /// [`Arc`].
+    /// The adaptive replacement cache: [`Arc`].
     Arc,
-    /// [`S3Fifo`].
+    /// Three static queues: [`S3Fifo`].
     S3Fifo,
-    /// [`Sieve`].
+    /// One queue and a hand: [`Sieve`].
     Sieve,
-    /// [`Lirs`].
+    /// Low inter-reference recency set: [`Lirs`].
     Lirs,
-    /// [`Turn`].
+    /// LRU with grace for late turns of a conversation and for frequent use: [`Turn`].
     Turn,
 }
 
@@ -80,8 +83,8 @@ impl EvictionKind {
         }
     }
 
-    /// A fresh policy for a tier of `capacity` blocks. Block ids beyond the capacity work too; they make the
-    /// policy's arrays grow while it is used.
+    /// A fresh policy for a tier of `capacity` blocks. Block ids beyond the capacity work too; they
+    /// make the policy's arrays grow while it is used.
     pub fn build(self, capacity: u32) -> Box<dyn Eviction> {
         match self {
             Self::Lru => Box::new(Lru::default()),
@@ -108,10 +111,11 @@ impl fmt::Display for EvictionKind {
 impl FromStr for EvictionKind {
     type Err = UnknownEviction;
 
+    /// By name, in any case.
     fn from_str(name: &str) -> Result<Self, UnknownEviction> {
         Self::ALL
             .into_iter()
-            .find(|kind| kind.name() == name)
+            .find(|kind| kind.name().eq_ignore_ascii_case(name))
             .ok_or_else(|| UnknownEviction::new(name, Self::ALL.map(Self::name)))
     }
 }

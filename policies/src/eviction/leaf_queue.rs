@@ -6,22 +6,24 @@ use crate::seam::{BlockId, Forest, Standing};
 /// Blocks in order of age, of which only the leaves count. Every operation is O(1) (amortised for
 /// [`victim`](Self::victim)) and a block costs 8 bytes.
 ///
-/// A block is stamped alone, whatever the length of its path, by moving it to the young end. Its age is
-/// meant to be that of the youngest block at or below it, and it matters only once the block is a leaf. Two
-/// moves make it so, without any stamp being stored:
+/// A block is stamped alone, whatever the length of its path, by moving it to the young end. Its
+/// age is meant to be that of the youngest block at or below it, and it matters only once the block
+/// is a leaf. Two moves make it so, without any stamp being stored:
 ///
-/// - *An interior block at the old end leaves the queue.* Blocks below it were stamped later, so its own
-///   stamp will not count.
-/// - *When a block goes and exposes its parent, the parent takes its place,* unless the parent is still
-///   queued. The block was the last one below, and siblings that went before it were older: its stamp is the
-///   youngest. A parent still queued while its child came to the old end was stamped after the child.
+/// - *An interior block at the old end leaves the queue.* Blocks below it were stamped later, so
+///   its own stamp will not count.
+/// - *When a block goes and exposes its parent, the parent takes its place,* unless the parent is
+///   still queued. The block was the last one below, and siblings that went before it were older:
+///   its stamp is the youngest. A parent still queued while its child came to the old end was
+///   stamped after the child.
 ///
-/// So each leaf stands exactly where its stamp would sort it, as long as victims leave when they are named.
-/// Busy blocks are the exception. A busy leaf at the old end is dropped (it would be met again on each
-/// search) and comes back at the old end: rightly older than all that stayed, but blocks that were passed
-/// over together return in reverse order of their release. Likewise a block that is removed before its turn
-/// leaves a parent that is still queued with the parent's own, perhaps older stamp. Both let a block go
-/// somewhat early; neither keeps one too long nor loses one.
+/// So each leaf stands exactly where its stamp would sort it, as long as victims leave when they
+/// are named. Busy blocks are the exception. A busy leaf at the old end is dropped (it would be met
+/// again on each search) and comes back at the old end: rightly older than all that stayed, but
+/// blocks that were passed over together return in reverse order of their release. Likewise a block
+/// that is removed before its turn leaves a parent that is still queued with the parent's own,
+/// perhaps older stamp. Both let a block go somewhat early; neither keeps one too long nor loses
+/// one.
 #[derive(Debug, Default)]
 pub(super) struct LeafQueue {
     ages: AgeList,

@@ -5,13 +5,13 @@ use super::residents::{RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest};
 
-/// Evicts the leaf of the lowest number of uses plus the age of the tier at its last use; of equals, the one
-/// used least recently. The age is the sum of the last victim, so that a block that was once popular
-/// does not stay for ever: LFU with dynamic aging (M. Arlitt et al., "Evaluating content management
-/// techniques for Web proxy caches", Performance Evaluation Review 27(4), 2000).
+/// Evicts the leaf of the lowest number of uses plus the age of the tier at its last use; of
+/// equals, the one used least recently. The age is the sum of the last victim, so that a block that
+/// was once popular does not stay for ever: LFU with dynamic aging (M. Arlitt et al., "Evaluating
+/// content management techniques for Web proxy caches", Performance Evaluation Review 27(4), 2000).
 ///
-/// Leaf-first changes little: a parent is used at least as often as its child and no earlier, so it ranks
-/// above it anyway. O(path) a request, 32 bytes a block.
+/// Leaf-first changes little: a parent is used at least as often as its child and no earlier, so it
+/// ranks above it anyway. O(path) a request, 32 bytes a block.
 #[derive(Debug)]
 pub struct Lfu {
     blocks: RankedResidents<UseFrequency>,

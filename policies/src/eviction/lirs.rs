@@ -7,19 +7,21 @@ use super::residents::{RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest};
 
-/// Keeps the blocks whose last two uses lie closest together (the *low* ones) and lets the
-/// others pass through a small queue. A block that returns while its last use is more recent than that of
+/// Keeps the blocks whose last two uses lie closest together (the *low* ones) and lets the others
+/// pass through a small queue. A block that returns while its last use is more recent than that of
 /// the stalest low block takes that block's place. (S. Jiang, X. Zhang, "LIRS: an efficient low
-/// inter-reference recency set replacement policy to improve buffer cache performance", SIGMETRICS 2002.)
+/// inter-reference recency set replacement policy to improve buffer cache performance", SIGMETRICS
+/// 2002.)
 ///
-/// The paper's stack is implied: a block stands in it while its last use is more recent than that of the
-/// stalest low block, so a stamp per block and a list of the low ones say the same.
+/// The paper's stack is implied: a block stands in it while its last use is more recent than that
+/// of the stalest low block, so a stamp per block and a list of the low ones say the same.
 ///
-/// Leaf-first changes little: a parent's uses are those of its child and more, so it is low if the child is.
-/// The blocks of one request are judged together, by the stalest low block before it. The queue has 5 % of
-/// the tier, not the 1 % of the paper, for it has to hold whole prompts.
+/// Leaf-first changes little: a parent's uses are those of its child and more, so it is low if the
+/// child is. The blocks of one request are judged together, by the stalest low block before it. The
+/// queue has 5 % of the tier, not the 1 % of the paper, for it has to hold whole prompts.
 ///
-/// O(path) a request, 48 bytes a block and about 70 a ghost, of which there are at most four a block.
+/// O(path) a request, 48 bytes a block and about 70 a ghost, of which there are at most four a
+/// block.
 #[derive(Debug)]
 pub struct Lirs {
     blocks: RankedResidents<LirsBlock>,
@@ -69,8 +71,10 @@ impl Lirs {
                 (false, self.ghosts.take(key), key)
             }
         };
-        // `None` is below any stamp: a first use is never more recent, and where no block is low any earlier use is.
-        let is_low = was_low || self.low_len < self.low_room || previous_use > self.stalest_low_use();
+        // `None` is below any stamp: a first use is never more recent, and where no block is low
+        // any earlier use is.
+        let is_low =
+            was_low || self.low_len < self.low_room || previous_use > self.stalest_low_use();
         if was_low {
             self.forget_low(block);
         }
@@ -111,7 +115,8 @@ impl Eviction for Lirs {
         for block in self.blocks.path(access, forest) {
             self.place(block, forest);
         }
-        // After the whole path: its first blocks must not push out what its last ones are compared with.
+        // After the whole path: its first blocks must not push out what its last ones are compared
+        // with.
         self.demote_surplus();
         self.blocks.offer(access.deepest);
     }

@@ -7,9 +7,9 @@ use crate::seam::{Access, BlockId, Forest};
 
 /// Evicts the leaf whose last use is the longest ago: LRU that goes tail first through each prompt.
 ///
-/// Exact at O(1) a request: a use stamps the deepest block of the path alone, yet each block has the stamp
-/// of the last path through it by the time it is a leaf. How, and what busy blocks do to it: see the queue
-/// that it shares with [`Fifo`](super::Fifo) in `leaf_queue.rs`. 8 bytes a block.
+/// Exact at O(1) a request: a use stamps the deepest block of the path alone, yet each block has
+/// the stamp of the last path through it by the time it is a leaf. How, and what busy blocks do to
+/// it: see the queue that it shares with [`Fifo`](super::Fifo) in `leaf_queue.rs`. 8 bytes a block.
 #[derive(Debug, Default)]
 pub struct Lru {
     queue: LeafQueue,

@@ -6,12 +6,13 @@ use super::residents::{RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest};
 
-/// Evicts the leaf whose last use but one is the longest ago. Those used once come first, the least recent
-/// of them first. (E. O'Neil, P. O'Neil, G. Weikum, "The LRU-K page replacement algorithm for database disk
-/// buffering", SIGMOD 1993, with K = 2 and without a correlated reference period.)
+/// Evicts the leaf whose last use but one is the longest ago. Those used once come first, the least
+/// recent of them first. (E. O'Neil, P. O'Neil, G. Weikum, "The LRU-K page replacement algorithm
+/// for database disk buffering", SIGMOD 1993, with K = 2 and without a correlated reference
+/// period.)
 ///
-/// Leaf-first changes nothing: a parent's uses are those of its child and more. The last use of a block
-/// is remembered after it left, of four times as many blocks as the tier holds.
+/// Leaf-first changes nothing: a parent's uses are those of its child and more. The last use of a
+/// block is remembered after it left, of four times as many blocks as the tier holds.
 ///
 /// O(path) a request, 32 bytes a block and about 70 a ghost.
 #[derive(Debug)]

@@ -1,5 +1,5 @@
-//! A small tier for tests: it keeps every stamp that the policies avoid keeping, and checks what any policy
-//! must hold to.
+//! A small tier for tests: it keeps every stamp that the policies avoid keeping, and checks what
+//! any policy must hold to.
 
 use proptest::prelude::*;
 
@@ -10,7 +10,8 @@ use crate::seam::{Access, BlockId, Forest, Hints, RequestId, Standing};
 /// One step of a test. A number picks among the blocks that qualify, modulo their count.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Op {
-    /// A request whose path ends at a resident block (or nowhere, the last choice), `grown` new blocks on.
+    /// A request whose path ends at a resident block (or nowhere, the last choice), `grown` new
+    /// blocks on.
     Request { known: usize, grown: usize },
     /// Evict one block.
     Evict,
@@ -49,8 +50,8 @@ pub(crate) struct Victim {
     pub(crate) oldest_use: u64,
     pub(crate) arrival: u64,
     pub(crate) oldest_arrival: u64,
-    /// A search met this block or one below it while it was busy, or one below it was dropped, and no request
-    /// has used this block since.
+    /// A search met this block or one below it while it was busy, or one below it was dropped, and
+    /// no request has used this block since.
     pub(crate) out_of_turn: bool,
 }
 
@@ -119,7 +120,8 @@ impl Tree {
             deepest = Some(self.insert(deepest));
         }
         let Some(deepest) = deepest else { return };
-        let path: Vec<_> = std::iter::successors(Some(deepest), |&block| self.parent(block)).collect();
+        let path: Vec<_> =
+            std::iter::successors(Some(deepest), |&block| self.parent(block)).collect();
         for &block in &path {
             self.block_mut(block).last_use = self.now;
             self.block_mut(block).out_of_turn = false;
@@ -168,8 +170,10 @@ impl Tree {
             self.block_mut(leaf).out_of_turn = true;
         }
         let choice = choice.inspect(|choice| assert!(candidates.contains(choice)))?;
-        let oldest = |age: fn(&Block) -> u64| candidates.iter().map(|&id| age(self.block(id))).min();
-        let (oldest_use, oldest_arrival) = (oldest(|block| block.last_use)?, oldest(|block| block.arrival)?);
+        let oldest =
+            |age: fn(&Block) -> u64| candidates.iter().map(|&id| age(self.block(id))).min();
+        let (oldest_use, oldest_arrival) =
+            (oldest(|block| block.last_use)?, oldest(|block| block.arrival)?);
         let Block { last_use, arrival, out_of_turn, .. } = *self.block(choice);
         self.remove(choice, policy);
         Some(Victim { last_use, oldest_use, arrival, oldest_arrival, out_of_turn })

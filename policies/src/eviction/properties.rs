@@ -11,7 +11,8 @@ use crate::tier_policies::TierPolicies;
 
 const CAPACITY: u32 = 8;
 
-/// Plays `ops` to a fresh policy. The tree checks each victim: an idle leaf, and one wherever there is one.
+/// Plays `ops` to a fresh policy. The tree checks each victim: an idle leaf, and one wherever there
+/// is one.
 fn play(kind: EvictionKind, ops: &[Op]) -> (Tree, Box<dyn Eviction>, Vec<(u64, u64)>) {
     let (mut tree, mut policy) = (Tree::default(), kind.build(CAPACITY));
     let victims = ops.iter().filter_map(|&op| tree.apply(op, policy.as_mut()));

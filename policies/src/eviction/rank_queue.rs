@@ -1,12 +1,14 @@
 //! Numbers by rank, the lowest first.
 
-/// A binary heap that knows where each of its numbers stands, so that a new rank moves the number instead of leaving a
-/// stale entry behind: entries that no longer hold would have to be swept out now and then, all at once.
+/// A binary heap that knows where each of its numbers stands, so that a new rank moves the number
+/// instead of leaving a stale entry behind: entries that no longer hold would have to be swept out
+/// now and then, all at once.
 ///
 /// O(log n) a change; 12 bytes a number. Numbers of equal rank come in ascending order.
 #[derive(Debug, Default)]
 pub(super) struct RankQueue {
-    /// Rank and number; each entry is at most as large as the two at twice its index, plus 1 and plus 2.
+    /// Rank and number; each entry is at most as large as the two at twice its index, plus 1 and
+    /// plus 2.
     heap: Vec<(u32, u32)>,
     /// By number: its index in the heap; [`ABSENT`] where it has none.
     index: Vec<u32>,

@@ -17,10 +17,10 @@ pub(super) trait RankedLeaves: Debug {
 
 /// The blocks of a tier, each with a `T`, and its leaves in order of rank.
 ///
-/// A touch writes to each block of a path (O(1) each, no order is kept among interior blocks) and sorts one
-/// leaf; a removal sorts the parent that it exposes. So the tree below holds leaves only, besides those that
-/// have become interior or busy since: each search drops the ones it meets. A leaf costs about 32 bytes more
-/// than the other blocks.
+/// A touch writes to each block of a path (O(1) each, no order is kept among interior blocks) and
+/// sorts one leaf; a removal sorts the parent that it exposes. So the tree below holds leaves only,
+/// besides those that have become interior or busy since: each search drops the ones it meets. A
+/// leaf costs about 32 bytes more than the other blocks.
 #[derive(Debug)]
 pub(super) struct RankedResidents<T: RankedLeaves> {
     blocks: Vec<Option<ResidentBlock<T>>>,
@@ -56,8 +56,9 @@ impl<T: RankedLeaves> RankedResidents<T> {
         self.last_stamp
     }
 
-    /// The blocks that `access` is the first to use on behalf of its request, from the deepest up: a use that
-    /// comes in parts counts once. All of the path, or what was inserted if an earlier part had the rest.
+    /// The blocks that `access` is the first to use on behalf of its request, from the deepest up:
+    /// a use that comes in parts counts once. All of the path, or what was inserted if an earlier
+    /// part had the rest.
     pub(super) fn path<'f>(
         &mut self,
         access: &Access,
@@ -72,7 +73,8 @@ impl<T: RankedLeaves> RankedResidents<T> {
         let Some(request) = access.request else { return access.inserted == 0 };
         let is_first = !self.counted.contains(&request);
         if is_first {
-            // A request that outlives 64 others counts twice, and its blocks then rank a little too high.
+            // A request that outlives 64 others counts twice, and its blocks then rank a little too
+            // high.
             self.counted.truncate(Self::COUNTED - 1);
             self.counted.push_front(request);
         }
@@ -96,7 +98,7 @@ impl<T: RankedLeaves> RankedResidents<T> {
             self.blocks.resize_with(at + 1, || None);
         }
         let old = self.blocks[at].replace(ResidentBlock { state, is_sorted: false });
-        // By what it was: the tree has the leaf under its old rank.
+        // By its old rank: the tree has the leaf under that.
         self.unsort(old.as_ref());
     }
 

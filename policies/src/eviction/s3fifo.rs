@@ -7,15 +7,15 @@ use super::residents::{RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest, Standing};
 
-/// New blocks pass through a small queue of a tenth of the tier. Those used more than once meanwhile, and
-/// those that left it not long ago, go to the main queue, which gives a used block another round. (J. Yang et
-/// al., "FIFO queues are all you need for cache eviction", SOSP 2023.)
+/// New blocks pass through a small queue of a tenth of the tier. Those used more than once
+/// meanwhile, and those that left it not long ago, go to the main queue, which gives a used block
+/// another round. (J. Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.)
 ///
-/// Leaf-first: a block that may not leave counts as used when it comes to the head of a queue, for it is. To
-/// bound a search, the oldest leaf goes after 4,096 blocks were passed over in vain.
+/// Leaf-first: a block that may not leave counts as used when it comes to the head of a queue, for
+/// it is. To bound a search, the oldest leaf goes after 4,096 blocks were passed over in vain.
 ///
-/// O(path) a request and O(1) moves a victim as a rule. 48 bytes a block and about 60 a ghost, of which there
-/// are at most nine for ten blocks.
+/// O(path) a request and O(1) moves a victim as a rule. 48 bytes a block and about 60 a ghost, of
+/// which there are at most nine for ten blocks.
 #[derive(Debug)]
 pub struct S3Fifo {
     blocks: RankedResidents<S3FifoBlock>,
@@ -86,7 +86,10 @@ impl S3Fifo {
     fn head(&self) -> Option<BlockId> {
         let small = self.small.oldest();
         // At last the small one in any case: at the start the main one is empty.
-        small.filter(|_| self.small_len >= self.capacity / 10).or_else(|| self.main.oldest()).or(small)
+        small
+            .filter(|_| self.small_len >= self.capacity / 10)
+            .or_else(|| self.main.oldest())
+            .or(small)
     }
 
     /// Puts a block that stays behind the others of the main queue.
@@ -96,7 +99,8 @@ impl S3Fifo {
         let uses = if place.is_main { place.uses.saturating_sub(1) } else { 0 };
         let stamp = self.blocks.stamp();
         self.blocks.set(block, S3FifoBlock { is_main: true, stamp, uses, ..place });
-        // A busy one is offered when it is released: the search among the leaves, which follows, is to come to an end.
+        // A busy one is offered when it is released: the search among the leaves, which follows, is
+        // to come to an end.
         if standing == Standing::Evictable {
             self.blocks.offer(block);
         }
@@ -119,7 +123,8 @@ impl Eviction for S3Fifo {
         let Some(gone) = self.blocks.remove(block, exposed) else { return };
         self.unlink(block, gone.is_main);
         if !gone.is_main {
-            // Of the small queue alone, as in the paper: a ghost that returns says that it was too short.
+            // Of the small queue alone, as in the paper: a ghost that returns says that it was too
+            // short.
             self.ghosts.insert(gone.key, ());
             self.ghosts.truncate(self.capacity - self.capacity / 10);
         }

@@ -5,9 +5,9 @@ use super::residents::{RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest};
 
-/// A hand moves from the oldest block to the youngest, clears the mark of those used since it last came by
-/// and evicts the first without one. (Y. Zhang et al., "SIEVE is simpler than LRU: an efficient turn-key
-/// eviction algorithm for Web caches", NSDI 2024.)
+/// A hand moves from the oldest block to the youngest, clears the mark of those used since it last
+/// came by and evicts the first without one. (Y. Zhang et al., "SIEVE is simpler than LRU: an
+/// efficient turn-key eviction algorithm for Web caches", NSDI 2024.)
 ///
 /// Leaf-first: the hand passes interior blocks without a look.
 ///
@@ -62,7 +62,8 @@ impl Eviction for Sieve {
             let ahead = self.blocks.lowest(self.hand.., forest);
             let block = ahead.or_else(|| self.blocks.lowest(.., forest))?;
             let place = *self.blocks.state(block)?;
-            // On the victim, not past it: a second question before that has gone gets the same answer.
+            // On the victim, not past it: a second question before that has gone gets the same
+            // answer.
             self.hand = place.stamp;
             if !place.is_used {
                 return Some(block);

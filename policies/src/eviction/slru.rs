@@ -6,9 +6,9 @@ use super::residents::{RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest};
 
-/// Keeps four fifths of the tier for blocks used again: they are protected until that many were used later,
-/// then they stand behind the new ones. (R. Karedla, J. Love, B. Wherry, "Caching strategies to improve disk
-/// system performance", Computer 27(3), 1994.)
+/// Keeps four fifths of the tier for blocks used again: they are protected until that many were
+/// used later, then they stand behind the new ones. (R. Karedla, J. Love, B. Wherry, "Caching
+/// strategies to improve disk system performance", Computer 27(3), 1994.)
 ///
 /// Leaf-first changes nothing: whatever protects a block protects its parent, and longer.
 ///
@@ -80,7 +80,8 @@ impl Eviction for Slru {
                 None => self.place(block, false),
             }
         }
-        // A path that is longer than the room exposes its own tail: it was protected from the deepest block up.
+        // A path that is longer than the room exposes its own tail: it was protected from the
+        // deepest block up.
         self.expose_surplus();
         self.blocks.offer(access.deepest);
     }

@@ -8,19 +8,21 @@ use crate::seam::{Access, BlockId, Forest, Standing};
 
 /// Another policy, fair between tenants.
 ///
-/// Each tenant is entitled to a share of the tier in proportion to its weight. The victim is taken from the
-/// tenant that is furthest above its share, the one with the most blocks for its weight, if it has a leaf that
-/// may go; else from the next one. Of a tenant's leaves those of the lowest [priority](crate::Hints::priority) go
-/// first, and of these the one that the other policy gives up first. So a tenant that alone uses a tier has all of
-/// it, and one that comes later gets its share from those that have more than theirs.
+/// Each tenant is entitled to a share of the tier in proportion to its weight. The victim is taken
+/// from the tenant that is furthest above its share, the one with the most blocks for its weight,
+/// if it has a leaf that may go; else from the next one. Of a tenant's leaves those of the lowest
+/// [priority](crate::Hints::priority) go first, and of these the one that the other policy gives up
+/// first. So a tenant that alone uses a tier has all of it, and one that comes later gets its share
+/// from those that have more than theirs.
 ///
-/// A block is charged to the tenant whose request brought it, at that request's priority, whichever uses it later.
-/// Requests that name no tenant are one tenant together.
+/// A block is charged to the tenant whose request brought it, at that request's priority, whichever
+/// uses it later. Requests that name no tenant are one tenant together.
 ///
-/// The other policy is asked for its next victim until one fits; those that do not fit are set aside in that
-/// order, until they are used or their turn comes. A leaf is set aside once for each time that the policy takes it
-/// up, so a victim costs O(log tenants) amortised, besides groups (tenants and priorities) that have blocks but no
-/// leaf that may go. 16 bytes a block and 16 more for each leaf set aside.
+/// The other policy is asked for its next victim until one fits; those that do not fit are set
+/// aside in that order, until they are used or their turn comes. A leaf is set aside once for each
+/// time that the policy takes it up, so a victim costs O(log tenants) amortised, besides groups
+/// (tenants and priorities) that have blocks but no leaf that may go. 16 bytes a block and 16 more
+/// for each leaf set aside.
 #[derive(Debug)]
 pub struct Tenants {
     policy: Box<dyn Eviction>,
@@ -34,14 +36,14 @@ pub struct Tenants {
     last_ticket: u32,
 }
 
-/// On what terms tenants share a tier.
+/// The terms on which tenants share a tier.
 #[derive(Clone, Debug, Default)]
 pub struct TenantTerms {
-    /// How large a tenant's share is, compared to others. Tenants that are not named weigh 1; what is not positive
-    /// counts as almost nothing.
+    /// How large a tenant's share is, compared to others. Tenants that are not named weigh 1; what
+    /// is not positive counts as almost nothing.
     pub weights: HashMap<u32, f64>,
-    /// Blocks beyond which a tenant gives way before all that are within their quotas. It may use what no other
-    /// tenant wants: a quota evicts nothing while there is room.
+    /// Blocks beyond which a tenant gives way before all that are within their quotas. It may use
+    /// what no other tenant wants: a quota evicts nothing while there is room.
     pub quotas: HashMap<u32, u32>,
 }
 
@@ -104,7 +106,9 @@ impl Tenants {
     }
 
     fn discharge(&mut self, block: BlockId) {
-        let Some(charge) = self.charges.get_mut(block.0 as usize).and_then(Option::take) else { return };
+        let Some(charge) = self.charges.get_mut(block.0 as usize).and_then(Option::take) else {
+            return;
+        };
         if let Some(group) = self.groups.get_mut(&charge.group) {
             group.blocks -= 1;
             if group.blocks == 0 {
@@ -126,7 +130,8 @@ impl Tenants {
     }
 
     fn load(&self, tenant: TenantId, blocks: u32) -> TenantExcess {
-        let weight = tenant.and_then(|tenant| self.terms.weights.get(&tenant)).map_or(1.0, |&weight| weight);
+        let weight =
+            tenant.and_then(|tenant| self.terms.weights.get(&tenant)).map_or(1.0, |&weight| weight);
         let quota = tenant.and_then(|tenant| self.terms.quotas.get(&tenant));
         TenantExcess {
             is_over_quota: quota.is_some_and(|&quota| blocks > quota),
@@ -140,7 +145,11 @@ impl Tenants {
     }
 
     fn is_aside(&self, block: BlockId) -> bool {
-        self.charges.get(block.0 as usize).copied().flatten().is_some_and(|charge| charge.ticket != 0)
+        self.charges
+            .get(block.0 as usize)
+            .copied()
+            .flatten()
+            .is_some_and(|charge| charge.ticket != 0)
     }
 
     fn set_aside(&mut self, block: BlockId) {
@@ -152,14 +161,15 @@ impl Tenants {
         let id = charge.group;
         let Some(group) = self.groups.get_mut(&id) else { return };
         group.aside.push_back((block, ticket));
-        // Entries of leaves that were taken back stay until they are the more: swept then, in O(1) amortised.
+        // Entries of leaves that were taken back stay until they are the more: swept then, in O(1)
+        // amortised.
         if group.aside.len() > 2 * group.blocks as usize + 64 {
             let charges = &self.charges;
             group.aside.retain(|&(block, ticket)| holds(charges, block, ticket));
         }
     }
 
-    /// What was used, exposed or removed is the other policy's business again.
+    /// What was used, exposed or removed goes back to the other policy.
     fn take_back(&mut self, block: BlockId) {
         if let Some(charge) = self.charge_of(block) {
             charge.ticket = 0;
@@ -173,12 +183,14 @@ impl Tenants {
 
     fn first_aside(&mut self, id: GroupId, forest: &dyn Forest) -> Option<BlockId> {
         loop {
-            let (block, ticket) = *self.groups.get(&id)?.aside.front().filter(|_| forest.may_look())?;
+            let (block, ticket) =
+                *self.groups.get(&id)?.aside.front().filter(|_| forest.may_look())?;
             if holds(&self.charges, block, ticket) {
                 if forest.standing(block) == Standing::Evictable {
                     return Some(block);
                 }
-                // Busy or interior now. When that ends, the other policy hears of it and names it again.
+                // Busy or interior now. When that ends, the other policy is told and names it
+                // again.
                 self.take_back(block);
             }
             self.groups.get_mut(&id)?.aside.pop_front();
@@ -212,7 +224,9 @@ impl Forest for TierRest<'_> {
     fn standing(&self, block: BlockId) -> Standing {
         let charge = self.charges.get(block.0 as usize).copied().flatten();
         match self.forest.standing(block) {
-            Standing::Evictable if charge.is_some_and(|charge| charge.ticket != 0) => Standing::Busy,
+            Standing::Evictable if charge.is_some_and(|charge| charge.ticket != 0) => {
+                Standing::Busy
+            }
             standing => standing,
         }
     }
@@ -235,7 +249,8 @@ impl Eviction for Tenants {
         self.blocks(tenant)
     }
 
-    /// Always: it knows in which tenant's name a block goes down, and the tier below charges that tenant.
+    /// Always: it knows in which tenant's name a block goes down, and the tier below charges that
+    /// tenant.
     fn needs_reuse(&self) -> bool {
         true
     }
@@ -260,7 +275,8 @@ impl Eviction for Tenants {
     fn victim(&mut self, forest: &dyn Forest, reuse: &ReuseModel) -> Option<BlockId> {
         let mut heaviest = self.order.last().copied();
         while let Some((load, tenant)) = heaviest {
-            let mut lowest = self.groups.range((tenant, 0)..=(tenant, u8::MAX)).next().map(|(&id, _)| id);
+            let mut lowest =
+                self.groups.range((tenant, 0)..=(tenant, u8::MAX)).next().map(|(&id, _)| id);
             while let Some((_, priority)) = lowest {
                 if let Some(block) = self.first((tenant, priority), forest, reuse) {
                     return Some(block);
@@ -394,9 +410,11 @@ mod tests {
             let deepest = BlockId(self.inserted);
             self.left.insert(self.inserted as usize);
             self.inserted += 1;
-            let hints = Hints { tenant: Some(tenant), priority: Some(priority), ..Hints::default() };
+            let hints =
+                Hints { tenant: Some(tenant), priority: Some(priority), ..Hints::default() };
             let request = Some(RequestId(deepest.0.into()));
-            let access = Access { now_ms: 0, request, deepest, depth: 1, inserted: 1, path: 1, hints };
+            let access =
+                Access { now_ms: 0, request, deepest, depth: 1, inserted: 1, path: 1, hints };
             self.policy.touch(&access, &Loose, &ReuseModel::idle());
         }
 
@@ -408,8 +426,10 @@ mod tests {
 
     #[test]
     fn a_scan_takes_no_more_than_its_share() {
-        let mut tier =
-            TenantRoots::new(Tenants::new(EvictionKind::Lru.build(100), weigh(HashMap::from([(1, 3.0)]))));
+        let mut tier = TenantRoots::new(Tenants::new(
+            EvictionKind::Lru.build(100),
+            weigh(HashMap::from([(1, 3.0)])),
+        ));
         (0..100).for_each(|_| tier.insert(1, 50));
         for _ in 0..1_000 {
             tier.insert(2, 50);
@@ -446,7 +466,8 @@ mod tests {
             let deepest = BlockId(turn % 10);
             let request = Some(RequestId(u64::from(turn) + 100));
             let hints = Hints::default();
-            let access = Access { now_ms: 0, request, deepest, depth: 1, inserted: 0, path: 1, hints };
+            let access =
+                Access { now_ms: 0, request, deepest, depth: 1, inserted: 0, path: 1, hints };
             tier.policy.touch(&access, &Loose, &ReuseModel::idle());
             tier.policy.victim(&Loose, &ReuseModel::idle());
         }

@@ -9,19 +9,20 @@ use super::residents::{RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest, RequestId};
 
-/// Evicts the leaf with the lowest last use plus grace. The grace is half the running median of the gaps
-/// between the turns of conversations, times the sum of two buckets: of the turn's number and of the block's
-/// uses. The rule is this project's own; it has nothing to tune.
+/// Evicts the leaf with the lowest last use plus grace. The grace is half the running median of the
+/// gaps between the turns of conversations, times the sum of two buckets: of the turn's number and
+/// of the block's uses. The rule is this project's own; it has nothing to tune.
 ///
-/// A request continues a conversation if what is known of its path ends where an earlier request ended, or
-/// one block before that. A prefix of fewer than three blocks is a prompt that strangers share: no turn
-/// follows from it.
+/// A request continues a conversation if what is known of its path ends where an earlier request
+/// ended, or one block before that. A prefix of fewer than three blocks is a prompt that strangers
+/// share: no turn follows from it.
 ///
-/// A use that comes in parts is one turn: each part takes the number on, and moves the turn's end to its own.
+/// A use that comes in parts is one turn: each part takes the number on, and moves the turn's end
+/// to its own.
 ///
-/// Leaf-first changes little: a parent is used no less often than its child, and no earlier. Ghosts keep a
-/// conversation's turn number while its blocks are away. O(path) a request, 48 bytes a block and about 80 a
-/// ghost, of which there are at most four a block.
+/// Leaf-first changes little: a parent is used no less often than its child, and no earlier. Ghosts
+/// keep a conversation's turn number while its blocks are away. O(path) a request, 48 bytes a block
+/// and about 80 a ghost, of which there are at most four a block.
 #[derive(Debug)]
 pub struct Turn {
     blocks: RankedResidents<TurnBlock>,
@@ -122,8 +123,8 @@ impl Turn {
         TurnStep { block, key, known: self.ghosts.take(key) }
     }
 
-    /// Takes a turn on by the path at hand, which ends at `depth`: the deepest known block tells its number and the gap
-    /// since the one before.
+    /// Takes a turn on by the path at hand, which ends at `depth`: the deepest known block tells
+    /// its number and the gap since the one before.
     fn advance(&mut self, progress: &mut TurnProgress, depth: u32, now_ms: u64) {
         let Some(end) = self.steps.iter().position(|step| step.known.is_some()) else { return };
         progress.number = 1;
@@ -132,7 +133,8 @@ impl Turn {
         progress.number = end.turn.saturating_add(1);
         let gap_ms = now_ms.saturating_sub(end.turn_ms);
         match progress.gap {
-            // A conversation that comes back in parts comes by the ends of all its turns. The last one counts.
+            // A conversation that comes back in parts comes by the ends of all its turns. The last
+            // one counts.
             Some(at) => self.gaps.set(at, gap_ms),
             None => progress.gap = Some(self.gaps.add(gap_ms)),
         }
@@ -145,11 +147,13 @@ impl Turn {
         });
         let grace_ms = self.gaps.median / 2 * (grace_turns + bucket(history.reuses));
         let stamp = self.blocks.stamp();
-        let place = TurnBlock { until_ms: now_ms.saturating_add(grace_ms), stamp, key: step.key, history };
+        let place =
+            TurnBlock { until_ms: now_ms.saturating_add(grace_ms), stamp, key: step.key, history };
         self.blocks.set(step.block, place);
     }
 
-    /// The request's turn so far, if this is not its first part. Its end is further down from now on.
+    /// The request's turn so far, if this is not its first part. Its end is further down from now
+    /// on.
     fn reopen(&mut self, request: Option<RequestId>) -> Option<TurnProgress> {
         let at = self.going.iter().position(|going| Some(going.request) == request)?;
         let GoingTurn { progress, end, .. } = self.going[at];
@@ -168,7 +172,8 @@ impl Turn {
         let end = std::array::from_fn(|_| {
             let block = path.next()?;
             let TurnBlock { key, history, .. } = self.blocks.state_mut(block)?;
-            let covered = CoveredTurn { block, key: *key, turn: history.turn, turn_ms: history.turn_ms };
+            let covered =
+                CoveredTurn { block, key: *key, turn: history.turn, turn_ms: history.turn_ms };
             (history.turn, history.turn_ms) = (progress.number, access.now_ms);
             Some(covered)
         });
@@ -306,7 +311,8 @@ mod tests {
             };
             let mut depth = from;
             if depth > 0 {
-                let inserted = if matches!(parts, ReportedParts::One) { len - self.resident } else { 0 };
+                let inserted =
+                    if matches!(parts, ReportedParts::One) { len - self.resident } else { 0 };
                 self.part(depth, inserted, len);
             }
             while depth < len {
@@ -320,8 +326,15 @@ mod tests {
         fn part(&mut self, depth: u32, inserted: u32, path: u32) {
             let (request, deepest) = (Some(RequestId(self.turns)), BlockId(depth - 1));
             let hints = Hints::default();
-            let access =
-                Access { now_ms: self.turns * 60_000, request, deepest, depth, inserted, path, hints };
+            let access = Access {
+                now_ms: self.turns * 60_000,
+                request,
+                deepest,
+                depth,
+                inserted,
+                path,
+                hints,
+            };
             self.policy.touch(&access, &LINE, &ReuseModel::idle());
         }
 
@@ -336,7 +349,9 @@ mod tests {
         /// Which turn ended at each block, and when its grace ends.
         fn blocks(&self) -> Vec<(u32, u64)> {
             let state = |block| self.policy.blocks.state(BlockId(block)).expect("it is there");
-            (0..self.resident).map(|block| (state(block).history.turn, state(block).until_ms)).collect()
+            (0..self.resident)
+                .map(|block| (state(block).history.turn, state(block).until_ms))
+                .collect()
         }
     }
 

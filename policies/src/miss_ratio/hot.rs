@@ -1,4 +1,4 @@
-//! The few blocks that a large part of all requests begin with.
+//! The few blocks with which a large part of all requests begin.
 
 use std::collections::HashMap;
 
@@ -7,16 +7,17 @@ use std::collections::HashMap;
 const SHARE: u32 = 50;
 /// Uses below which nothing is hot.
 const LEAST_USES: u32 = 16;
-/// Blocks of a path that may be hot, from its root on. Of longer shared prefixes a sample takes enough.
+/// Blocks of a path that may be hot, from its root on. Of longer shared prefixes a sample takes
+/// enough.
 pub(super) const DEEPEST: usize = 32;
 /// After this number of requests half of the counts is forgotten.
 const WINDOW: u32 = 8_192;
 
 /// Counts the uses of the blocks that are hot, and of those next to them.
 ///
-/// A block is used whenever one below it is, so hot blocks are the heads of paths: a request costs a look-up for
-/// each hot block that it begins with, and one more. At most some 25,000 blocks are counted at a time, typically a few
-/// hundred.
+/// A block is used whenever one below it is, so hot blocks are the heads of paths: a request costs
+/// a look-up for each hot block that it begins with, and one more. At most some 25,000 blocks are
+/// counted at a time, typically a few hundred.
 #[derive(Debug, Default)]
 pub(crate) struct HotBlocks {
     uses: HashMap<u64, u32>,
@@ -42,7 +43,8 @@ impl HotBlocks {
 
     fn forget_half(&mut self) {
         self.requests /= 2;
-        // What is half as frequent as a hot block keeps its count; all others would only fill the table.
+        // What is half as frequent as a hot block keeps its count; all others would only fill the
+        // table.
         let least = self.requests / SHARE / 2;
         self.uses.retain(|_, uses| {
             *uses /= 2;

@@ -1,14 +1,16 @@
 //! Hit rate against capacity, for all capacities at once, from one pass over the requests.
 //!
-//! Under LRU that goes leaf first, a tier of C blocks holds the C blocks used last, the deeper ones of a path
-//! being older. So a block that is used again is a hit exactly where C is at least its *stack distance*, its
-//! place from the top in that order (R. L. Mattson et al., "Evaluation techniques for storage hierarchies", IBM
-//! Systems Journal 9(2), 1970), and counting distances gives the curve. [`MissRatio`] measures them on a
-//! [`Sample`], in bounded memory and at little cost, so that a live tier may afford it.
+//! Under LRU that goes leaf first, a tier of C blocks holds the C blocks used last, the deeper ones
+//! of a path being older. So a block that is used again is a hit exactly where C is at least its
+//! *stack distance*, its place from the top in that order (R. L. Mattson et al., "Evaluation
+//! techniques for storage hierarchies", IBM Systems Journal 9(2), 1970), and counting distances
+//! gives the curve. [`MissRatio`] measures them on a [`Sample`], in bounded memory and at little
+//! cost, so that a live tier may afford it.
 //!
-//! Two things make a small sample tell much. Blocks are taken evenly along each path, for neighbours come and
-//! go together. And the few blocks that many requests begin with (see `hot.rs`) are all measured: with
-//! one of them in a sample or not, the estimate would be off by tens of points.
+//! Two things make a small sample tell much. Blocks are taken evenly along each path, for
+//! neighbours come and go together. And the few blocks that many requests begin with (see `hot.rs`)
+//! are all measured: with one of them in a sample or not, the estimate would be off by tens of
+//! points.
 
 mod hot;
 mod requests;
@@ -22,18 +24,18 @@ use requests::SampledRequest;
 use stack::LruStack;
 
 /// Blocks that are followed at most.
-// On conversation one block in 7 makes the curve wrong by 0.1 points on average and at most 0.4, one in 25 by
-// 0.4 and 1.4 (docs/planning.md).
+// On conversation one block in 7 makes the curve wrong by 0.1 points on average and at most 0.4,
+// one in 25 by 0.4 and 1.4 (docs/planning.md).
 const FOLLOWED: u32 = 16_384;
 
 /// Estimates which token hit rate an LRU tier of any capacity would have reached.
 ///
-/// Blocks that return from further down than the *horizon* count as misses, which bounds what is kept: one
-/// block in ⌈horizon ÷ 16,384⌉ is followed, at about 75 bytes each, 1.3 MB in all.
+/// Blocks that return from further down than the *horizon* count as misses, which bounds what is
+/// kept: one block in ⌈horizon ÷ 16,384⌉ is followed, at about 75 bytes each, 1.3 MB in all.
 ///
-/// A request reads the first few keys and a fixed share of the others, and costs some 100 ns for each block that it
-/// follows. A caller that cannot wait for that collects [`SampledRequests`], at a few ns for each of these, and lets
-/// another thread [take](Self::take) them.
+/// A request reads the first few keys and a fixed share of the others, and costs some 100 ns for
+/// each block that it follows. A caller that cannot wait for that collects [`SampledRequests`], at
+/// a few ns for each of these, and lets another thread [take](Self::take) them.
 #[derive(Debug)]
 pub struct MissRatio {
     sample: Sample,
@@ -70,17 +72,22 @@ impl MissRatio {
         }
     }
 
-    /// A request came whose prompt fills `blocks` blocks. `key` names the content at a position and all before
-    /// it, such as by its hash.
+    /// A request came whose prompt fills `blocks` blocks. `key` names the content at a position and
+    /// all before it, such as by its hash.
     pub fn observe(&mut self, blocks: usize, key: impl Fn(usize) -> u64, prompt_tokens: u32) {
         let mut requests = SampledRequests::new(self.sample);
         requests.push(blocks, key, prompt_tokens);
         self.take(&mut requests);
     }
 
-    /// Observes all of `requests`, in their order, and empties it. They were sampled as this curve [samples](Self::sample).
+    /// Observes all of `requests`, in their order, and empties it. They were sampled as this curve
+    /// [samples](Self::sample).
     pub fn take(&mut self, requests: &mut SampledRequests) {
-        debug_assert_eq!(requests.sample(), self.sample, "another sample says nothing about these blocks");
+        debug_assert_eq!(
+            requests.sample(),
+            self.sample,
+            "another sample says nothing about these blocks"
+        );
         requests.iter().for_each(|request| self.observe_sampled(&request));
         requests.clear();
     }
@@ -101,7 +108,8 @@ impl MissRatio {
 
     /// The share of all prompt tokens that a tier of `capacity` blocks would have held: 0 to 1.
     pub fn token_hit_rate(&self, capacity: u32) -> f64 {
-        // By what the sample had, not by its stride: what it has too much or too little of is scaled away.
+        // By what the sample had, not by its stride: what it has too much or too little of is
+        // scaled away.
         let scale = if self.sampled.uses > 0.0 { self.uses / self.sampled.uses } else { 0.0 };
         // Nothing was followed further down, so whatever was found is a hit there.
         let capacity = if capacity < self.horizon { capacity } else { u32::MAX };
@@ -139,7 +147,8 @@ impl MissRatio {
     /// The root is to be on top.
     fn renew(&mut self, head: usize) {
         for (at, &key) in self.path.iter().enumerate().rev() {
-            // A hot block stands for itself, since all of them are here; another one for its stretch.
+            // A hot block stands for itself, since all of them are here; another one for its
+            // stretch.
             self.stack.raise(key, if at < head { 1 } else { self.sample.stride() });
         }
     }
@@ -232,7 +241,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_curve_is_that_of_lru_where_all_blocks_are_followed(paths in paths(), capacity in 0_u32..64) {
+        fn the_curve_is_that_of_lru_if_all_is_followed(paths in paths(), capacity in 0_u32..64) {
             let mut curve = MissRatio::new(1_000, BLOCK_TOKENS);
             for path in &paths {
                 curve.observe(path.len(), |at| path[at], path.len() as u32 * BLOCK_TOKENS);

@@ -51,7 +51,8 @@ impl SampledRequests {
         self.sample
     }
 
-    /// A request came whose prompt fills `blocks` blocks. `key` names the content at a position and all before it.
+    /// A request came whose prompt fills `blocks` blocks. `key` names the content at a position and
+    /// all before it.
     pub fn push(&mut self, blocks: usize, key: impl Fn(usize) -> u64, prompt_tokens: u32) {
         // Sampled or not: which of them are hot is known only when they are observed.
         self.heads.extend((0..blocks.min(DEEPEST)).map(&key));

@@ -4,8 +4,9 @@ use std::collections::HashMap;
 
 /// At most `depth` keys, the one used last on top. A key stands for as many blocks as it weighs.
 ///
-/// Keys stand in a lane of twice as many places, filled from the left, and a Fenwick tree over it adds up the
-/// weights on the way to a place. A lane that is full is packed to the left: O(log n) a use, amortised.
+/// Keys stand in a lane of twice as many places, filled from the left, and a Fenwick tree over it
+/// adds up the weights on the way to a place. A lane that is full is packed to the left: O(log n) a
+/// use, amortised.
 #[derive(Debug)]
 pub(super) struct LruStack {
     places: HashMap<u64, u32>,
@@ -102,8 +103,8 @@ impl LruStack {
     }
 }
 
-/// Sums from the left in O(log n). (P. M. Fenwick, "A new data structure for cumulative frequency tables",
-/// Software: Practice and Experience 24(3), 1994.)
+/// Sums from the left in O(log n). (P. M. Fenwick, "A new data structure for cumulative frequency
+/// tables", Software: Practice and Experience 24(3), 1994.)
 #[derive(Debug)]
 struct FenwickTree(Vec<u32>);
 

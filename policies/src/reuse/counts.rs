@@ -4,8 +4,8 @@ use super::factors::{self, MANY_REUSES};
 
 /// Reuse counts by block, kept as runs of equal ones.
 ///
-/// Uses begin at the root, so counts hardly ever grow with the depth: a path has at most some 30 runs, whatever its
-/// length, and a use of 65,536 blocks changes a few numbers instead of as many.
+/// Uses begin at the root, so counts hardly ever grow with the depth: a path has at most some 30
+/// runs, whatever its length, and a use of 65,536 blocks changes a few numbers instead of as many.
 #[derive(Debug, Default)]
 pub(super) struct ReuseCounts(Vec<CountRun>);
 
@@ -48,7 +48,8 @@ impl ReuseCounts {
         for run in &mut self.0[first..last] {
             run.count = (run.count + 1).min(MANY_REUSES);
         }
-        // Counts at the cap and the two ends may equal their neighbours now. From behind: a removal moves what follows.
+        // Counts at the cap and the two ends may equal their neighbours now. From behind: a removal
+        // moves what follows.
         for below in (first.max(1)..(last + 1).min(self.0.len())).rev() {
             if self.0[below - 1].count == self.0[below].count {
                 self.0.remove(below - 1);
@@ -56,14 +57,16 @@ impl ReuseCounts {
         }
     }
 
-    /// The blocks from `from` to before `to` by class of reuse: how many in a row, and the count of the first.
+    /// The blocks from `from` to before `to` by class of reuse: how many in a row, and the count of
+    /// the first.
     pub(super) fn classes(&self, from: u32, to: u32) -> impl Iterator<Item = (u32, u8)> {
         let first = self.0.partition_point(|run| run.end <= from);
         let mut runs = self.0[first..].iter().peekable();
         let mut start = from;
         std::iter::from_fn(move || {
             let first = runs.next().filter(|_| start < to)?;
-            let is_akin = |run: &&CountRun| factors::reuse(run.count) == factors::reuse(first.count);
+            let is_akin =
+                |run: &&CountRun| factors::reuse(run.count) == factors::reuse(first.count);
             let mut end = first.end;
             while end < to
                 && let Some(run) = runs.next_if(is_akin)

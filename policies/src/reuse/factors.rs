@@ -29,9 +29,19 @@ pub(super) struct ReuseProfile([u8; FACTORS]);
 
 impl ReuseProfile {
     pub(super) fn new(request: BlockTraits, reuse: u8, position: u8, divergence: u8) -> Self {
-        // The model multiplies its factors, so what two of them say together must be a factor of its own.
+        // The model multiplies its factors, so what two of them say together must be a factor of
+        // its own.
         let cross = reuse * OUTPUTS as u8 + request.output;
-        Self([request.output, request.fresh, request.path, request.gap, reuse, cross, position, divergence])
+        Self([
+            request.output,
+            request.fresh,
+            request.path,
+            request.gap,
+            reuse,
+            cross,
+            position,
+            divergence,
+        ])
     }
 
     /// The same segment when the length of its request's output was not yet known.

@@ -1,9 +1,9 @@
 //! How soon blocks return: the hazard, and how it is learned.
 //!
-//! The hazard of a segment in age bin b is `base[b] · Π m[x] · g[x][group(b)]` over the values x of its
-//! factors. A fit counts, for the base and then for each factor in turn, how many returns there were and how
-//! many the rest of the model expected, and sets the multiplier to the ratio (one Gauss–Seidel sweep of a
-//! Poisson regression), held back by a prior where little was seen.
+//! The hazard of a segment in age bin b is `base[b] · Π m[x] · g[x][group(b)]` over the values x of
+//! its factors. A fit counts, for the base and then for each factor in turn, how many returns there
+//! were and how many the rest of the model expected, and sets the multiplier to the ratio (one
+//! Gauss–Seidel sweep of a Poisson regression), held back by a prior where little was seen.
 
 use super::factors::{ALL_VALUES, FACTORS, ReuseProfile, START, VALUES};
 
@@ -15,7 +15,8 @@ pub(super) const GROUP: usize = 3;
 pub(super) const GROUPS: usize = BINS / GROUP;
 
 /// Floats that are computed with together.
-// 128 bits, which x86-64 and aarch64 always have: the compiler can make one instruction of such a loop.
+// 128 bits, which x86-64 and aarch64 always have: the compiler can make one instruction of such a
+// loop.
 const LANES: usize = 4;
 
 /// Where each bin ends, in seconds.
@@ -108,8 +109,8 @@ impl HazardModel {
         product
     }
 
-    /// Learns from `records`, each of which counts twice: as it is, and as if the length of the output were
-    /// unknown, for that is how blocks are ranked while their request runs.
+    /// Learns from `records`, each of which counts twice: as it is, and as if the length of the
+    /// output were unknown, for that is how blocks are ranked while their request runs.
     pub(super) fn fit(&mut self, records: &[LifeRecord]) {
         let lives = lives(records);
         let Some(oldest) = lives.iter().map(|life| life.exit.bin()).max() else { return };
@@ -120,7 +121,8 @@ impl HazardModel {
         for (life, row) in lives.iter().zip(&mut expected) {
             scale(row, &self.base_of(life), groups);
         }
-        // One sweep: it goes on from the last fit, and a second one gained nothing (docs/policies.md).
+        // One sweep: it goes on from the last fit, and a second one gained nothing
+        // (docs/policies.md).
         for factor in 0..FACTORS {
             self.fit_factor(factor, &lives, &mut expected, groups);
         }
@@ -152,7 +154,13 @@ impl HazardModel {
     }
 
     /// Fits one factor; `expected` has the returns that the model expects of each life.
-    fn fit_factor(&mut self, factor: usize, lives: &[SegmentLife], expected: &mut [ByGroup], groups: usize) {
+    fn fit_factor(
+        &mut self,
+        factor: usize,
+        lives: &[SegmentLife],
+        expected: &mut [ByGroup],
+        groups: usize,
+    ) {
         let start = START[factor];
         let mut sums = vec![SeenLives::default(); VALUES[factor]];
         for (life, row) in lives.iter().zip(&*expected) {
@@ -163,7 +171,8 @@ impl HazardModel {
             }
         }
         // Applied before the next factor is fitted, which then explains only what this one leaves.
-        let change: Vec<_> = (start..).zip(&sums).map(|(place, seen)| self.update(place, seen)).collect();
+        let change: Vec<_> =
+            (start..).zip(&sums).map(|(place, seen)| self.update(place, seen)).collect();
         for (life, row) in lives.iter().zip(expected) {
             scale(row, &change[usize::from(life.places[factor]) - start], groups);
         }
@@ -237,8 +246,9 @@ fn lives(records: &[LifeRecord]) -> Vec<SegmentLife> {
     let scale = records.len() as f32 / weight.max(f32::MIN_POSITIVE);
     let known = records.iter().filter(|record| record.profile.knows_the_output());
     let known = known.map(|record| SegmentLife::new(record.profile, record, scale));
-    let unknown =
-        records.iter().map(|record| SegmentLife::new(record.profile.before_the_end(), record, scale));
+    let unknown = records
+        .iter()
+        .map(|record| SegmentLife::new(record.profile.before_the_end(), record, scale));
     known.chain(unknown).collect()
 }
 

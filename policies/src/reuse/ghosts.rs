@@ -6,7 +6,7 @@ use std::collections::BinaryHeap;
 use super::ids::{NodeId, PathId};
 use super::sharded::{ShardedMap, mixed};
 
-/// Blocks that have left are remembered until so long after their last use.
+/// How long after their last use blocks that have left are remembered.
 // 600 s did as well, 1,800 s was half a point worse over ten cells (docs/policies.md).
 pub(super) const GHOST_MS: u64 = 900_000;
 
@@ -22,8 +22,8 @@ pub(super) struct PathGhosts {
     expiries: BinaryHeap<Reverse<GhostExpiry>>,
 }
 
-/// When the last ghosts of a path are to be forgotten. Of equals, the path that begins deepest comes first: no block is
-/// forgotten before those below it.
+/// When the last ghosts of a path are to be forgotten. Of equals, the path that begins deepest
+/// comes first: no block is forgotten before those below it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct GhostExpiry {
     pub(super) due_ms: u64,
@@ -39,7 +39,8 @@ impl PathGhosts {
 
     pub(super) fn add(&mut self, tag: u32, node: NodeId) {
         self.count += 1;
-        // Another ghost may have the same 32 bits: it is not found any more then, as if it were forgotten.
+        // Another ghost may have the same 32 bits: it is not found any more then, as if it were
+        // forgotten.
         self.by_tag.insert(tag.into(), node);
     }
 
@@ -61,7 +62,8 @@ impl PathGhosts {
         self.expiries.push(Reverse(expiry));
     }
 
-    /// What is to be forgotten next, if that is due: it is too old, or beside `resident` blocks there are too many.
+    /// What is to be forgotten next, if that is due: it is too old, or beside `resident` blocks
+    /// there are too many.
     pub(super) fn next_due(&mut self, now_ms: u64, resident: usize) -> Option<GhostExpiry> {
         let too_many = self.count > SPARE_GHOSTS + 2 * resident;
         self.expiries.peek().filter(|next| too_many || next.0.due_ms < now_ms)?;

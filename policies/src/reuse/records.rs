@@ -12,8 +12,9 @@ const CHUNK: usize = 1_024;
 
 /// The latest records, in chunks that a fit may read while others are added.
 ///
-/// Handing them out copies none. A chunk that a fit still reads is copied when a record is added to it, 24 KB at a time: a
-/// copy of all took up to 146 ms under the table's lock, page faults included.
+/// Handing them out copies none. A chunk that a fit still reads is copied when a record is added to
+/// it, 24 KB at a time: a copy of all took up to 146 ms under the table's lock, page faults
+/// included.
 #[derive(Debug, Default)]
 pub(super) struct LifeRecords {
     chunks: Vec<Arc<Vec<LifeRecord>>>,
@@ -56,7 +57,13 @@ mod tests {
 
     fn record(number: usize) -> LifeRecord {
         let (entry, exit) = (AgeBucket::default(), AgeBucket::default());
-        LifeRecord { profile: ReuseProfile::default(), returned: false, weight: number as f32, entry, exit }
+        LifeRecord {
+            profile: ReuseProfile::default(),
+            returned: false,
+            weight: number as f32,
+            entry,
+            exit,
+        }
     }
 
     #[test]
@@ -65,8 +72,9 @@ mod tests {
         (0..RECORDS).for_each(|number| records.push(record(number)));
         let before = records.snapshot();
         (RECORDS..RECORDS + 3).for_each(|number| records.push(record(number)));
-        let oldest =
-            |chunks: &[Arc<Vec<LifeRecord>>]| chunks[0][..4].iter().map(|of| of.weight).collect::<Vec<_>>();
+        let oldest = |chunks: &[Arc<Vec<LifeRecord>>]| {
+            chunks[0][..4].iter().map(|of| of.weight).collect::<Vec<_>>()
+        };
         assert_eq!(oldest(&before), [0.0, 1.0, 2.0, 3.0]);
         assert_eq!(oldest(&records.snapshot()), [32_768.0, 32_769.0, 32_770.0, 3.0]);
         assert_eq!(records.iter().count(), RECORDS);

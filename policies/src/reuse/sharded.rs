@@ -5,8 +5,8 @@ use std::hash::{BuildHasherDefault, Hash, Hasher};
 
 /// A map of numbers to what is known of them, in parts of their own.
 ///
-/// A table of two million entries takes 100 ms to grow, and its lock is held meanwhile. A part takes a
-/// tenth of a millisecond, and they grow at different times.
+/// A table of two million entries takes 100 ms to grow, and its lock is held meanwhile. A part
+/// takes a tenth of a millisecond, and they grow at different times.
 #[derive(Debug)]
 pub(super) struct ShardedMap<V>(Vec<HashMap<HalvedKey, V, BuildHasherDefault<HashMixer>>>);
 
@@ -59,7 +59,8 @@ fn shard(key: u64) -> usize {
     (mixed(key) >> 32) as usize % SHARDS
 }
 
-/// Hashes a number by [`mixed`] alone, without a secret: the keys are tags of contents, or names of requests.
+/// Hashes a number by [`mixed`] alone, without a secret: the keys are tags of contents, or names of
+/// requests.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct HashMixer(u64);
 

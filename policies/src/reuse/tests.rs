@@ -41,8 +41,8 @@ impl Forest for World {
 }
 
 impl World {
-    /// The tree's nodes are numbers: `step` leads from one to the next. Returns the path and how much of it
-    /// is resident.
+    /// The tree's nodes are numbers: `step` leads from one to the next. Returns the path and how
+    /// much of it is resident.
     fn path(&mut self, steps: &[u32]) -> (Vec<BlockId>, usize) {
         let ids = steps.iter().scan(0, |node, step| {
             *node = *node * 3 + step;
@@ -190,7 +190,8 @@ impl Eviction for Cut {
 
 fn hits(requests: &[Request], capacity: u32, cut: usize) -> u32 {
     let workload: Workload = requests.iter().collect();
-    let requests = requests[..cut].iter().filter(|request| !request.full_blocks().is_empty()).count();
+    let requests =
+        requests[..cut].iter().filter(|request| !request.full_blocks().is_empty()).count();
     let hits = Arc::default();
     let policy = Cut { policy: Hazard::default(), requests, hits: Arc::clone(&hits) };
     simulate(&workload, Box::new(policy), capacity);
@@ -274,7 +275,8 @@ fn a_return_in_parts_is_one_return() {
 
 #[test]
 fn a_ghost_returns_and_an_older_one_is_forgotten() {
-    let outcomes = |away_ms| reuse_after(away_ms).iter().map(|record| record.returned).collect::<Vec<_>>();
+    let outcomes =
+        |away_ms| reuse_after(away_ms).iter().map(|record| record.returned).collect::<Vec<_>>();
     assert_eq!(outcomes(900_000), [true]);
     assert_eq!(outcomes(900_001), [false]);
 }
@@ -286,8 +288,15 @@ fn what_will_not_return_goes_first() {
     world.play(&mut policy, 1, &[1], Parts::One);
     world.insert(BlockId(2), None);
     let hints = Hints { will_not_return: true, ..Hints::default() };
-    let access =
-        Access { now_ms: 1000, request: None, deepest: BlockId(2), depth: 1, inserted: 1, path: 1, hints };
+    let access = Access {
+        now_ms: 1000,
+        request: None,
+        deepest: BlockId(2),
+        depth: 1,
+        inserted: 1,
+        path: 1,
+        hints,
+    };
     policy.touch(&access, &world);
     assert_eq!(world.evict(&mut policy), Some(BlockId(2)));
 }
@@ -305,7 +314,8 @@ fn a_fit_that_is_never_done_is_asked_for_again() {
     assert_eq!(fits.count(), 4);
 }
 
-/// Although the next fit is already due by the requests that came meanwhile, and none came since it ended.
+/// Although the next fit is already due by the requests that came meanwhile, and none came since it
+/// ended.
 #[test]
 fn a_fit_that_is_done_is_not_thrown_away() {
     let (mut world, mut policy) = (World::default(), hazard(4));
@@ -350,7 +360,11 @@ fn what_others_share_outlives_a_request_that_does_not_return() {
     world.play(&mut policy, 100_001, &[1, 1, 1], Parts::One);
     policy.finished(&ended_for_good(100_001, 100_002));
     let order = std::iter::from_fn(|| world.evict(&mut policy)).collect::<Vec<_>>();
-    assert_eq!(order[..2], [13, 14].map(BlockId), "the shared blocks are no part of what is given up");
+    assert_eq!(
+        order[..2],
+        [13, 14].map(BlockId),
+        "the shared blocks are no part of what is given up"
+    );
 }
 
 #[test]

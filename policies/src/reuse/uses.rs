@@ -6,10 +6,12 @@ use super::sharded::ShardedMap;
 use crate::chunked::ChunkedVec;
 use crate::seam::{Access, Hints, RequestId};
 
-/// One request's use, for as long as a segment of it is left. 64 bytes.
+/// One request's use, for as long as a segment of it is left. 72 bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RequestUse {
     pub(super) at_ms: u64,
+    /// The number of its latest touch, in the order of all touches.
+    pub(super) touched: u32,
     /// Without meaning unless it `is_named`.
     request: RequestId,
     /// Smoothed ln(1 + seconds) between its chain's requests; [`UNKNOWN_GAP`]: it has none yet.
@@ -35,6 +37,7 @@ impl RequestUse {
         let output = access.hints.expected_output_tokens;
         Self {
             at_ms,
+            touched: 0,
             request: access.request.unwrap_or(RequestId(0)),
             gap: gap.unwrap_or(UNKNOWN_GAP),
             known: 0,

@@ -1,12 +1,13 @@
 //! Several tiers, one workload: where the hits come from and what is written for them.
 //!
-//! Tiers are *inclusive*: a block that is read from a lower tier stays there, and comes to the first tier like
-//! every block of a request. A request uses the blocks of its path in every tier that holds them. Each block is
-//! read from the first tier whose prefix covers it, so hits of different tiers never overlap.
+//! Tiers are *inclusive*: a block that is read from a lower tier stays there, and comes to the
+//! first tier like every block of a request. A request uses the blocks of its path in every tier
+//! that holds them. Each block is read from the first tier whose prefix covers it, so hits of
+//! different tiers never overlap.
 //!
-//! A block goes down a tier at a time, when the [`Admission`](crate::Admission) between the two says so; what it decides to write
-//! is written at once. A block that goes down when it leaves is told to the lower tier's policy as part of
-//! the use by the request that used it last.
+//! A block goes down a tier at a time, when the [`Admission`](crate::Admission) between the two
+//! says so; what it decides to write is written at once. A block that goes down when it leaves is
+//! told to the lower tier's policy as part of the use by the request that used it last.
 
 use crate::admission::{AdmissionKind, TierPair, TierShape};
 use crate::eviction::EvictionKind;
@@ -23,7 +24,8 @@ pub struct TierPlan {
     pub capacity: u32,
     /// Which block leaves it.
     pub eviction: EvictionKind,
-    /// Which blocks enter it from the tier above. Without meaning in the first tier, which takes every block.
+    /// Which blocks enter it from the tier above. Without meaning in the first tier, which takes
+    /// every block.
     pub admission: AdmissionKind,
 }
 
@@ -58,7 +60,8 @@ impl HierarchyOutcome {
 impl Hierarchy {
     /// The tiers of `plans`, each with fresh policies.
     pub fn new(plans: &[TierPlan]) -> Self {
-        let sides = plans.iter().map(|plan| TierShape { capacity: plan.capacity, eviction: plan.eviction });
+        let sides =
+            plans.iter().map(|plan| TierShape { capacity: plan.capacity, eviction: plan.eviction });
         // The first tier has none above it, and its rule is never asked: it is paired with itself.
         let uppers = sides.clone().take(1).chain(sides.clone());
         let edges = uppers.zip(sides).map(|(upper, lower)| TierPair { upper, lower });
@@ -78,8 +81,8 @@ impl Hierarchy {
     /// Plays `workload` to the tiers. Upkeep is done as soon as a policy asks.
     ///
     /// # Panics
-    /// If a policy names no victim in a full tier, or one that is not a resident leaf: no block is ever busy
-    /// here, so that is an error in the policy.
+    /// If a policy names no victim in a full tier, or one that is not a resident leaf: no block is
+    /// ever busy here, so that is an error in the policy.
     pub fn simulate(self, workload: &Workload) -> HierarchyOutcome {
         let mut stages = TierStages::new(self.0);
         let mut running = Running::default();
@@ -89,13 +92,18 @@ impl Hierarchy {
             }
             let Some(deepest) = visit.deepest else { continue };
             let hints = Hints::default();
-            stages.take(workload, &BlockUse { now_ms: visit.timestamp_ms, request, deepest, hints });
+            stages
+                .take(workload, &BlockUse { now_ms: visit.timestamp_ms, request, deepest, hints });
             stages.take_upkeep().into_iter().for_each(|upkeep| upkeep());
             running.start(request, visit.timestamp_ms, visit.output_tokens);
         }
         HierarchyOutcome {
             tiers: stages.outcomes().collect(),
-            prompt_tokens: workload.visits().iter().map(|visit| u64::from(visit.prompt_tokens)).sum(),
+            prompt_tokens: workload
+                .visits()
+                .iter()
+                .map(|visit| u64::from(visit.prompt_tokens))
+                .sum(),
             requests: workload.requests() as u64,
         }
     }

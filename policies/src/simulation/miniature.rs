@@ -1,10 +1,11 @@
 //! A workload on a smaller scale, for simulations that would take too long.
 //!
-//! Each path is thinned out to the blocks in a [`Sample`], and a tier's capacity shrinks likewise. The policies
-//! see every request, at its time, with a shorter path.
+//! Each path is thinned out to the blocks in a [`Sample`], and a tier's capacity shrinks likewise.
+//! The policies see every request, at its time, with a shorter path.
 //!
-//! The few blocks that one request in 20 begins with are left out: they are taken for resident from their first
-//! use on. A sample with or without one of them would differ by more than all others together change it.
+//! The few blocks that one request in 20 begins with are left out: they are taken for resident from
+//! their first use on. A sample with or without one of them would differ by more than all others
+//! together change it.
 
 use std::collections::{HashMap, HashSet};
 
@@ -130,17 +131,19 @@ impl Miniature {
 
     /// Distinct blocks of the whole, about.
     pub fn blocks(&self) -> u64 {
-        u64::from(self.workload.blocks()) * u64::from(self.sample.stride()) + u64::from(self.hot_blocks)
+        u64::from(self.workload.blocks()) * u64::from(self.sample.stride())
+            + u64::from(self.hot_blocks)
     }
 
     /// What stands for a tier of `capacity` blocks. At least 1, unless there is none.
     pub fn capacity(&self, capacity: u32) -> u32 {
-        // What is left out takes up room in the whole tier all the same.
+        // What is left out still takes up room in the whole tier.
         let others = capacity.saturating_sub(self.hot_blocks);
         if capacity == 0 { 0 } else { (others / self.sample.stride()).max(1) }
     }
 
-    /// Estimates what LRU would do at each of these capacities, in one pass over the requests: see [`MissRatio`].
+    /// Estimates what LRU would do at each of these capacities, in one pass over the requests: see
+    /// [`MissRatio`].
     pub fn lru_token_hit_rates(&self, capacities: &[u32]) -> Vec<f64> {
         let mut curve = MissRatio::new(self.workload.blocks(), BLOCK_TOKENS);
         let (mut path, mut prompt_tokens) = (Vec::new(), 0);
@@ -185,7 +188,12 @@ mod tests {
 
     fn request(chain: u64, blocks: u64) -> Request {
         let hash_ids = (0..blocks).map(|at| if at == 0 { 1 } else { chain << 16 | at }).collect();
-        Request { timestamp_ms: 0, input_length: blocks as u32 * BLOCK_TOKENS, output_length: 0, hash_ids }
+        Request {
+            timestamp_ms: 0,
+            input_length: blocks as u32 * BLOCK_TOKENS,
+            output_length: 0,
+            hash_ids,
+        }
     }
 
     /// 200 chats in turn, all with the same first block; each turn adds 3 blocks.
@@ -223,7 +231,10 @@ mod tests {
             let [estimate, exact] = rates.map(|outcome| outcome.token_hit_rate());
             assert!((estimate - exact).abs() < 0.03, "{capacity}: {estimate} instead of {exact}");
             let curve = small.lru_token_hit_rates(&[capacity])[0];
-            assert!((curve - exact).abs() < 0.03, "{capacity}: {curve} on the curve instead of {exact}");
+            assert!(
+                (curve - exact).abs() < 0.03,
+                "{capacity}: {curve} on the curve instead of {exact}"
+            );
         }
         let off = small.blocks() as f64 / f64::from(whole.blocks()) - 1.0;
         assert!(off.abs() < 0.1, "{off}");

@@ -1,7 +1,7 @@
 //! Policies over a trace, without any table: what `kvbm plan` is made of.
 //!
-//! A live tier runs none of this, except the two small tiers of names that [`Auto`](crate::admission::Auto) simulates
-//! beside the real ones.
+//! A live tier runs none of this, except the two small tiers of names that
+//! [`Auto`](crate::admission::Auto) simulates beside the real ones.
 //!
 //! | module | holds |
 //! |---|---|

@@ -1,5 +1,5 @@
-//! Requests that have not ended, in a simulation or a replay: a trace says when each began and how much it
-//! generated, and the latter must not be known before the end.
+//! Requests that have not ended, in a simulation or a replay: a trace says when each began and how
+//! much it generated, and the latter must not be known before the end.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -12,16 +12,17 @@ pub const FIRST_TOKEN_MS: u64 = 500;
 /// From one generated token to the next, in milliseconds.
 pub const TOKEN_MS: u64 = 20;
 
-/// The requests that have not ended, by the time when they will: [`FIRST_TOKEN_MS`] after their arrival and
-/// [`TOKEN_MS`] for each generated token later.
+/// The requests that have not ended, by the time when they will: [`FIRST_TOKEN_MS`] after their
+/// arrival and [`TOKEN_MS`] for each generated token later.
 #[derive(Debug, Default)]
 pub struct Running(BinaryHeap<Reverse<(u64, RequestId, u32)>>);
 
 impl Running {
     /// `request` arrives at `now_ms` and will generate `output_tokens`.
     pub fn start(&mut self, request: RequestId, now_ms: u64, output_tokens: u32) {
-        let end_ms =
-            now_ms.saturating_add(FIRST_TOKEN_MS).saturating_add(TOKEN_MS * u64::from(output_tokens));
+        let end_ms = now_ms
+            .saturating_add(FIRST_TOKEN_MS)
+            .saturating_add(TOKEN_MS * u64::from(output_tokens));
         self.0.push(Reverse((end_ms, request, output_tokens)));
     }
 
@@ -38,13 +39,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_end_in_the_order_of_their_ends_and_not_before() {
+    fn requests_end_in_order_and_not_before_their_ends() {
         let mut running = Running::default();
         running.start(RequestId(1), 0, 100);
         running.start(RequestId(2), 10, 1);
         assert_eq!(running.next_ended(529), None);
         let ended = |request, output_tokens, at_ms| {
-            Some(Ended { request: RequestId(request), output_tokens, will_not_return: false, at_ms })
+            Some(Ended {
+                request: RequestId(request),
+                output_tokens,
+                will_not_return: false,
+                at_ms,
+            })
         };
         assert_eq!(running.next_ended(2_500), ended(2, 1, 530));
         assert_eq!(running.next_ended(2_500), ended(1, 100, 2_500));

@@ -1,11 +1,11 @@
 //! One tier, one workload, one policy: the token hit rate.
 //!
-//! A hit is the longest resident prefix of a request's full blocks. Then all of them become resident and the
-//! policy evicts down to the capacity. The tier is prefix-closed throughout, so a request costs time in
-//! proportion to the blocks it adds, not to its length.
+//! A hit is the longest resident prefix of a request's full blocks. Then all of them become
+//! resident and the policy evicts down to the capacity. The tier is prefix-closed throughout, so a
+//! request costs time in proportion to the blocks it adds, not to its length.
 //!
-//! A request's output length is known once it has ended ([`Running`] says when); the policy's upkeep is done
-//! as soon as it asks.
+//! A request's output length is known once it has ended ([`Running`] says when); the policy's
+//! upkeep is done as soon as it asks.
 
 use std::fmt;
 use std::str::FromStr;
@@ -36,8 +36,8 @@ impl Outcome {
 /// Plays `workload` to a tier of `capacity` blocks that starts empty.
 ///
 /// # Panics
-/// If the policy names no victim in a full tier, or one that is not a resident leaf: no block is ever busy
-/// here, so that is an error in the policy.
+/// If the policy names no victim in a full tier, or one that is not a resident leaf: no block is
+/// ever busy here, so that is an error in the policy.
 pub fn simulate(workload: &Workload, policy: Box<dyn Eviction>, capacity: u32) -> Outcome {
     let mut policies = TierPolicies::new(policy, None);
     let mut tier = SimulatedTier::default();
@@ -98,7 +98,8 @@ impl Policy {
     /// Simulates a fresh policy of this kind.
     pub fn simulate(self, workload: &Workload, capacity: u32) -> Outcome {
         let policy: Box<dyn Eviction> = match self {
-            // Policies set memory aside by the capacity, and a plan may ask for a tier without bounds.
+            // Policies set memory aside by the capacity, and a plan may ask for a tier without
+            // bounds.
             Self::Online(kind) => kind.build(capacity.min(workload.blocks())),
             Self::Belady => Box::new(Belady::new(workload.next_uses())),
         };
@@ -155,9 +156,13 @@ mod tests {
         }
     }
 
-    /// The rules in the plainest form: stamps on every block, the victim by exhaustive search for the lowest
-    /// rank, ties deepest first. `rank` sees the number of the request and the block.
-    fn hit_blocks(requests: &[Request], capacity: usize, rank: impl Fn(usize, u64) -> usize) -> u64 {
+    /// The rules in the plainest form: stamps on every block, the victim by exhaustive search for
+    /// the lowest rank, ties deepest first. `rank` sees the number of the request and the block.
+    fn hit_blocks(
+        requests: &[Request],
+        capacity: usize,
+        rank: impl Fn(usize, u64) -> usize,
+    ) -> u64 {
         let mut resident: HashMap<u64, (usize, isize)> = HashMap::new();
         let mut hits = 0;
         for (now, request) in requests.iter().enumerate() {
@@ -246,7 +251,10 @@ mod tests {
     fn an_unknown_policy_lists_the_valid_ones() {
         let error = "opt".parse::<Policy>().unwrap_err();
         let error = error.to_string();
-        assert!(error.starts_with("unknown eviction policy `opt`; valid: hazard, lru, "), "{error}");
+        assert!(
+            error.starts_with("unknown eviction policy `opt`; valid: hazard, lru, "),
+            "{error}"
+        );
         assert!(error.ends_with(", belady"), "{error}");
     }
 }

@@ -50,7 +50,8 @@ pub(crate) struct BlockUse {
 
 impl TierStages {
     pub(crate) fn new(levels: Vec<Level>) -> Self {
-        // A level brings the rule by which blocks enter it; that is fed and asked with the tier above it.
+        // A level brings the rule by which blocks enter it; that is fed and asked with the tier
+        // above it.
         let mut rule_below = None;
         let stage = |level: Level| {
             let rule = rule_below.replace(level.admission);
@@ -69,7 +70,8 @@ impl TierStages {
             self.take_into(index, chains, used);
         }
         for index in 0..self.tiers.len() {
-            // From the top: what leaves a tier may come into the next one, which then makes room for it as well.
+            // From the top: what leaves a tier may come into the next one, which then makes room
+            // for it as well.
             self.make_room(index, chains, used.now_ms);
         }
         hits
@@ -84,7 +86,8 @@ impl TierStages {
         std::mem::take(&mut self.upkeep)
     }
 
-    /// Blocks that were in a tier before the latest use, or passed through one, and are in none now.
+    /// Blocks that were in a tier before the latest use, or passed through one, and are in none
+    /// now.
     pub(crate) fn take_departed(&mut self) -> Vec<BlockId> {
         let mut departed = std::mem::take(&mut self.departed);
         departed.retain(|&block| !self.tiers.iter().any(|stage| stage.tier.holds(block)));
@@ -100,7 +103,8 @@ impl TierStages {
     fn count_reads(&mut self, chains: &impl ChainSource, deepest: BlockId) -> u32 {
         let mut covered = 0;
         for stage in &mut self.tiers {
-            let held = stage.tier.deepest_resident(chains, deepest).map_or(0, |block| chains.depth(block));
+            let held =
+                stage.tier.deepest_resident(chains, deepest).map_or(0, |block| chains.depth(block));
             let read = u64::from(held.saturating_sub(covered));
             stage.outcome.blocks_read += read;
             stage.outcome.hit_tokens += read * u64::from(BLOCK_TOKENS);
@@ -122,14 +126,28 @@ impl TierStages {
             },
         };
         if let Some(deepest) = self.tiers[index].tier.deepest_resident(chains, used.deepest) {
-            self.touch(index, chains, &BlockUse { deepest, ..*used }, inserted, chains.depth(used.deepest));
+            self.touch(
+                index,
+                chains,
+                &BlockUse { deepest, ..*used },
+                inserted,
+                chains.depth(used.deepest),
+            );
         }
     }
 
-    fn touch(&mut self, index: usize, chains: &impl ChainSource, used: &BlockUse, inserted: u32, path: u32) {
+    fn touch(
+        &mut self,
+        index: usize,
+        chains: &impl ChainSource,
+        used: &BlockUse,
+        inserted: u32,
+        path: u32,
+    ) {
         let BlockUse { now_ms, request, deepest, hints } = *used;
         let depth = chains.depth(deepest);
-        let access = Access { now_ms, request: Some(request), deepest, depth, inserted, path, hints };
+        let access =
+            Access { now_ms, request: Some(request), deepest, depth, inserted, path, hints };
         let stage = &mut self.tiers[index];
         stage.note_use(deepest, LastUser { request, hints });
         stage.policies.touch(&access, &PolicyView { tier: &stage.tier, chains });
@@ -145,9 +163,10 @@ impl TierStages {
             let victim = stage.policies.victim(&PolicyView { tier: &stage.tier, chains });
             let victim = victim.expect("nothing is busy, so every leaf is evictable");
             let last_user = stage.forget_use(chains, victim);
-            // Asked while the victim is there, for rules look at it. Told as a use of now: with the time of its last
-            // one `hazard` lost half a point at conversation 1k + 5k.
-            if let Some((deepest, written)) = self.offer(index, chains, victim, Trigger::Leaving, now_ms)
+            // Asked while the victim is there, for rules look at it. Told as a use of now: with the
+            // time of its last one `hazard` lost half a point at conversation 1k + 5k.
+            if let Some((deepest, written)) =
+                self.offer(index, chains, victim, Trigger::Leaving, now_ms)
                 && let Some(LastUser { request, hints }) = last_user
             {
                 let used = BlockUse { now_ms, request, deepest, hints };
@@ -159,8 +178,9 @@ impl TierStages {
         }
     }
 
-    /// Asks whether the path to `last`, a block of tier `upper`, is to go down, and writes it as far as it is.
-    /// Returns where it ends in the lower tier and how many of its blocks are new there, if any.
+    /// Asks whether the path to `last`, a block of tier `upper`, is to go down, and writes it as
+    /// far as it is. Returns where it ends in the lower tier and how many of its blocks are new
+    /// there, if any.
     fn offer(
         &mut self,
         upper: usize,
@@ -179,7 +199,8 @@ impl TierStages {
         let candidates = Candidates { last, blocks, depth: chains.depth(last) };
         let view = PolicyView { tier: &stage.tier, chains };
         let admitted = stage.policies.admit(candidates, trigger, now_ms, &view).min(blocks);
-        let deepest = chains.path(last).nth((blocks - admitted) as usize).filter(|_| admitted > 0)?;
+        let deepest =
+            chains.path(last).nth((blocks - admitted) as usize).filter(|_| admitted > 0)?;
         Some((deepest, lower.write(chains, deepest)))
     }
 }
@@ -190,7 +211,7 @@ impl fmt::Debug for TierStages {
     }
 }
 
-/// In whose name a block goes down when it leaves.
+/// The request and tenant in whose name a block goes down when it leaves.
 #[derive(Clone, Copy, Debug)]
 struct LastUser {
     request: RequestId,
@@ -203,8 +224,8 @@ struct TierStage {
     tier: SimulatedTier,
     capacity: u32,
     policies: TierPolicies,
-    /// By block: which request used it last, exact once it is a leaf. A use marks the deepest block alone; what leaves
-    /// hands its mark to its parent.
+    /// By block: which request used it last, exact once it is a leaf. A use marks the deepest block
+    /// alone; what leaves hands its mark to its parent.
     last_use: Vec<Option<LastUser>>,
     outcome: TierOutcome,
 }

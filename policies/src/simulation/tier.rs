@@ -39,7 +39,11 @@ impl SimulatedTier {
     }
 
     /// The deepest resident block of the path that ends at `deepest`.
-    pub(crate) fn deepest_resident(&self, chains: &impl ChainSource, deepest: BlockId) -> Option<BlockId> {
+    pub(crate) fn deepest_resident(
+        &self,
+        chains: &impl ChainSource,
+        deepest: BlockId,
+    ) -> Option<BlockId> {
         chains.path(deepest).find(|&block| self.holds(block))
     }
 

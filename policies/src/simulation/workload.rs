@@ -32,9 +32,9 @@ impl Request {
 
 /// A trace made ready for simulation.
 ///
-/// Every distinct block has a dense id, its parent and its depth, so a request is the id of its deepest block
-/// and costs the same whatever its length. A block is known by its hash id *and* its parent: a trace that puts
-/// one id under two parents, or twice in a path, still yields a forest.
+/// Every distinct block has a dense id, its parent and its depth, so a request is the id of its
+/// deepest block and costs the same whatever its length. A block is known by its hash id *and* its
+/// parent: a trace that puts one id under two parents, or twice in a path, still yields a forest.
 #[derive(Debug, Default)]
 pub struct Workload {
     blocks: Vec<TracedBlock>,
@@ -62,7 +62,8 @@ pub(crate) struct BlockVisit {
 impl Workload {
     /// Adds a request, which comes after all those before.
     pub fn push(&mut self, request: &Request) {
-        let deepest = request.full_blocks().iter().fold(None, |parent, &id| Some(self.intern(parent, id)));
+        let deepest =
+            request.full_blocks().iter().fold(None, |parent, &id| Some(self.intern(parent, id)));
         self.visits.push(BlockVisit {
             timestamp_ms: request.timestamp_ms,
             prompt_tokens: request.input_length,
@@ -81,8 +82,8 @@ impl Workload {
         self.visits.len()
     }
 
-    /// What [`Belady`](crate::eviction::Belady) needs to know. Touch number k is request number k among those
-    /// that fill a block.
+    /// What [`Belady`](crate::eviction::Belady) needs to know. Touch number k is request number k
+    /// among those that fill a block.
     pub fn next_uses(&self) -> Vec<Vec<u32>> {
         let mut next_use = vec![NEVER; self.blocks.len()];
         let touched: Vec<_> = self.visits.iter().filter_map(|visit| visit.deepest).collect();
@@ -158,13 +159,16 @@ mod tests {
     #[test]
     fn an_id_under_two_parents_is_two_blocks() {
         let workload: Workload =
-            [request(1024, &[1, 2]), request(1024, &[3, 2]), request(1536, &[1, 1, 1])].iter().collect();
+            [request(1024, &[1, 2]), request(1024, &[3, 2]), request(1536, &[1, 1, 1])]
+                .iter()
+                .collect();
         assert_eq!(workload.blocks(), 6);
     }
 
     #[test]
     fn next_uses_skip_requests_without_a_full_block() {
-        let requests = [request(1024, &[1, 2]), request(5, &[9]), request(512, &[1]), request(1024, &[1, 2])];
+        let requests =
+            [request(1024, &[1, 2]), request(5, &[9]), request(512, &[1]), request(1024, &[1, 2])];
         let workload: Workload = requests.iter().collect();
         assert_eq!(workload.next_uses(), [vec![1, 2], vec![2], vec![NEVER, NEVER]]);
     }

@@ -111,34 +111,10 @@ class Hints:
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
 @final
-class HybridLease:
-    blocks: int
-    by_tier: dict[str, int]
-    def wanted(self, group: int) -> tuple[int, int]: ...
-@final
-class HybridLoad:
-    def poll(self) -> HybridLoadEnd | None: ...
-    def wait(self, seconds: float) -> HybridLoadEnd | None: ...
-    def wait_layers(self, layers: int, seconds: float) -> bool: ...
-    def cancel(self) -> None: ...
-@final
-class HybridLoadEnd:
-    is_whole: bool
-    usable: int
-    def slots_are_free(self) -> bool: ...
-@final
-class HybridSave:
-    def poll(self) -> HybridSaveEnd | None: ...
-    def wait(self, seconds: float) -> HybridSaveEnd | None: ...
-    def cancel(self) -> None: ...
-@final
-class HybridSaveEnd:
-    blocks: int
-    checkpoints: dict[int, tuple[int, int]]
-@final
 class Lease:
     blocks: int
     by_tier: dict[str, int]
+    def wanted(self, group: int) -> tuple[int, int]: ...
 @final
 class Load:
     def poll(self) -> LoadEnd | None: ...
@@ -149,6 +125,8 @@ class Load:
 class LoadEnd:
     arrived: int
     failed: int
+    is_whole: bool
+    usable: int
     def slots_are_free(self) -> bool: ...
 @final
 class Manager:
@@ -162,8 +140,7 @@ class Manager:
         ranks: tuple[str | PathLike[str], int, float] | None = None,
         groups: Sequence[CacheGroup] = ...,
     ) -> Manager: ...
-    def lease(self, chain: Chain, *, request: int | None = None, hints: Hints | None = None) -> Lease: ...
-    def lease_hybrid(
+    def lease(
         self,
         chain: Chain,
         *,
@@ -171,25 +148,14 @@ class Manager:
         request: int | None = None,
         hints: Hints | None = None,
         again: bool = False,
-    ) -> HybridLease: ...
+    ) -> Lease: ...
     def matches(self, chain: Chain) -> dict[str, int]: ...
     def pin(self, lease: Lease, seconds: float) -> None: ...
     def prefetch(self, lease: Lease) -> None: ...
-    def load_into(self, lease: Lease, first: int, slots: Sequence[int], *, after: _Event | None = None) -> Load: ...
+    def load_into(
+        self, lease: Lease, slots: Sequence[tuple[int, int, Sequence[int]]], *, after: _Event | None = None
+    ) -> Load: ...
     def save_from(
-        self,
-        chain: Chain,
-        first: int,
-        slots: Sequence[int],
-        *,
-        request: int | None = None,
-        hints: Hints | None = None,
-        ready: _Event | None = None,
-    ) -> Save: ...
-    def load_hybrid(
-        self, lease: HybridLease, slots: Sequence[tuple[int, int, Sequence[int]]], *, after: _Event | None = None
-    ) -> HybridLoad: ...
-    def save_hybrid(
         self,
         chain: Chain,
         slots: Sequence[tuple[int, int, Sequence[int]]],
@@ -198,7 +164,7 @@ class Manager:
         request: int | None = None,
         hints: Hints | None = None,
         ready: _Event | None = None,
-    ) -> HybridSave: ...
+    ) -> Save: ...
     def finished(self, request: int, output_tokens: int, *, for_good: bool = False) -> None: ...
     def reset(self) -> int: ...
     def drain(self, seconds: float) -> bool: ...
@@ -235,6 +201,7 @@ class SaveEnd:
     declined: int
     refused: int
     failed: int
+    checkpoints: dict[int, tuple[int, int]]
 @final
 class Tier:
     def __new__(

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvbm::{BlockHash, Fence, Lease, Manager, RequestInfo, Writers};
+use kvbm::{BlockHash, Fence, GroupSlots, Lease, Manager, RequestInfo, SaveRequest, Writers};
 use kvbm_tiers::clock;
 use parking_lot::{Condvar, Mutex};
 use pyo3::prelude::*;
@@ -14,9 +14,10 @@ use tokio::task::JoinSet;
 use super::requests::{EndedRequest, Run};
 use crate::errors::classes;
 
-/// After a store without what comes before it, so many stores that lack nothing end the search for beginnings.
+/// After a store without what comes before it, this many stores that lack nothing end the search
+/// for beginnings.
 const STORES_WITH_BEGINNINGS: u64 = 64;
-/// How often somebody looks whether a medium that hangs has let go of vLLM's memory.
+/// Time between looks whether a hanging medium has let go of vLLM's memory.
 const LOOK: Duration = Duration::from_millis(1);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +52,7 @@ pub(super) struct Finished {
 }
 
 enum Work {
-    Transfer(Transfer),
+    Transfer(Box<Transfer>),
     End(EndedRequest),
 }
 
@@ -90,8 +91,10 @@ struct Counts {
 
 impl Jobs {
     pub(super) fn start(manager: &Arc<Manager>, chunk_bytes: u64) -> PyResult<Self> {
-        let refused = |error| classes::UnavailableError::new_err(format!("cannot start a thread: {error}"));
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().map_err(refused)?;
+        let refused =
+            |error| classes::UnavailableError::new_err(format!("cannot start a thread: {error}"));
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_time().build().map_err(refused)?;
         let (work, jobs) = unbounded_channel();
         let shared = Arc::new(Shared {
             chunk_bytes,
@@ -115,7 +118,7 @@ impl Jobs {
 
     pub(super) fn begin(&self, transfer: Transfer) {
         *self.shared.under_way.lock() += 1;
-        if let Err(refused) = self.work.send(Work::Transfer(transfer))
+        if let Err(refused) = self.work.send(Work::Transfer(Box::new(transfer)))
             && let Work::Transfer(transfer) = refused.0
         {
             self.shared.end(Finished::nothing(&transfer));
@@ -148,14 +151,19 @@ impl Jobs {
         while *under_way > 0 {
             match deadline {
                 None => self.shared.idle.wait(&mut under_way),
-                Some(deadline) if self.shared.idle.wait_until(&mut under_way, deadline).timed_out() => break,
+                Some(deadline)
+                    if self.shared.idle.wait_until(&mut under_way, deadline).timed_out() =>
+                {
+                    break;
+                }
                 Some(_) => {}
             }
         }
         *under_way
     }
 
-    /// Ends the thread when its jobs have ended, for which `limit` is left. Returns how many have not.
+    /// Ends the thread when its jobs have ended, for which `limit` is left. Returns how many have
+    /// not.
     pub(super) fn close(self, limit: Duration) -> u64 {
         let left = self.wait_until_idle(Some(limit));
         let Self { work, shared } = self;
@@ -232,9 +240,10 @@ async fn serve(manager: Arc<Manager>, shared: &Arc<Shared>, mut work: UnboundedR
         while jobs.try_join_next().is_some() {}
         match next {
             Work::Transfer(transfer) => {
-                // Whatever becomes of the task, vLLM hears of its job.
-                let job = Job { shared: Arc::clone(shared), ended: Some(Finished::nothing(&transfer)) };
-                jobs.spawn(job.run(Arc::clone(&manager), transfer));
+                // Whatever becomes of the task, vLLM is told how its job ended.
+                let job =
+                    Job { shared: Arc::clone(shared), ended: Some(Finished::nothing(&transfer)) };
+                jobs.spawn(job.run(Arc::clone(&manager), *transfer));
             }
             Work::End(ended) => {
                 let manager = Arc::clone(&manager);
@@ -248,9 +257,10 @@ async fn serve(manager: Arc<Manager>, shared: &Arc<Shared>, mut work: UnboundedR
 
 impl EndedRequest {
     fn tell(&self, manager: &Manager) {
-        let info = RequestInfo { request: Some(self.id), ..RequestInfo::default() };
         // Counted when it was looked up, if vLLM did not have it all itself.
-        drop(manager.lease_again(info, &*self.chain));
+        let info =
+            RequestInfo { request: Some(self.id), has_asked: true, ..RequestInfo::default() };
+        drop(manager.lease_for(info, &*self.chain));
         manager.finished(self.id, self.output);
     }
 }
@@ -299,9 +309,16 @@ impl Finished {
 }
 
 async fn store(manager: &Manager, transfer: &Transfer, counts: &Counts) -> Outcome {
-    // All are sent before any is waited for: what hangs on another waits for that by itself.
+    // All are sent before any is waited for: a store that depends on another waits for it on its
+    // own.
     let begin = |run: &Run| {
-        manager.save_from(transfer.info, &run.chain[..run.end()], run.first, &run.slots, Fence::Done)
+        manager.save_from(&SaveRequest {
+            info: transfer.info,
+            chain: run.chain[..run.end()].into(),
+            slots: &[GroupSlots::full(run.first, &run.slots)],
+            is_end: false,
+            ready: Fence::Done,
+        })
     };
     let pending: Vec<_> = transfer.runs.iter().map(begin).collect();
     let (mut copied, mut failed, mut orphans) = (0, 0, 0);
@@ -311,8 +328,8 @@ async fn store(manager: &Manager, transfer: &Transfer, counts: &Counts) -> Outco
             continue;
         };
         copied += saved.copied;
-        // Blocks that are refused or declined did not fail: nobody is to open a breaker for them.
-        failed += saved.failed.saturating_sub(saved.declined + saved.refused);
+        // Blocks that are refused or declined did not fail: no breaker may open for them.
+        failed += saved.failed;
         orphans += saved.orphans;
         counts.duplicates.fetch_add(saved.duplicates as u64, Ordering::Relaxed);
         counts.declined.fetch_add(saved.declined as u64, Ordering::Relaxed);
@@ -335,8 +352,9 @@ impl Counts {
 
 async fn load(manager: &Manager, transfer: &mut Transfer, counts: &Counts) -> Outcome {
     let begin = |run: &Run| {
-        let lease = manager.lease_again(transfer.info, &run.chain[..run.end()]);
-        manager.load_into(lease, run.first..run.end(), &run.slots, Fence::Done)
+        let info = RequestInfo { has_asked: true, ..transfer.info };
+        let lease = manager.lease_for(info, &run.chain[..run.end()]);
+        manager.load_into(lease, &[GroupSlots::full(run.first, &run.slots)], &Fence::Done)
     };
     let loads: Vec<_> = transfer.runs.iter().map(begin).collect();
     // Each run has a lease of its own now.
@@ -360,7 +378,7 @@ async fn load(manager: &Manager, transfer: &mut Transfer, counts: &Counts) -> Ou
     outcome
 }
 
-/// vLLM gives a chunk whose load failed to somebody else: not before no medium writes it any more.
+/// vLLM reuses a chunk whose load failed: this waits until no medium writes it any more.
 async fn let_go(writers: &Writers) {
     while !writers.are_gone() {
         tokio::time::sleep(LOOK).await;

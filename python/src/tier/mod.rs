@@ -1,4 +1,5 @@
-//! A tier below vLLM's primary one: what `kvbm_rs.vllm.tier` asks of us, in one call for each batch of keys.
+//! A tier below vLLM's primary one: what `kvbm_rs.vllm.tier` asks of us, in one call for each batch
+//! of keys.
 //!
 //! | module | holds |
 //! |---|---|
@@ -35,16 +36,14 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// Keeps chunks of vLLM's primary tier on disk, in objects or in more memory, and brings them back.
 ///
-/// For `kvbm_rs.vllm.KvbmTier`, which calls it on the scheduler's thread: nothing here waits for a medium but `drain` and
-/// `close`.
+/// For `kvbm_rs.vllm.KvbmTier`, which calls it on the scheduler's thread: nothing here waits for a
+/// medium but `drain` and `close`.
 ///
-/// Args:
-///     view: the primary tier's memory, of shape (chunks, bytes of a chunk). It is kept alive until `close`.
-///     tokens_per_chunk: tokens in a chunk, by cache group.
-///     margin: chunks of the primary tier that no promise to a request counts on.
-///     settings: of the manager, whose blocks are chunks.
-///     identity: what the bytes depend on besides tokens; texts and numbers, see `opening.rs`.
-///     answers: what `lookup` returns for a hit and for a miss.
+/// Args: view: the primary tier's memory, of shape (chunks, bytes of a chunk). It is kept alive
+/// until `close`. tokens_per_chunk: tokens in a chunk, by cache group. margin: chunks of the
+/// primary tier that no promise to a request counts on. settings: of the manager, whose blocks are
+/// chunks. identity: what the bytes depend on besides tokens; texts and numbers, see `opening.rs`.
+/// answers: what `lookup` returns for a hit and for a miss.
 #[pyclass(module = "kvbm_rs._native", frozen)]
 pub(crate) struct Tier {
     requests: Mutex<Requests>,
@@ -54,7 +53,7 @@ pub(crate) struct Tier {
     registry: Registry,
     hit: Py<PyAny>,
     miss: Py<PyAny>,
-    /// Who looked up last in this step: vLLM asks key by key, and request by request.
+    /// The request that looked up last in this step: vLLM asks key by key, and request by request.
     asked: Mutex<Option<Asked>>,
 }
 
@@ -103,8 +102,9 @@ impl Tier {
         Ok(Self { requests, running, chunk_bytes, registry, hit, miss, asked })
     }
 
-    /// Whether a key of a request can be loaded, of a model with one cache group. The first time in a step all of the
-    /// request's keys are looked up; what can be loaded is kept until the request is scheduled or ends.
+    /// Whether a key of a request can be loaded, of a model with one cache group. The first time in
+    /// a step all of the request's keys are looked up; what can be loaded is kept until the request
+    /// is scheduled or ends.
     ///
     /// Args:
     ///     key: vLLM's `OffloadKey`.
@@ -124,7 +124,11 @@ impl Tier {
     }
 
     /// Which of a request's keys can be loaded, of a model with several cache groups.
-    fn held<'py>(&self, request: &str, positions: &Bound<'py, PyDict>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+    fn held<'py>(
+        &self,
+        request: &str,
+        positions: &Bound<'py, PyDict>,
+    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let running = self.running.lock();
         let Some(Running { manager, .. }) = &*running else { return Ok(Vec::new()) };
         self.requests.lock().held(request, positions, manager)
@@ -160,10 +164,12 @@ impl Tier {
         self.begin(Way::Load, job, request, positions, (keys, chunks))
     }
 
-    /// The jobs that have ended since the last call: `(job, all done, which keys else, seconds, bytes)`.
+    /// The jobs that have ended since the last call: `(job, all done, which keys else, seconds,
+    /// bytes)`.
     fn finished(&self) -> Vec<Ended> {
         let running = self.running.lock();
-        let finished = running.as_ref().map(|running| running.jobs.take_finished()).unwrap_or_default();
+        let finished =
+            running.as_ref().map(|running| running.jobs.take_finished()).unwrap_or_default();
         drop(running);
         if finished.is_empty() {
             return Vec::new();
@@ -187,14 +193,15 @@ impl Tier {
         Ok(())
     }
 
-    /// Whether stores were refused lately because what comes before them is not here: then whole requests should be offered.
+    /// Whether stores were refused lately because what comes before them is not here: then whole
+    /// requests should be offered.
     fn lacks_beginnings(&self) -> bool {
         self.running.lock().as_ref().is_some_and(|running| running.jobs.lacks_beginnings())
     }
 
-    /// Waits until every job has ended; with `forget`, nothing that is here now is found again, and what comes is named by these
-    /// 16 bytes as well, by which another process does not find it. Returns what is to be known about that: the new
-    /// epoch could not be noted on a medium.
+    /// Waits until every job has ended; with `forget`, nothing that is here now is found again, and
+    /// what comes is named by these 16 bytes as well, by which another process does not find it.
+    /// Returns what is to be known about that: the new epoch could not be noted on a medium.
     #[pyo3(signature = (forget=None))]
     fn drain(&self, py: Python<'_>, forget: Option<Salt>) -> Option<String> {
         *self.asked.lock() = None;
@@ -213,15 +220,18 @@ impl Tier {
         })
     }
 
-    /// Ends everything: what is not on its medium yet goes there, as far as that gets in `seconds`. Returns how many blocks
-    /// did not get there, and how many copies a medium still works on. Then the primary tier's memory is not ours any more,
-    /// unless there are such copies.
+    /// Ends everything: what is not on its medium yet goes there, as far as that gets in `seconds`.
+    /// Returns how many blocks did not get there, and how many copies a medium still works on. Then
+    /// the primary tier's memory is not ours any more, unless there are such copies.
     fn close(&self, py: Python<'_>, seconds: f64) -> PyResult<(u64, u64)> {
-        let limit = Duration::try_from_secs_f64(seconds)
-            .map_err(|error| classes::InvalidError::new_err(format!("seconds to close: {error}")))?;
+        let limit = Duration::try_from_secs_f64(seconds).map_err(|error| {
+            classes::InvalidError::new_err(format!("seconds to close: {error}"))
+        })?;
         *self.asked.lock() = None;
         py.detach(|| {
-            let Some(Running { manager, jobs }) = self.running.lock().take() else { return Ok((0, 0)) };
+            let Some(Running { manager, jobs }) = self.running.lock().take() else {
+                return Ok((0, 0));
+            };
             self.requests.lock().clear();
             let stuck = jobs.close(limit);
             let drained = manager.drain(limit);
@@ -231,12 +241,14 @@ impl Tier {
         })
     }
 
-    /// The counters and gauges of docs/metrics.md: name, meaning, whether it only grows, and values by labels.
+    /// The counters and gauges of docs/metrics.md: name, meaning, whether it only grows, and values
+    /// by labels.
     fn samples(&self, py: Python<'_>) -> Vec<Samples> {
         py.detach(|| samples(&self.registry))
     }
 
-    /// What it has, in lines for a log: tiers, what an earlier process left in them, and the routes between them.
+    /// What it has, in lines for a log: tiers, what an earlier process left in them, and the routes
+    /// between them.
     fn opened(&self, py: Python<'_>) -> Vec<String> {
         let running = self.running.lock();
         running.as_ref().map(|running| py.detach(|| opened(&running.manager))).unwrap_or_default()
@@ -249,11 +261,16 @@ impl Tier {
         let mut stats = jobs.counts();
         stats.push(("requests", self.requests.lock().count() as u64));
         stats.push(("epoch", manager.epoch()));
-        stats.push(("recovered_blocks", manager.recovered().iter().map(|found| found.blocks as u64).sum()));
-        for (name, level) in
-            [("host_blocks", Level::Host), ("disk_blocks", Level::Disk), ("object_blocks", Level::Object)]
-        {
-            stats.push((name, manager.counts(level).resident.into()));
+        stats.push((
+            "recovered_blocks",
+            manager.admin().recovered().iter().map(|found| found.blocks as u64).sum(),
+        ));
+        for (name, level) in [
+            ("host_blocks", Level::Host),
+            ("disk_blocks", Level::Disk),
+            ("object_blocks", Level::Object),
+        ] {
+            stats.push((name, manager.admin().counts(level).resident.into()));
         }
         stats.push(("chunk_bytes", self.chunk_bytes));
         stats
@@ -264,7 +281,8 @@ impl Tier {
     fn ask(&self, request: &Bound<'_, PyAny>) -> PyResult<Asked> {
         let py = request.py();
         let name: String = request.getattr(intern!(py, "req_id"))?.extract()?;
-        let positions = request.getattr(intern!(py, "_offload_key_positions"))?.cast_into::<PyDict>()?;
+        let positions =
+            request.getattr(intern!(py, "_offload_key_positions"))?.cast_into::<PyDict>()?;
         let running = self.running.lock();
         let held = match &*running {
             Some(Running { manager, .. }) => {
@@ -290,7 +308,8 @@ impl Tier {
             return Err(classes::ClosedError::new_err("the tier is closed"));
         };
         let mut requests = self.requests.lock();
-        // vLLM loads what a request was promised also when the request was aborted in the same step.
+        // vLLM loads what a request was promised also when the request was aborted in the same
+        // step.
         let has_ended = way == Way::Load && !requests.has(request);
         requests.learn(request, positions)?;
         let (info, runs) = requests.runs(request, positions, keys, chunks)?;
@@ -308,7 +327,8 @@ impl Asked {
     /// Whether `key` can be loaded.
     fn has(&mut self, key: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = key.py();
-        // vLLM asks in the order of the prompt and by the objects that it named: then the place says all.
+        // vLLM asks in the order of the prompt and by the objects that it named: then the place
+        // says all.
         if let Some(keys) = &self.held.keys
             && keys.bind(py).get_item(self.next).is_ok_and(|next| next.is(key))
         {

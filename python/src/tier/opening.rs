@@ -1,8 +1,8 @@
 //! vLLM's memory and model, as a manager takes them.
 
 use kvbm::{
-    DeviceRegion, EngineMemory, Fingerprint, Hashing, KvLayout, Manager, Options, Part, Ranks, SegmentMap,
-    Space,
+    DeviceRegion, EngineMemory, Fingerprint, Hashing, KvLayout, Manager, Options, Part, Ranks,
+    SegmentMap, Space,
 };
 use kvbm_settings::Settings;
 use prometheus::Registry;
@@ -22,8 +22,9 @@ impl Memory {
     pub(super) fn of(view: PyBuffer<i8>) -> PyResult<Self> {
         let (shape, strides) = (view.shape().to_vec(), view.strides().to_vec());
         let wrong = |what: &str| {
-            let message =
-                format!("the primary tier's memory has shape {shape:?} and strides {strides:?}: {what}");
+            let message = format!(
+                "the primary tier's memory has shape {shape:?} and strides {strides:?}: {what}"
+            );
             Err(classes::InvalidError::new_err(message))
         };
         let &[chunks, chunk_bytes] = &shape[..] else { return wrong("wanted are rows of chunks") };
@@ -36,12 +37,17 @@ impl Memory {
 
     #[allow(unsafe_code)]
     fn adopt(self) -> PyResult<EngineMemory> {
-        let invalid = |error: kvbm_tiers::SetupError| classes::InvalidError::new_err(error.to_string());
-        let row =
-            Part { base: self.view.buf_ptr() as usize, stride: self.chunk_bytes, bytes: self.chunk_bytes };
+        let invalid =
+            |error: kvbm_tiers::SetupError| classes::InvalidError::new_err(error.to_string());
+        let row = Part {
+            base: self.view.buf_ptr() as usize,
+            stride: self.chunk_bytes,
+            bytes: self.chunk_bytes,
+        };
         let map = SegmentMap::new(self.slots, &[row]).map_err(invalid)?;
-        // SAFETY: the buffer that Python exports stays where it is until it is released, which happens when the region
-        // drops it. vLLM uses no chunk of a job before it heard that the job ended, but to read one that is stored.
+        // SAFETY: the buffer that Python exports stays where it is until it is released, which
+        // happens when the region drops it. vLLM uses no chunk of a job before it heard that the
+        // job ended, but to read one that is stored.
         let region = unsafe { DeviceRegion::adopt(map, Space::Host, self.view) };
         // A chunk comes as a whole: its layers are not told apart.
         EngineMemory::new(region, 1).map_err(|error| of_manager(&error))
@@ -67,8 +73,12 @@ pub(super) struct Identity {
 
 impl Identity {
     fn fingerprint(self, chunk_bytes: u64, chunk_tokens: u64) -> Fingerprint {
-        let layout =
-            KvLayout { layers: self.layers, order: self.layout, shape: vec![chunk_bytes], strides: vec![1] };
+        let layout = KvLayout {
+            layers: self.layers,
+            order: self.layout,
+            shape: vec![chunk_bytes],
+            strides: vec![1],
+        };
         Fingerprint {
             model: self.model,
             weights: self.weights,
@@ -99,9 +109,10 @@ pub(super) fn open(
 ) -> PyResult<Manager> {
     let chunk_bytes = memory.chunk_bytes as u64;
     let fingerprint = Some(identity.fingerprint(chunk_bytes, chunk_tokens));
-    let options = Options { block_tokens: chunk_tokens, fingerprint, registry, ..Options::default() };
-    let memory = memory.adopt()?;
+    let engine = Some(memory.adopt()?);
+    let options =
+        Options { block_tokens: chunk_tokens, engine, fingerprint, registry, ..Options::default() };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| classes::UnavailableError::new_err(error.to_string()))?;
-    runtime.block_on(Manager::open_with(settings, options, memory)).map_err(|error| of_manager(&error))
+    runtime.block_on(Manager::open(settings, options)).map_err(|error| of_manager(&error))
 }

@@ -10,11 +10,12 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 use crate::errors::{classes, of_manager};
 use crate::requests::vllm_request_numbers;
 
-/// Ends of keys are told in tokens, chunks of each cache group have so many, and the primary tier has so many chunks.
+/// How many tokens a chunk of each cache group has, since the ends of keys are told in tokens, and
+/// how many chunks the primary tier has.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chunks {
-    /// Of the only cache group. None: there are several, and which of them keeps every chunk of a prompt vLLM does not
-    /// say: so no chunk of theirs hangs on another.
+    /// Of the only cache group. None: there are several, and which of them keeps every chunk of a
+    /// prompt vLLM does not say: so no chunk of theirs hangs on another.
     chained: Option<u64>,
     /// The longest of any group.
     tokens: u64,
@@ -101,7 +102,8 @@ struct Request {
     pinned: Option<Lease>,
     /// It was looked up.
     is_counted: bool,
-    /// A load failed there: no more than these leading blocks are promised again, else it would be asked for forever.
+    /// A load failed there: no more than these leading blocks are promised again, else it would be
+    /// asked for forever.
     sound: usize,
     /// The same, of blocks without a chain.
     unsound: HashSet<BlockHash>,
@@ -122,7 +124,7 @@ pub(super) struct Requests {
     by_name: HashMap<String, Request>,
     /// To those that wait for it.
     promises: HashMap<String, Promise>,
-    /// Steps in which somebody asked.
+    /// Steps in which a request asked.
     step: u64,
     asked_in_step: bool,
 }
@@ -152,8 +154,8 @@ impl Requests {
             let end = positions.get_item(key)?.map(|end| end.extract::<u64>()).transpose()?;
             Ok(end.and_then(|end| chunks.place(end)))
         };
-        // vLLM adds keys in the order of the prompt, and a dictionary keeps that. So where the last one has its place, none
-        // is of a partial chunk, and their ends need not be looked at.
+        // vLLM adds keys in the order of the prompt, and a dictionary keeps that. So where the last
+        // one has its place, none is of a partial chunk, and their ends need not be looked at.
         let mut next = request.chain.len();
         let all_follow = place(keys.get_item(count - 1)?)? == Some(next + count - known - 1);
         let chain = Arc::make_mut(&mut request.chain);
@@ -173,21 +175,26 @@ impl Requests {
         Ok(())
     }
 
-    /// Leading chunks of a request that can be loaded and fit the primary tier beside what others were promised. All of the
-    /// request's chunks count, from its first on: which of them the engine has itself vLLM does not say, and those that the
-    /// primary tier has may have to leave it for those that are loaded.
+    /// Leading chunks of a request that can be loaded and fit the primary tier beside what others
+    /// were promised. All of the request's chunks count, from its first on: which of them the
+    /// engine has itself vLLM does not say, and those that the primary tier has may have to leave
+    /// it for those that are loaded.
     pub(super) fn reach(&mut self, py: Python<'_>, name: &str, manager: &Manager) -> Held {
         let room = self.room(name);
         let Some(tokens) = self.chunks.chained else { return Held::default() };
         let request = self.entry(name);
         let chain = &request.chain[..];
         let pinned = request.pinned.as_ref().map(|lease| lease.held().longest());
-        // Who asks again and again uses it once.
+        // A request that asks again and again uses it once.
         if pinned.is_none_or(|pinned| manager.matches(chain).longest() > pinned) {
-            let info = RequestInfo { request: Some(request.id), ..RequestInfo::default() };
-            // A load takes the pins along, and vLLM asks again when it has ended: that is no other request.
-            let lease = if request.is_counted { Manager::lease_again } else { Manager::lease_for };
-            request.pinned = Some(lease(manager, info, chain));
+            // A load takes the pins along, and vLLM asks again when it has ended: that is no other
+            // request.
+            let info = RequestInfo {
+                request: Some(request.id),
+                has_asked: request.is_counted,
+                ..RequestInfo::default()
+            };
+            request.pinned = Some(manager.lease_for(info, chain));
             request.is_counted = true;
         }
         let held = request.pinned.as_ref().map_or(0, |lease| lease.held().worth_loading());
@@ -198,8 +205,8 @@ impl Requests {
         Held { blocks, tokens, keys }
     }
 
-    /// Which of a request's keys can be loaded, where they do not hang on each other. Those that end first come first:
-    /// what does not fit the primary tier is behind.
+    /// Which of a request's keys can be loaded, where they do not hang on each other. Those that
+    /// end first come first: what does not fit the primary tier is behind.
     pub(super) fn held<'py>(
         &mut self,
         name: &str,
@@ -217,7 +224,8 @@ impl Requests {
         let mut held = Vec::new();
         for (_, key) in keys.into_iter().take(room) {
             let hash = hash(&key, salt)?;
-            if manager.matches([hash].as_slice()).longest() > 0 && !request.unsound.contains(&hash) {
+            if manager.matches([hash].as_slice()).longest() > 0 && !request.unsound.contains(&hash)
+            {
                 held.push(key.cast_into::<PyBytes>()?);
             }
         }
@@ -225,11 +233,13 @@ impl Requests {
         Ok(held)
     }
 
-    /// Chunks of the primary tier that others than this request were not promised. Who asks again and again waits; who has
-    /// not asked for a step does not, whatever vLLM makes of it.
+    /// Chunks of the primary tier that others than this request were not promised. A request that
+    /// asks again and again waits; one that has not asked for a step does not, whatever vLLM makes
+    /// of it.
     fn room(&self, name: &str) -> usize {
         let waits = |promise: &Promise| promise.step + 1 >= self.step;
-        let others = self.promises.iter().filter(|(other, promise)| *other != name && waits(promise));
+        let others =
+            self.promises.iter().filter(|(other, promise)| *other != name && waits(promise));
         self.chunks.budget.saturating_sub(others.map(|(_, promise)| promise.chunks).sum())
     }
 
@@ -238,7 +248,9 @@ impl Requests {
         let step = self.step;
         match self.promises.get_mut(name) {
             Some(promise) => *promise = Promise { chunks, step },
-            None if chunks > 0 => drop(self.promises.insert(name.to_owned(), Promise { chunks, step })),
+            None if chunks > 0 => {
+                self.promises.insert(name.to_owned(), Promise { chunks, step });
+            }
             None => {}
         }
     }
@@ -251,7 +263,7 @@ impl Requests {
                 request.pinned = None;
             }
         }
-        // In a step without any look-up nobody had a chance to ask.
+        // In a step without any look-up no request had a chance to ask.
         self.step += u64::from(std::mem::take(&mut self.asked_in_step));
     }
 
@@ -271,7 +283,9 @@ impl Requests {
             let hash = hash(&key, salt)?;
             let end = positions.get_item(&key)?.map(|end| end.extract::<u64>()).transpose()?;
             match end.and_then(|end| chunks.place(end)) {
-                Some(place) if request.chain.get(place) == Some(&hash) => chained.push((place, slot, which)),
+                Some(place) if request.chain.get(place) == Some(&hash) => {
+                    chained.push((place, slot, which));
+                }
                 _ => alone.push(Run {
                     chain: Arc::new(vec![hash]),
                     first: 0,
@@ -316,7 +330,8 @@ impl Requests {
         self.by_name.values_mut().for_each(|request| request.pinned = None);
     }
 
-    /// From here on blocks have other names. Of its requests only those are kept, and that they were counted.
+    /// From here on blocks have other names. Of its requests only those are kept, and that they
+    /// were counted.
     pub(super) fn rename(&mut self, salt: Salt) {
         self.salt = Some(salt);
         self.promises.clear();

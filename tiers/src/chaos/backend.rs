@@ -27,11 +27,11 @@ pub trait Faults: Send + Sync + fmt::Debug {
 pub enum Effect {
     /// It fails, and nothing is moved.
     Fail(CopyError),
-    /// It is executed, a bit of the destination is flipped, and it counts as done. Where the destination cannot
-    /// be reached, as on a disk, nothing is moved instead: a lost write.
+    /// It is executed, a bit of the destination is flipped, and it counts as done. Where the
+    /// destination cannot be reached, as on a disk, nothing is moved instead: a lost write.
     Corrupt,
-    /// It is executed without the last byte, and counts as done. Where the destination cannot be reached, nothing
-    /// is moved.
+    /// It is executed without the last byte, and counts as done. Where the destination cannot be
+    /// reached, nothing is moved.
     Torn,
     /// It is executed from then on and not before.
     Late(Instant),
@@ -58,7 +58,8 @@ impl<B: Backend + 'static, F: Faults> ChaosBackend<B, F> {
             Effect::Fail(error) => done.report(vec![(index, Err(error))]),
             Effect::Never => {}
             Effect::Late(when) => {
-                let (inner, done) = (Arc::clone(&self.inner), done.clone().renumbered(move |_| index));
+                let (inner, done) =
+                    (Arc::clone(&self.inner), done.clone().renumbered(move |_| index));
                 let submit = move || inner.submit(vec![op], done);
                 self.faults.at(when, Box::new(submit));
             }
@@ -74,7 +75,8 @@ impl<B: Backend + 'static, F: Faults> ChaosBackend<B, F> {
         }
     }
 
-    /// Executes the operation and changes the last byte of the destination before its end is reported.
+    /// Executes the operation and changes the last byte of the destination before its end is
+    /// reported.
     fn spoil(
         &self,
         index: usize,
@@ -91,9 +93,9 @@ impl<B: Backend + 'static, F: Faults> ChaosBackend<B, F> {
     }
 }
 
-// SAFETY: an operation ends in the inner backend, or here without having been started; bytes are changed
-// while the destination is still the operation's. One that never completes touches no slot, and one that hangs
-// none before it is given to the inner backend.
+// SAFETY: an operation ends in the inner backend, or here without having been started; bytes are
+// changed while the destination is still the operation's. One that never completes touches no slot,
+// and one that hangs none before it is given to the inner backend.
 unsafe impl<B: Backend + 'static, F: Faults> Backend for ChaosBackend<B, F> {
     fn name(&self) -> &'static str {
         self.inner.name()
@@ -120,7 +122,8 @@ unsafe impl<B: Backend + 'static, F: Faults> Backend for ChaosBackend<B, F> {
         if spared.is_empty() {
             return;
         }
-        // A layer is there when every block of the batch has it, and those that were hit come without layers.
+        // A layer is there when every block of the batch has it, and those that were hit come
+        // without layers.
         let layers = fences.layers.filter(|_| spared.len() == blocks);
         let fences = Fences { layers, ..fences };
         let (indices, ops): (Vec<_>, Vec<_>) = spared.into_iter().unzip();
@@ -160,7 +163,8 @@ impl EpisodeHit {
             let error = io::Error::from_raw_os_error(errno);
             Effect::Fail(CopyError::caused(kind, format!("{}: injected: {error}", op.to), error))
         };
-        let fail = |kind, what| Effect::Fail(CopyError::new(kind, format!("{}: injected: {what}", op.to)));
+        let fail =
+            |kind, what| Effect::Fail(CopyError::new(kind, format!("{}: injected: {what}", op.to)));
         match self.kind {
             Kind::Io => system(CopyErrorKind::Io, libc::EIO),
             Kind::TooManyFiles => system(CopyErrorKind::Io, libc::EMFILE),
@@ -182,14 +186,15 @@ impl EpisodeHit {
 impl CpuMemories {
     fn last_byte(&self, slot: SlotRef) -> Option<u8> {
         let block = self.block(slot)?;
-        // SAFETY: the last byte of a block that exists, of an operation in flight whose copy has not begun.
+        // SAFETY: the last byte of a block that exists, of an operation in flight whose copy has
+        // not begun.
         Some(unsafe { block.cast::<u8>().add(block.len() - 1).read() })
     }
 
     fn change_last_byte(&self, slot: SlotRef, change: &dyn Fn(u8) -> u8) {
         let Some(block) = self.block(slot) else { return };
-        // SAFETY: the last byte of the destination of an operation whose copy has ended and that is not
-        // reported yet.
+        // SAFETY: the last byte of the destination of an operation whose copy has ended and that is
+        // not reported yet.
         unsafe {
             let last = block.cast::<u8>().add(block.len() - 1);
             last.write(change(last.read()));
@@ -212,7 +217,9 @@ mod tests {
     use crate::frame::Frame;
     use crate::memcpy::MemcpyBackend;
     use crate::testing::conformance::{self, Pair};
-    use crate::testing::{MemoryStore, each, fill_pattern, has_pattern, host, options, order, run, start};
+    use crate::testing::{
+        MemoryStore, each, fill_pattern, has_pattern, host, options, order, run, start,
+    };
     use crate::verify::Verified;
 
     const BLOCK: usize = 5000;
@@ -239,7 +246,8 @@ mod tests {
             let chaos = Chaos::new(Schedule::scripted([script.parse().unwrap()]));
             let backend = chaos.around(store, Arc::clone(&memory) as _).unwrap();
             let backend =
-                Verified::new(backend, Arc::clone(&memory) as _, Arc::new(Checksums::new())).unwrap();
+                Verified::new(backend, Arc::clone(&memory) as _, Arc::new(Checksums::new()))
+                    .unwrap();
             Self { memory, chaos, backend, here, there }
         }
 
@@ -305,23 +313,31 @@ mod tests {
     }
 
     #[test]
-    fn what_is_spoilt_is_caught_by_its_checksum_in_either_direction() {
+    fn checksums_catch_what_is_spoilt_in_either_direction() {
         for kind in [Kind::Corrupt, Kind::Torn] {
             let fixture = ChaosFixture::new(&format!("disk.read:{kind}@0s+1h"));
             fixture.chaos.start();
             fixture.store().unwrap();
-            assert_eq!(fixture.load().unwrap_err().kind(), CopyErrorKind::Corrupt, "{kind} on a read");
+            assert_eq!(
+                fixture.load().unwrap_err().kind(),
+                CopyErrorKind::Corrupt,
+                "{kind} on a read"
+            );
             fixture.assert_heals(kind, 1);
             let fixture = ChaosFixture::new(&format!("disk.write:{kind}@0s+1h"));
             fixture.chaos.start();
             fixture.store().unwrap();
-            assert_eq!(fixture.load().unwrap_err().kind(), CopyErrorKind::Corrupt, "{kind} on a write");
+            assert_eq!(
+                fixture.load().unwrap_err().kind(),
+                CopyErrorKind::Corrupt,
+                "{kind} on a write"
+            );
             fixture.assert_heals(kind, 1);
         }
     }
 
     #[test]
-    fn what_hangs_is_executed_when_the_episode_is_over_and_not_before() {
+    fn what_hangs_is_executed_only_after_the_episode() {
         let fixture = ChaosFixture::new("disk.read:hang@0s+30ms");
         fixture.store().unwrap();
         fixture.chaos.start();
@@ -355,20 +371,24 @@ mod tests {
         fixture.assert_heals(Kind::Never, 1);
     }
 
-    /// Copies four blocks in two layers while `script` is played; returns how many failed, and the layers that were told.
+    /// Copies four blocks in two layers while `script` is played; returns how many failed, and the
+    /// layers that were told.
     fn layered(script: &str) -> (usize, Vec<u16>) {
-        let (from, to) = (Arc::new(host(4, BLOCK)), DramRegion::open(Tier::Device, options(4, BLOCK)));
+        let (from, to) =
+            (Arc::new(host(4, BLOCK)), DramRegion::open(Tier::Device, options(4, BLOCK)));
         let to = Arc::new(to.unwrap());
         let (mut here, mut there) = (from.frames().unwrap(), to.frames().unwrap());
         let pairs = std::iter::from_fn(|| here.take().zip(there.take()));
-        let ops: Vec<_> = pairs.map(|(from, to)| order(1, from.slot_ref(), to.slot_ref())).collect();
+        let ops: Vec<_> =
+            pairs.map(|(from, to)| order(1, from.slot_ref(), to.slot_ref())).collect();
         let memcpy = MemcpyBackend::new(vec![from.clone() as _, to as _], 1).unwrap();
         let chaos = Chaos::new(Schedule::scripted([script.parse().unwrap()]));
         let backend = chaos.around(memcpy, from).unwrap();
         chaos.start();
         let told = Arc::new(parking_lot::Mutex::new(Vec::new()));
         let layers = Arc::clone(&told);
-        let layers = Layers::new(NonZeroU16::new(2).unwrap(), move |layer, _| layers.lock().push(layer));
+        let layers =
+            Layers::new(NonZeroU16::new(2).unwrap(), move |layer, _| layers.lock().push(layer));
         let (report, reports) = mpsc::channel();
         let fences = Fences { layers: Some(layers), ..Fences::default() };
         backend.submit_fenced(ops, fences, each(move |_, result| report.send(result).unwrap()));

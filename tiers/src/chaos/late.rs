@@ -12,7 +12,7 @@ use crate::fork::ServiceThread;
 
 /// Does each job when its time has come, on one thread that starts with the first job.
 ///
-/// Dropping it does at once what is left: nobody who hangs is forgotten.
+/// Dropping it does at once what is left: no hanging operation is forgotten.
 #[derive(Debug, Default)]
 pub(crate) struct LateTimer {
     queue: Arc<LateQueue>,
@@ -59,8 +59,10 @@ impl LateTimer {
         let mut jobs = self.queue.jobs.lock();
         let now = clock::now();
         let waiting = std::mem::take(&mut jobs.waiting);
-        jobs.waiting =
-            waiting.into_iter().map(|((when, number), job)| ((when.min(now), number), job)).collect();
+        jobs.waiting = waiting
+            .into_iter()
+            .map(|((when, number), job)| ((when.min(now), number), job))
+            .collect();
         self.queue.changed.notify_one();
     }
 
@@ -123,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_released_or_left_at_the_end_is_done_at_once() {
+    fn what_is_released_or_left_is_done_at_once() {
         let (late, (report, reports)) = (LateTimer::default(), mpsc::channel());
         let tomorrow = Instant::now() + Duration::from_hours(24);
         let wait = |late: &LateTimer, number| {

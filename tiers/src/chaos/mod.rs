@@ -7,9 +7,9 @@
 //! | `store` | the same around the client of an object store |
 //! | `late` | operations that hang until later |
 //!
-//! Everything here keeps a backend's promises: an operation is completed once, after the last access to its
-//! slots, or never and then nothing touches them. It stands *inside* [`Verified`](crate::Verified), which has to
-//! notice what is spoilt here.
+//! Everything here keeps a backend's promises: an operation is completed once, after the last
+//! access to its slots, or never and then nothing touches them. It stands *inside*
+//! [`Verified`](crate::Verified), which has to notice what is spoilt here.
 
 mod backend;
 mod late;
@@ -41,7 +41,7 @@ pub struct Chaos(Arc<ChaosState>);
 #[derive(Debug)]
 struct ChaosState {
     run: Mutex<ChaosRun>,
-    /// Of the disk tier: slot `i` lies in directory `i` modulo so many.
+    /// Of the disk tier: slot `i` lies in directory `i` modulo this number.
     directories: AtomicU32,
     late: LateTimer,
 }
@@ -114,8 +114,8 @@ impl Chaos {
         self.0.run.lock().phase = ChaosPhase::Since(clock::now());
     }
 
-    /// Nothing happens to the next operations, so many of those that an episode would hit: a test that spares one more each
-    /// time has every one of them fail in turn.
+    /// Spares the next `operations` operations that an episode would hit: a test that spares one
+    /// more each time has every one of them fail in turn.
     pub fn spare(&self, operations: u64) {
         self.0.run.lock().spared = operations;
     }
@@ -135,15 +135,15 @@ impl Chaos {
         self.0.run.lock().injected.clone()
     }
 
-    /// Jumps of the clock that are due since the last call. Whoever has the clock makes it jump.
+    /// Jumps of the clock that came due since the last call. The owner of the clock makes it jump.
     pub fn clock_jumps(&self) -> Vec<ClockJump> {
         let mut run = self.0.run.lock();
         run.advance(clock::now());
         std::mem::take(&mut run.jumps)
     }
 
-    /// `inner`, hit by this chaos. Blocks that arrive in `memory` from below may be spoilt: somebody must verify
-    /// them afterwards.
+    /// `inner`, hit by this chaos. Blocks that arrive in `memory` from below may be corrupted: they
+    /// must be verified afterwards.
     ///
     /// # Errors
     /// Never for one region; the error is that of several that do not fit together.
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn an_episode_hits_its_medium_in_its_time_and_nothing_else() {
+    fn an_episode_hits_only_its_medium_in_its_time() {
         let (mut run, start) = run(&["disk.read:eio@10s+5s"]);
         let mut kind = |medium, direction, at_s| {
             run.hit(medium, direction, start + Duration::from_secs(at_s)).map(|hit| hit.kind)
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn operations_that_are_spared_are_those_before_the_first_that_is_hit() {
+    fn operations_before_the_first_hit_are_the_spared_ones() {
         let chaos = Chaos::new(Schedule::scripted(["object:503@0s+1h x1".parse().unwrap()]));
         chaos.start();
         chaos.spare(2);
@@ -271,7 +271,8 @@ mod tests {
     fn a_jump_of_the_clock_waits_for_who_asks_late() {
         let (mut run, start) = run(&["clock:jump@1s+3600s", "clock:back@2s+60s"]);
         run.advance(start + Duration::from_secs(100));
-        let jumps = [ClockJump::Forward(Duration::from_hours(1)), ClockJump::Back(Duration::from_mins(1))];
+        let jumps =
+            [ClockJump::Forward(Duration::from_hours(1)), ClockJump::Back(Duration::from_mins(1))];
         assert_eq!(run.jumps, jumps);
     }
 

@@ -46,7 +46,8 @@ pub enum Kind {
     Short,
     /// The end of a block does not arrive, and the medium says that it did.
     Torn,
-    /// A read brings a flipped bit; a write that is reported as done was lost. The medium notices neither.
+    /// A read brings a flipped bit; a write that is reported as done was lost. The medium notices
+    /// neither.
     Corrupt,
     /// Operations hang until the episode is over, and then are executed.
     Hang,
@@ -138,8 +139,8 @@ impl Medium {
         }
     }
 
-    /// How it can misbehave. Nobody verifies what is copied within memory, so nothing is spoilt there; a request
-    /// to a store is given up by its client, so none of them lasts for ever.
+    /// How it can misbehave. Copies within memory are not verified, so nothing is corrupted there.
+    /// A store's client gives up its requests, so none of them lasts for ever.
     pub const fn kinds(self) -> &'static [Kind] {
         match self {
             Self::Memory => &[Kind::Io, Kind::Delay, Kind::Short, Kind::Hang, Kind::Never],
@@ -193,8 +194,9 @@ impl Direction {
 
 /// One medium misbehaves in one way for a while.
 ///
-/// As text: `MEDIUM[.read|.write]:KIND@START+LENGTH[ xN]`, times in `ms`, `s`, `m` or `h`; `xN`: the first N
-/// operations only. `disk:hang@100s+20s` is a disk that hangs for 20 s; `disk.write:eio@5s+1s x1` fails once.
+/// As text: `MEDIUM[.read|.write]:KIND@START+LENGTH[ xN]`, times in `ms`, `s`, `m` or `h`; `xN`:
+/// the first N operations only. `disk:hang@100s+20s` is a disk that hangs for 20 s;
+/// `disk.write:eio@5s+1s x1` fails once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Episode {
     /// What misbehaves.
@@ -287,7 +289,9 @@ fn named<T: Copy>(
 
 fn parse_count(text: &str) -> Result<u64, EpisodeError> {
     let count = text.trim().parse().ok().filter(|&count| count > 0);
-    count.ok_or_else(|| EpisodeError(format!("'x{text}' is no number of operations: write x1 or more")))
+    count.ok_or_else(|| {
+        EpisodeError(format!("'x{text}' is no number of operations: write x1 or more"))
+    })
 }
 
 fn parse_time(text: &str) -> Result<Duration, EpisodeError> {
@@ -351,11 +355,12 @@ impl Schedule {
     }
 }
 
-/// Copies that never complete in one run: each costs a slot until the process ends, and the tiers of a test
-/// are small.
+/// Copies that never complete in one run: each costs a slot until the process ends, and the tiers
+/// of a test are small.
 const MAX_NEVER: u32 = 3;
 
-/// Draws episodes. Several at a time are common: a new one begins every 165 ms on average and lasts up to a second.
+/// Draws episodes. Several at a time are common: a new one begins every 165 ms on average and lasts
+/// up to a second.
 struct DrawnEpisodes {
     rng: fastrand::Rng,
     media: Vec<Medium>,
@@ -377,7 +382,8 @@ impl Iterator for DrawnEpisodes {
         let direction = [None, Some(Direction::Read), Some(Direction::Write)][self.rng.usize(..3)];
         let direction = match (medium, kind) {
             (Medium::Clock, _) => None,
-            // On its way up a block may bounce: the copy then holds a slot that differs from run to run.
+            // On its way up a block may bounce: the copy then holds a slot that differs from run to
+            // run.
             (Medium::Memory, Kind::Never) => Some(Direction::Write),
             _ => direction,
         };
@@ -398,7 +404,8 @@ impl DrawnEpisodes {
         }
     }
 
-    /// How long, and how many operations. What loses blocks hits few: a run that only recomputes tests nothing.
+    /// How long, and how many operations. What loses blocks hits few: a run that only recomputes
+    /// tests nothing.
     fn extent(&mut self, kind: Kind) -> (Duration, Option<u64>) {
         let (millis, operations) = match kind {
             Kind::Never => (1_000..1_001, Some(1..2)),
@@ -408,7 +415,10 @@ impl DrawnEpisodes {
             Kind::Jump | Kind::Back => (1_000..3_600_000, None),
             _ => (20..500, None),
         };
-        (Duration::from_millis(self.rng.u64(millis)), operations.map(|operations| self.rng.u64(operations)))
+        (
+            Duration::from_millis(self.rng.u64(millis)),
+            operations.map(|operations| self.rng.u64(operations)),
+        )
     }
 }
 
@@ -464,8 +474,8 @@ mod tests {
     fn a_script_is_played_in_the_order_of_time() {
         let script = ["disk:eio@5s+1s", "disk:hang@1s+1s", "clock:jump@9s+1h"];
         let script = script.map(|text| text.parse::<Episode>().unwrap());
-        let mut schedule =
-            Schedule::scripted(script).and(Schedule::scripted(["disk:short@2s+1s".parse().unwrap()]));
+        let mut schedule = Schedule::scripted(script)
+            .and(Schedule::scripted(["disk:short@2s+1s".parse().unwrap()]));
         let mut starts = |elapsed_s| {
             std::iter::from_fn(|| schedule.next_before(Duration::from_secs(elapsed_s)))
                 .map(|episode| episode.start.as_secs())

@@ -10,8 +10,9 @@ use bytes::Bytes;
 use futures::stream::{BoxStream, StreamExt};
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, Error, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta,
-    ObjectStore, ObjectStoreExt, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+    CopyOptions, Error, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload,
+    ObjectMeta, ObjectStore, ObjectStoreExt, PutMultipartOptions, PutOptions, PutPayload,
+    PutResult, Result,
 };
 
 use super::{Chaos, Direction, EpisodeHit, Kind, Medium};
@@ -25,7 +26,8 @@ impl Chaos {
     }
 }
 
-/// A store whose requests are hit: listings as reads are, each of them once, and deletions as writes.
+/// A store whose requests are hit: listings as reads are, each of them once, and deletions as
+/// writes.
 #[derive(Debug)]
 struct ChaosStore {
     inner: Arc<dyn ObjectStore>,
@@ -40,7 +42,8 @@ impl ChaosStore {
         Self { inner, chaos }
     }
 
-    /// What becomes of a request: an error, or after a while the kind of fault that spoils its content, if any.
+    /// What becomes of a request: an error, or after a while the kind of fault that spoils its
+    /// content, if any.
     async fn meet(&self, direction: Direction, location: &Path) -> Result<Option<Kind>> {
         let Some(hit) = self.chaos.hit(Medium::Object, direction) else { return Ok(None) };
         match hit.kind {
@@ -97,7 +100,9 @@ impl EpisodeHit {
             }
             Kind::NoSpace => generic(io::Error::from_raw_os_error(libc::ENOSPC).into()),
             // An object is there as a whole or not at all.
-            Kind::Short if direction == Direction::Write => generic("injected: connection reset".into()),
+            Kind::Short if direction == Direction::Write => {
+                generic("injected: connection reset".into())
+            }
             _ => None,
         }
     }
@@ -113,7 +118,7 @@ fn spoilt(kind: Kind, body: Bytes) -> Bytes {
 }
 
 fn flip_a_bit(mut bytes: Vec<u8>) -> Vec<u8> {
-    // Not near an end, where a footer may be that nobody reads.
+    // Not near an end, where a footer may be that is never read.
     let place = bytes.len() / 3;
     bytes.get_mut(place).into_iter().for_each(|byte| *byte ^= 0x10);
     bytes
@@ -121,7 +126,12 @@ fn flip_a_bit(mut bytes: Vec<u8>) -> Vec<u8> {
 
 #[async_trait]
 impl ObjectStore for ChaosStore {
-    async fn put_opts(&self, location: &Path, payload: PutPayload, opts: PutOptions) -> Result<PutResult> {
+    async fn put_opts(
+        &self,
+        location: &Path,
+        payload: PutPayload,
+        opts: PutOptions,
+    ) -> Result<PutResult> {
         match self.meet(Direction::Write, location).await? {
             Some(Kind::Corrupt) => {
                 let bytes = payload.iter().flat_map(|part| part.iter().copied()).collect();
@@ -152,7 +162,10 @@ impl ObjectStore for ChaosStore {
         Ok(GetResult { payload, meta, range, attributes, extensions })
     }
 
-    fn delete_stream(&self, locations: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+    fn delete_stream(
+        &self,
+        locations: BoxStream<'static, Result<Path>>,
+    ) -> BoxStream<'static, Result<Path>> {
         let (inner, chaos) = (Arc::clone(&self.inner), self.chaos.clone());
         let deleted = locations.then(move |location| {
             let store = Self::new(Arc::clone(&inner), chaos.clone());
@@ -223,25 +236,30 @@ mod tests {
             store.put(&path, BYTES.into()).await.unwrap();
             chaos.start();
             let error = store.get(&path).await.unwrap_err();
-            assert_eq!(matches!(error, Error::PermissionDenied { .. }), kind == Kind::Http403, "{error}");
+            assert_eq!(
+                matches!(error, Error::PermissionDenied { .. }),
+                kind == Kind::Http403,
+                "{error}"
+            );
             store.put(&path, BYTES.into()).await.unwrap_err();
             assert_heals((chaos, store, path), kind, 2).await;
         }
     }
 
     #[tokio::test]
-    async fn an_answer_may_be_part_of_what_it_says_it_is() {
+    async fn an_answer_may_be_part_of_what_it_claims() {
         let (chaos, store, path) = store("object.read:short@0s+1h");
         chaos.start();
         store.put(&path, BYTES.into()).await.unwrap();
-        let answer = store.get_opts(&path, GetOptions::new().with_range(Some(4..12_u64))).await.unwrap();
+        let answer =
+            store.get_opts(&path, GetOptions::new().with_range(Some(4..12_u64))).await.unwrap();
         assert_eq!(answer.range, 4..12);
         assert_eq!(answer.bytes().await.unwrap(), BYTES[4..8]);
         assert_heals((chaos, store, path), Kind::Short, 1).await;
     }
 
     #[tokio::test]
-    async fn listings_and_deletions_fail_too_and_a_listing_may_end_early() {
+    async fn listings_and_deletions_fail_and_listings_may_end_early() {
         let (chaos, store, path) = store("object.read:short@0s+1h x1");
         for name in ["a", "b", "c"] {
             store.put(&Path::from(name), BYTES.into()).await.unwrap();
@@ -263,7 +281,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_bit_is_wrong_in_what_is_read_or_for_good_in_what_is_written() {
+    async fn one_bit_is_wrong_in_reads_or_lastingly_in_writes() {
         for direction in ["read", "write"] {
             let (chaos, store, path) = store(&format!("object.{direction}:corrupt@0s+1h x1"));
             chaos.start();
@@ -278,7 +296,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn silence_ends_with_the_episode_or_when_all_is_well_again() {
+    async fn silence_ends_with_the_episode_or_with_all_faults() {
         let (chaos, store, path) = store("object:hang@0s+20ms");
         chaos.start();
         let began = Instant::now();

@@ -9,20 +9,25 @@ use std::time::Duration;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use cudarc::driver::result::DriverError;
 
-use super::driver::{CudaStream, Gpu, KernelTable, PinnedHost, StreamEvent, ends_the_context, failed};
+use super::driver::{
+    CudaStream, Gpu, KernelTable, PinnedHost, StreamEvent, ends_the_context, failed,
+};
 use super::kernels::{CopyKernels, KernelOrigin};
 use super::rows::{PitchedRows, rows};
 use crate::backend::Backend;
 use crate::clock;
-use crate::copy::{Completion, CopyError, CopyErrorKind, CopyOp, Done, Endings, Route, SlotId, Tier};
+use crate::copy::{
+    Completion, CopyError, CopyErrorKind, CopyOp, Done, Endings, Route, SlotId, Tier,
+};
 use crate::device::{DeviceRegion, Space};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fence::{Fence, Fences, Mark};
 use crate::memory::{Memory, forget_checksum, no_such_slot};
 use crate::segments::{Piece, Segment, pieces};
 
-/// Moves blocks between locked host memory and device memory, each direction in a stream and a thread of its
-/// own: the thread starts copies and looks after their events, so nobody who submits waits for the GPU.
+/// Moves blocks between locked host memory and device memory, each direction in a stream and a
+/// thread of its own: the thread starts copies and looks after their events, so no caller that
+/// submits waits for the GPU.
 #[derive(Debug)]
 pub struct CudaBackend {
     routes: [Route; 2],
@@ -39,38 +44,46 @@ struct FencedBatch {
     done: Done,
 }
 
-/// How pieces that are no rows cross in one direction. Measured on an H100 (docs/gpu.md): copy engines cost the engine's
-/// kernels nothing, but need a moment for each piece; our kernel does not, but takes room from the engine's, and what
-/// writes to the host at full speed keeps all others from the GPU's memory, the more the more of it is under way.
+/// How pieces that are no rows cross in one direction. Measured on an H100 (docs/gpu.md): copy
+/// engines cost the engine's kernels nothing, but need a moment for each piece; our kernel does
+/// not, but takes room from the engine's, and what writes to the host at full speed keeps all else
+/// from the GPU's memory, more so the more of it is under way.
 #[derive(Clone, Copy, Debug)]
 struct CopyPath {
-    /// Pieces smaller than this on average are copied by the kernel, where one call starts many copies.
+    /// Pieces smaller than this on average are copied by the kernel, where one call starts many
+    /// copies.
     small: usize,
-    /// By so many groups of threads: the fewest that fill the link.
+    /// Groups of threads that copy: the fewest that fill the link.
     groups: u32,
 }
 
 const TO_GPU: CopyPath = CopyPath { small: 32 << 10, groups: 4 };
 const FROM_GPU: CopyPath = CopyPath { small: 16 << 10, groups: 2 };
-/// As `CopyPath::small`, where each copy takes a call of its own: in its microseconds a link moves about this much.
+/// As `CopyPath::small`, where each copy takes a call of its own: in its microseconds a link moves
+/// about this much.
 const SMALL_ALONE: usize = 256 << 10;
-/// From so many pieces on, one call for all is worth its preparation.
+/// From this many pieces on, one call for all is worth its preparation.
 const MANY_PIECES: usize = 4;
 /// Pieces that one launch of the kernel takes, unless a single block has more.
 const TABLE_PIECES: usize = 4096;
-/// Flights of a lane at a time. What they need is made at the start: to allocate locked memory while copies run takes
-/// milliseconds, and the driver's locks.
+/// Flights of a lane at a time. What they need is made at the start: to allocate locked memory
+/// while copies run takes milliseconds, and the driver's locks.
 const DESKS: usize = 32;
 /// How often a thread looks whether copies have ended. The system rounds it up by about 50 µs.
 const POLL: Duration = Duration::from_micros(20);
 
 impl CudaBackend {
-    /// Moves blocks between `memory`, which is locked for that, and `device`, which is in this GPU's memory.
+    /// Moves blocks between `memory`, which is locked for that, and `device`, which is in this
+    /// GPU's memory.
     ///
     /// # Errors
-    /// `Invalid`: the blocks differ in size, or the device region is elsewhere. `Unavailable`: the memory cannot
-    /// be locked, or the GPU gives no stream.
-    pub fn new(gpu: &Gpu, memory: Arc<dyn Memory>, device: &Arc<DeviceRegion>) -> Result<Self, SetupError> {
+    /// `Invalid`: the blocks differ in size, or the device region is elsewhere. `Unavailable`: the
+    /// memory cannot be locked, or the GPU gives no stream.
+    pub fn new(
+        gpu: &Gpu,
+        memory: Arc<dyn Memory>,
+        device: &Arc<DeviceRegion>,
+    ) -> Result<Self, SetupError> {
         check_fit(gpu, &*memory, device)?;
         let routes = [(memory.tier(), Tier::Device), (Tier::Device, memory.tier())];
         let host = Arc::new(PinnedHost::new(gpu, memory)?);
@@ -98,10 +111,10 @@ fn check_fit(gpu: &Gpu, memory: &dyn Memory, device: &DeviceRegion) -> Result<()
     Err(SetupError::new(SetupErrorKind::Invalid, message))
 }
 
-// SAFETY: an operation is reported when the event behind its copies has passed, or an error says that the context
-// has ended and with it all its work; any other error says nothing, and the slots stay the operation's. The lanes'
-// threads keep both regions until they have reported everything, and copy the pieces of blocks of one size, in slots
-// that exist.
+// SAFETY: an operation is reported when the event behind its copies has passed, or an error says
+// that the context has ended and with it all its work; any other error says nothing, and the slots
+// stay the operation's. The lanes' threads keep both regions until they have reported everything,
+// and copy the pieces of blocks of one size, in slots that exist.
 unsafe impl Backend for CudaBackend {
     fn name(&self) -> &'static str {
         "cuda"
@@ -210,8 +223,8 @@ struct CopyFlight {
 }
 
 impl CopyLane {
-    /// The thread ends by itself when everything submitted was reported and the sender is gone: a GPU that hangs
-    /// must not hang whoever drops the backend.
+    /// The thread ends on its own when everything submitted was reported and the sender is gone: a
+    /// GPU that hangs must not hang the thread that drops the backend.
     fn start(
         name: &str,
         way: CopyPath,
@@ -243,7 +256,10 @@ impl CopyLane {
     ) -> Result<Self, SetupError> {
         let parts = device.segments().parts().len();
         let desk = |_| {
-            Ok(CopyStream { table: KernelTable::new(gpu, TABLE_PIECES.max(parts))?, indices: Vec::new() })
+            Ok(CopyStream {
+                table: KernelTable::new(gpu, TABLE_PIECES.max(parts))?,
+                indices: Vec::new(),
+            })
         };
         let idle: Result<_, SetupError> = (0..DESKS).map(desk).collect();
         gpu.reserve_events(DESKS).map_err(|error| failed("no events", error))?;
@@ -264,11 +280,15 @@ impl CopyLane {
         })
     }
 
-    fn serve(mut self, batches: &Receiver<FencedBatch>, tell: &mpsc::SyncSender<Result<(), DriverError>>) {
+    fn serve(
+        mut self,
+        batches: &Receiver<FencedBatch>,
+        tell: &mpsc::SyncSender<Result<(), DriverError>>,
+    ) {
         let gpu = self.gpu.clone();
         let entered = gpu.enter();
         let outcome = entered.as_ref().map(|_| ()).map_err(|error| *error);
-        // Whoever starts the lane waits for it.
+        // The thread that starts the lane waits for it.
         let _ = tell.send(outcome);
         let mut open = outcome.is_ok();
         while open || !self.flights.is_empty() {
@@ -277,7 +297,8 @@ impl CopyLane {
         }
     }
 
-    /// Starts what was submitted; waits for more, as long as there is nothing else to do. False: nothing will come.
+    /// Starts what was submitted; waits for more, as long as there is nothing else to do. False:
+    /// nothing will come.
     fn receive(&mut self, batches: &Receiver<FencedBatch>) -> bool {
         let first = if self.flights.is_empty() {
             batches.recv().map_err(|_| RecvTimeoutError::Disconnected)
@@ -316,12 +337,12 @@ impl CopyLane {
 
     fn wait_for(&self, fence: &Fence) -> Result<(), DriverError> {
         let Fence::Event(event) = fence else { return Ok(()) };
-        // SAFETY: the event is as whoever made the fence promised, and lives as long as the fence.
+        // SAFETY: the event is as the fence's maker promised, and lives as long as the fence.
         unsafe { self.stream.wait_for(event.handle()) }
     }
 
-    /// Starts copies, of which the first is the `first` of its batch; what names slots that do not exist is refused
-    /// at once.
+    /// Starts copies, of which the first is the `first` of its batch; what names slots that do not
+    /// exist is refused at once.
     fn launch_flight(&mut self, first: usize, ops: &[CopyOp], done: &Done, mark: Option<Mark>) {
         let mut desk = self.desk();
         let mut refused = Vec::new();
@@ -347,7 +368,8 @@ impl CopyLane {
         };
         let failure = self.copy(&mut desk.table).err();
         let done = done.clone();
-        let mut flight = CopyFlight { desk, event, recorded: false, mark, done, failure, doubtful: false };
+        let mut flight =
+            CopyFlight { desk, event, recorded: false, mark, done, failure, doubtful: false };
         // If it cannot be recorded now it is later, behind more than needs be.
         let _ = flight.record(&self.stream);
         self.flights.push_back(flight);
@@ -403,9 +425,11 @@ impl CopyLane {
     fn copy_rows(&self) -> Result<(), DriverError> {
         for &BlockEnds { host, slot, is_to_gpu } in &self.blocks {
             for rows in &self.rows {
-                let (here, there) = ((host + rows.offset, rows.step), (rows.address(slot), rows.pitch));
+                let (here, there) =
+                    ((host + rows.offset, rows.step), (rows.address(slot), rows.pitch));
                 let (from, to) = if is_to_gpu { (here, there) } else { (there, here) };
-                // SAFETY: pieces of blocks whose slots are the operations' until the event behind has passed.
+                // SAFETY: pieces of blocks whose slots are the operations' until the event behind
+                // has passed.
                 unsafe { self.stream.copy_rows(from, to, rows.bytes, rows.count) }?;
             }
         }
@@ -438,7 +462,8 @@ impl CopyLane {
             return self.copy_in_one_call();
         }
         let copy = |piece: &Piece| {
-            // SAFETY: pieces of blocks whose slots are the operations' until the event behind has passed.
+            // SAFETY: pieces of blocks whose slots are the operations' until the event behind has
+            // passed.
             unsafe { self.stream.copy(piece.from, piece.to, piece.bytes) }
         };
         self.pieces.iter().try_for_each(copy)
@@ -474,7 +499,8 @@ impl CopyLane {
         let memory = self.host.memory();
         let base = memory.base().addr().get();
         let ours = base..base + memory.geometry().bytes();
-        let mapped = |address| if ours.contains(&address) { self.host.mapped(address) } else { address };
+        let mapped =
+            |address| if ours.contains(&address) { self.host.mapped(address) } else { address };
         Piece { from: mapped(piece.from), to: mapped(piece.to), bytes: piece.bytes }
     }
 
@@ -485,7 +511,10 @@ impl CopyLane {
             && let Some(outcome) = flight.outcome(&self.stream)
             && let Some(mut flight) = self.flights.pop_front()
         {
-            flight.desk.ended(outcome).for_each(|(index, result)| landed.add(&flight.done, index, result));
+            flight
+                .desk
+                .ended(outcome)
+                .for_each(|(index, result)| landed.add(&flight.done, index, result));
             self.idle.push(flight.desk);
         }
         landed.report();

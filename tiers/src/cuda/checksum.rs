@@ -8,8 +8,8 @@ use crate::copy::{CopyError, CopyErrorKind, SlotId};
 use crate::device::DeviceRegion;
 use crate::error::SetupError;
 
-/// Computes the [`checksum`](crate::checksum::checksum) of blocks in device memory. Callers wait for theirs, each
-/// in a stream of its own.
+/// Computes the [`checksum`](crate::checksum::checksum) of blocks in device memory. Callers wait
+/// for theirs, each in a stream of its own.
 #[derive(Debug)]
 pub struct DeviceChecksum {
     gpu: Gpu,
@@ -35,16 +35,18 @@ impl DeviceChecksum {
         Ok(Self { gpu: gpu.clone(), kernels: CopyKernels::load(gpu)?, idle: Mutex::default() })
     }
 
-    /// Makes what so many callers at a time need for blocks of so many pieces, so that it is not made while an engine
-    /// works.
+    /// Makes what `callers` callers at a time need for blocks of `pieces` pieces, so that it is not
+    /// made while an engine works.
     pub(crate) fn reserve(&self, callers: usize, pieces: usize) -> Result<(), SetupError> {
-        let desks =
-            (0..callers).map(|_| ChecksumScratch::new(&self.gpu, pieces)).collect::<Result<Vec<_>, _>>()?;
+        let desks = (0..callers)
+            .map(|_| ChecksumScratch::new(&self.gpu, pieces))
+            .collect::<Result<Vec<_>, _>>()?;
         self.idle.lock().extend(desks);
         Ok(())
     }
 
-    /// The checksum of the block in a slot, which nobody writes meanwhile; the region is in this GPU's memory.
+    /// The checksum of the block in a slot, which nothing writes meanwhile; the region is in this
+    /// GPU's memory.
     ///
     /// # Errors
     /// `Refused`: there is no such slot. `Io`: the GPU failed.
@@ -99,14 +101,16 @@ impl ChecksumScratch {
         self.result.write(&[0]);
         let longest = summands.iter().map(|summand| summand.bytes).max().unwrap_or(0) as usize;
         let (stream, bytes, extent) = (&self.stream, size_of::<u32>(), (summands.len(), longest));
-        // SAFETY: table, sum and result are this desk's, which nobody else has before the wait has ended. The
-        // pieces are of a slot that nobody writes.
+        // SAFETY: table, sum and result are this desk's, which nothing else has before the wait has
+        // ended. The pieces are of a slot that nothing writes.
         let summed = unsafe {
             stream
                 .zero(&self.sum, bytes)
                 .and_then(|()| self.table.fill(stream, summands))
                 .and_then(|table| kernels.crc32c(stream, table, extent, self.sum.address))
-                .and_then(|()| stream.copy(self.sum.address as usize, self.result.address() as usize, bytes))
+                .and_then(|()| {
+                    stream.copy(self.sum.address as usize, self.result.address() as usize, bytes)
+                })
                 .and_then(|()| stream.wait())
         };
         summed.map_err(gone)?;

@@ -1,7 +1,8 @@
 //! cuFile, NVIDIA's library for transfers between files and GPUs, found at run time.
 //!
-//! The functions are looked up here and not through `cudarc`, whose types they have: it looks for `libcufile.so`,
-//! while packages ship `libcufile.so.0`; and a result that is no value of its enumerations would be undefined.
+//! The functions are looked up here and not through `cudarc`, whose types they have: it looks for
+//! `libcufile.so`, while packages ship `libcufile.so.0`; and a result that is no value of its
+//! enumerations would be undefined.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::fmt;
@@ -56,7 +57,8 @@ pub enum CuFileMode {
 /// What cuFile could do here, whatever files it is given.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CuFileReport {
-    /// The media that the driver reaches directly; slot files elsewhere are read in compatibility mode.
+    /// The media that the driver reaches directly; slot files elsewhere are read in compatibility
+    /// mode.
     pub reached: Vec<&'static str>,
     /// Bytes of device memory that it pins at most.
     pub max_pinned: u64,
@@ -98,7 +100,8 @@ impl Status {
     }
 }
 
-type TransferFn = unsafe extern "C" fn(CUfileHandle_t, *mut c_void, usize, libc::off_t, libc::off_t) -> isize;
+type TransferFn =
+    unsafe extern "C" fn(CUfileHandle_t, *mut c_void, usize, libc::off_t, libc::off_t) -> isize;
 
 /// The library, started.
 pub(super) struct CuFile {
@@ -129,12 +132,16 @@ pub fn probe_cufile(options: &CuFileOptions) -> Availability<CuFileReport> {
 impl CuFile {
     /// Starts the library, once in a process.
     pub(super) fn open(options: &CuFileOptions) -> Availability<Arc<Self>> {
-        static OPENED: LazyLock<Mutex<Option<Availability<Arc<CuFile>>>>> = LazyLock::new(Mutex::default);
+        static OPENED: LazyLock<Mutex<Option<Availability<Arc<CuFile>>>>> =
+            LazyLock::new(Mutex::default);
         if let Availability::Unavailable { why, remedy } = probe().driver {
             return Availability::Unavailable { why, remedy };
         }
         if let Err(error) = std::fs::read(&options.modules) {
-            return Availability::missing(format!("{}: {error}", options.modules.display()), GET_MODULES);
+            return Availability::missing(
+                format!("{}: {error}", options.modules.display()),
+                GET_MODULES,
+            );
         }
         OPENED.lock().get_or_insert_with(|| Self::start(options.timeout)).clone()
     }
@@ -144,14 +151,20 @@ impl CuFile {
         let (send, receive) = mpsc::channel();
         let start = move || send.send(Self::load());
         if let Err(error) = clock::spawn("kvbm-cufile", start) {
-            return Availability::missing(format!("no thread: {error}"), "raise the limit on processes");
+            return Availability::missing(
+                format!("no thread: {error}"),
+                "raise the limit on processes",
+            );
         }
         match receive.recv_timeout(timeout) {
             Ok(outcome) => outcome,
-            Err(RecvTimeoutError::Timeout) => {
-                Availability::missing(format!("cuFileDriverOpen did not end in {timeout:?}"), GET_STARTED)
+            Err(RecvTimeoutError::Timeout) => Availability::missing(
+                format!("cuFileDriverOpen did not end in {timeout:?}"),
+                GET_STARTED,
+            ),
+            Err(RecvTimeoutError::Disconnected) => {
+                Availability::missing("cuFile panicked", GET_STARTED)
             }
-            Err(RecvTimeoutError::Disconnected) => Availability::missing("cuFile panicked", GET_STARTED),
         }
     }
 
@@ -175,11 +188,13 @@ impl CuFile {
     unsafe fn of(library: Library) -> Result<Self, String> {
         let missing = |error: libloading::Error| format!("libcufile lacks a symbol: {error}");
         // SAFETY: as the caller promises.
-        let open = unsafe { library.get::<unsafe extern "C" fn() -> Status>(b"cuFileDriverOpen\0") };
+        let open =
+            unsafe { library.get::<unsafe extern "C" fn() -> Status>(b"cuFileDriverOpen\0") };
         // SAFETY: as the caller promises.
         let properties = unsafe {
-            library
-                .get::<unsafe extern "C" fn(*mut CUfileDrvProps_t) -> Status>(b"cuFileDriverGetProperties\0")
+            library.get::<unsafe extern "C" fn(*mut CUfileDrvProps_t) -> Status>(
+                b"cuFileDriverGetProperties\0",
+            )
         };
         let (open, properties) = (*open.map_err(missing)?, *properties.map_err(missing)?);
         // SAFETY: as the caller promises.
@@ -199,7 +214,8 @@ impl CuFile {
         // SAFETY: it has no arguments.
         unsafe { open() }.result().map_err(|error| format!("cuFileDriverOpen: {error}"))?;
         let mut found = std::mem::MaybeUninit::<[CUfileDrvProps_t; 2]>::zeroed();
-        // SAFETY: there is room for the properties, and as much again for what later versions may add.
+        // SAFETY: there is room for the properties, and as much again for what later versions may
+        // add.
         unsafe { properties(found.as_mut_ptr().cast()) }
             .result()
             .map_err(|error| format!("cuFileDriverGetProperties: {error}"))?;
@@ -243,8 +259,8 @@ unsafe impl Sync for CuFileHandle {}
 impl CuFileHandle {
     pub(super) fn new(cufile: &Arc<CuFile>, file: BorrowedFd<'_>) -> Result<Self, String> {
         // The name goes when cuFile has opened the file by it.
-        let (file, _name) =
-            open_plainly(file).map_err(|error| format!("it cannot be opened by a name: {error}"))?;
+        let (file, _name) = open_plainly(file)
+            .map_err(|error| format!("it cannot be opened by a name: {error}"))?;
         let mut description = CUfileDescr_t {
             type_: CUfileFileHandleType::CU_FILE_HANDLE_TYPE_OPAQUE_FD,
             handle: cudarc::cufile::sys::CUfileDescr_t__bindgen_ty_1 { fd: file.as_raw_fd() },
@@ -259,9 +275,14 @@ impl CuFileHandle {
     /// Reads from the file to device memory; returns the number of bytes.
     ///
     /// # Safety
-    /// `bytes` bytes from `offset` behind `base` are device memory that nobody else uses. If `base` is not that
-    /// of a registered buffer, `offset` is 0. The context is current.
-    pub(super) unsafe fn read(&self, to: DevicePlace, bytes: usize, at: u64) -> Result<usize, String> {
+    /// `bytes` bytes from `offset` behind `base` are device memory that nothing else uses. If
+    /// `base` is not that of a registered buffer, `offset` is 0. The context is current.
+    pub(super) unsafe fn read(
+        &self,
+        to: DevicePlace,
+        bytes: usize,
+        at: u64,
+    ) -> Result<usize, String> {
         // SAFETY: as the caller promises.
         unsafe { self.transfer(self.cufile.read, to, bytes, at) }
     }
@@ -270,7 +291,12 @@ impl CuFileHandle {
     ///
     /// # Safety
     /// As for [`read`](Self::read), but others may read the memory.
-    pub(super) unsafe fn write(&self, from: DevicePlace, bytes: usize, at: u64) -> Result<usize, String> {
+    pub(super) unsafe fn write(
+        &self,
+        from: DevicePlace,
+        bytes: usize,
+        at: u64,
+    ) -> Result<usize, String> {
         // SAFETY: as the caller promises.
         unsafe { self.transfer(self.cufile.write, from, bytes, at) }
     }
@@ -284,8 +310,9 @@ impl CuFileHandle {
     ) -> Result<usize, String> {
         let base = std::ptr::with_exposed_provenance_mut(place.base);
         // SAFETY: as the caller promises.
-        let moved =
-            unsafe { transfer(self.registered, base, bytes, at as libc::off_t, place.offset as libc::off_t) };
+        let moved = unsafe {
+            transfer(self.registered, base, bytes, at as libc::off_t, place.offset as libc::off_t)
+        };
         match moved {
             0.. => Ok(moved as usize),
             -1 => Err(io::Error::last_os_error().to_string()),
@@ -301,12 +328,14 @@ impl Drop for CuFileHandle {
     }
 }
 
-/// The same file, opened once more: cuFile refuses those that were opened without a name (`O_TMPFILE`) or not through
-/// links (`O_NOFOLLOW`), as slot files are (`CU_FILE_INVALID_FILE_OPEN_FLAG`, 5019). While it registers a file it opens
-/// it by its name, so one that has none gets one for that time.
+/// The same file, opened once more: cuFile refuses those that were opened without a name
+/// (`O_TMPFILE`) or not through links (`O_NOFOLLOW`), as slot files are
+/// (`CU_FILE_INVALID_FILE_OPEN_FLAG`, 5019). While it registers a file it opens it by its name, so
+/// one that has none gets one for that time.
 fn open_plainly(file: BorrowedFd<'_>) -> io::Result<(File, Option<PassingName>)> {
-    let open =
-        |path: &Path| OpenOptions::new().read(true).write(true).custom_flags(libc::O_DIRECT).open(path);
+    let open = |path: &Path| {
+        OpenOptions::new().read(true).write(true).custom_flags(libc::O_DIRECT).open(path)
+    };
     let ours = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     if rustix::fs::fstat(file)?.st_nlink > 0 {
         return Ok((open(&ours)?, None));
@@ -317,8 +346,8 @@ fn open_plainly(file: BorrowedFd<'_>) -> io::Result<(File, Option<PassingName>)>
     Ok((open(&name.0)?, Some(name)))
 }
 
-/// A name of a file that never had one, until this is dropped. The kernel lends one once. A process that dies before leaves
-/// it to the next one, which removes what is called so and is not locked.
+/// A name of a file that never had one, until this is dropped. The kernel lends one once. A process
+/// that dies before leaves it to the next one, which removes what is called so and is not locked.
 struct PassingName(PathBuf);
 
 impl PassingName {
@@ -364,7 +393,11 @@ pub(super) struct CuFileBuffer {
 impl CuFileBuffer {
     /// # Safety
     /// The bytes are device memory that stays allocated as long as the buffer lives.
-    pub(super) unsafe fn new(cufile: &Arc<CuFile>, base: usize, bytes: usize) -> Result<Self, String> {
+    pub(super) unsafe fn new(
+        cufile: &Arc<CuFile>,
+        base: usize,
+        bytes: usize,
+    ) -> Result<Self, String> {
         let start = std::ptr::with_exposed_provenance(base);
         // SAFETY: as the caller promises.
         unsafe { (cufile.register_buffer)(start, bytes, 0) }.result()?;

@@ -30,7 +30,7 @@ struct PrimaryContext {
     copies_batches: bool,
     handle: sys::CUdevice,
     primary: sys::CUcontext,
-    /// Events that nobody uses now: making one takes locks of the driver's.
+    /// Unused events: making one takes locks of the driver's.
     events: Mutex<Vec<sys::CUevent>>,
 }
 
@@ -46,21 +46,32 @@ impl Gpu {
     /// The GPU of this ordinal (as `CUDA_VISIBLE_DEVICES` numbers them).
     ///
     /// # Errors
-    /// `Unavailable`: there is no driver, it is too old, or there is no such GPU; see [`probe`](super::probe).
+    /// `Unavailable`: there is no driver, it is too old, or there is no such GPU; see
+    /// [`probe`](super::probe).
     pub fn open(ordinal: u32) -> Result<Self, SetupError> {
-        let driver = probe().driver.ready().map_err(|why| unavailable(format!("no CUDA here: {why}")))?;
+        let driver =
+            probe().driver.ready().map_err(|why| unavailable(format!("no CUDA here: {why}")))?;
         let Driver { mut devices, copies_batches, .. } = driver;
         if ordinal as usize >= devices.len() {
-            let message = format!("there is no GPU {ordinal}: set device.ordinal below {}", devices.len());
+            let message =
+                format!("there is no GPU {ordinal}: set device.ordinal below {}", devices.len());
             return Err(unavailable(message));
         }
         let device = devices.swap_remove(ordinal as usize);
-        let handle = result::device::get(ordinal as i32).map_err(|error| failed("no such device", error))?;
+        let handle =
+            result::device::get(ordinal as i32).map_err(|error| failed("no such device", error))?;
         // SAFETY: a device that the driver just named.
         let primary = unsafe { result::primary_ctx::retain(handle) };
         let primary = primary.map_err(|error| failed("the GPU gives no context", error))?;
         let events = Mutex::default();
-        let gpu = Self(Arc::new(PrimaryContext { ordinal, device, copies_batches, handle, primary, events }));
+        let gpu = Self(Arc::new(PrimaryContext {
+            ordinal,
+            device,
+            copies_batches,
+            handle,
+            primary,
+            events,
+        }));
         gpu.reserve_events(EVENTS).map_err(|error| failed("no events", error))?;
         Ok(gpu)
     }
@@ -75,13 +86,16 @@ impl Gpu {
         self.0.ordinal
     }
 
-    /// The start of the allocation that an address of this GPU's memory is in; 0: the driver does not say.
+    /// The start of the allocation that an address of this GPU's memory is in; 0: the driver does
+    /// not say.
     pub(crate) fn allocation_of(&self, address: usize) -> u64 {
         let mut start = 0;
         let asked = self.inside(|| {
             // SAFETY: the driver looks at the address, not at what is there.
-            unsafe { sys::cuMemGetAddressRange_v2(&raw mut start, std::ptr::null_mut(), address as u64) }
-                .result()
+            unsafe {
+                sys::cuMemGetAddressRange_v2(&raw mut start, std::ptr::null_mut(), address as u64)
+            }
+            .result()
         });
         asked.map_or(0, |()| start)
     }
@@ -93,15 +107,20 @@ impl Gpu {
     pub fn allocate(&self, geometry: Geometry) -> Result<DeviceRegion, SetupError> {
         let memory = DeviceMemory::new(self, geometry.bytes())?;
         let map = SegmentMap::contiguous(memory.address as usize, geometry)?;
-        // SAFETY: the memory is the region's, and nobody else knows it.
+        // SAFETY: the memory is the region's, and nothing else knows it.
         Ok(unsafe { self.adopt(map, memory) })
     }
 
-    /// Takes device memory as engines do: a block is a piece of each of several tensors, of these sizes.
+    /// Takes device memory as engines do: a block is a piece of each of several tensors, of these
+    /// sizes.
     ///
     /// # Errors
     /// `NoSpace`: the GPU has not that much left. `Invalid`: a piece without bytes, or no piece.
-    pub fn allocate_tensors(&self, slots: u32, pieces: &[usize]) -> Result<DeviceRegion, SetupError> {
+    pub fn allocate_tensors(
+        &self,
+        slots: u32,
+        pieces: &[usize],
+    ) -> Result<DeviceRegion, SetupError> {
         let parts = |base: usize| {
             let mut end = base;
             let part = |&bytes: &usize| {
@@ -114,7 +133,7 @@ impl Gpu {
         let room = SegmentMap::new(slots, &parts(0))?.block_bytes().saturating_mul(slots as usize);
         let memory = DeviceMemory::new(self, room)?;
         let map = SegmentMap::new(slots, &parts(memory.address as usize))?;
-        // SAFETY: the memory is the region's, and nobody else knows it.
+        // SAFETY: the memory is the region's, and nothing else knows it.
         Ok(unsafe { self.adopt(map, memory) })
     }
 
@@ -136,12 +155,12 @@ impl Gpu {
         self.0.copies_batches
     }
 
-    /// A fence behind all that an engine has started in a stream of its own (`CUstream`, `cudaStream_t`; 0 is the
-    /// default stream) so far.
+    /// A fence behind all that an engine has started in a stream of its own (`CUstream`,
+    /// `cudaStream_t`; 0 is the default stream) so far.
     ///
     /// # Errors
-    /// `InUse`: the stream is being captured, so that its work has not started: ask before the capture, or after.
-    /// `Unavailable`: the GPU failed.
+    /// `InUse`: the stream is being captured, so that its work has not started: ask before the
+    /// capture, or after. `Unavailable`: the GPU failed.
     ///
     /// # Safety
     /// The stream is of this GPU's primary context, and not destroyed meanwhile.
@@ -149,10 +168,12 @@ impl Gpu {
         let stream = std::ptr::with_exposed_provenance_mut(stream as usize);
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: as the caller promises.
-        let asked = self.inside(|| unsafe { sys::cuStreamIsCapturing(stream, &raw mut status) }.result());
+        let asked =
+            self.inside(|| unsafe { sys::cuStreamIsCapturing(stream, &raw mut status) }.result());
         asked.map_err(|error| failed("an engine's stream", error))?;
         if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
-            let message = "the engine's stream is being captured: take the fence outside of the capture";
+            let message =
+                "the engine's stream is being captured: take the fence outside of the capture";
             return Err(SetupError::new(SetupErrorKind::InUse, message));
         }
         let event = StreamEvent::new(self).map_err(|error| failed("no event", error))?;
@@ -162,13 +183,15 @@ impl Gpu {
         Ok(Arc::new(event).fence())
     }
 
-    /// Has an engine's stream wait for a fence, with whatever is started in it from now on. Blocks nobody.
+    /// Has an engine's stream wait for a fence, with whatever is started in it from now on. Blocks
+    /// no thread.
     ///
     /// # Errors
     /// `Invalid`: the fence is one of the CPU's that is not raised. `Unavailable`: the GPU failed.
     ///
     /// # Safety
-    /// The stream is of this GPU's primary context, and not destroyed meanwhile; the fence is this GPU's.
+    /// The stream is of this GPU's primary context, and not destroyed meanwhile; the fence is this
+    /// GPU's.
     pub unsafe fn hold(&self, stream: u64, fence: &Fence) -> Result<(), SetupError> {
         let stream = std::ptr::with_exposed_provenance_mut(stream as usize);
         match fence {
@@ -183,21 +206,25 @@ impl Gpu {
         .map_err(|error| failed("an engine's stream does not wait", error))
     }
 
-    /// Makes so many events more, for later.
+    /// Makes `count` more events, for later.
     pub(crate) fn reserve_events(&self, count: usize) -> Result<(), DriverError> {
-        let made = self.inside(|| (0..count).map(|_| make_event()).collect::<Result<Vec<_>, _>>())?;
+        let made =
+            self.inside(|| (0..count).map(|_| make_event()).collect::<Result<Vec<_>, _>>())?;
         self.0.events.lock().extend(made);
         Ok(())
     }
 
-    /// Makes the context current in this thread until the guard is dropped. Then the thread has the context that it
-    /// had before, or none: it may be the engine's.
+    /// Makes the context current in this thread until the guard is dropped. Then the thread has the
+    /// context that it had before, or none: it may be the engine's.
     pub(crate) fn enter(&self) -> Result<EnteredContext, DriverError> {
         self.0.enter()
     }
 
     /// Calls the driver, with the context current.
-    pub(crate) fn inside<T>(&self, call: impl FnOnce() -> Result<T, DriverError>) -> Result<T, DriverError> {
+    pub(crate) fn inside<T>(
+        &self,
+        call: impl FnOnce() -> Result<T, DriverError>,
+    ) -> Result<T, DriverError> {
         let _entered = self.enter()?;
         call()
     }
@@ -209,17 +236,16 @@ impl PrimaryContext {
         unsafe { sys::cuCtxPushCurrent_v2(self.primary) }.result()?;
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the pointer is valid for the call.
-        if let Err(error) = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }.result() {
-            pop();
-            return Err(error);
-        }
+        let exchanged = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+        exchanged.result().inspect_err(|_| pop())?;
         Ok(EnteredContext { mode, _of_this_thread: PhantomData })
     }
 }
 
-/// A thread that calls the driver. While an engine captures a stream (in the mode of `torch.cuda.graph`), harmless
-/// calls of other threads, be it the question whether an event has passed, fail and end the capture, unless the thread
-/// has said that it does not care for captures. Ours does not: nothing of ours is ever captured.
+/// A thread that calls the driver. While an engine captures a stream (in the mode of
+/// `torch.cuda.graph`), harmless calls of other threads, be it the question whether an event has
+/// passed, fail and end the capture, unless the thread has said that it does not care for captures.
+/// Ours does not: nothing of ours is ever captured.
 #[derive(Debug)]
 pub(crate) struct EnteredContext {
     mode: sys::CUstreamCaptureMode,
@@ -252,7 +278,7 @@ impl Drop for PrimaryContext {
     fn drop(&mut self) {
         let events = std::mem::take(self.events.get_mut());
         note(self.enter().and_then(|_entered| {
-            // SAFETY: events that nobody uses.
+            // SAFETY: events that nothing uses.
             events.into_iter().try_for_each(|event| unsafe { result::event::destroy(event) })
         }));
         // SAFETY: retained once, released once.
@@ -284,7 +310,7 @@ impl DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        // SAFETY: allocated in this context, and nobody uses it any more.
+        // SAFETY: allocated in this context, and nothing uses it any more.
         note(self.gpu.inside(|| unsafe { result::free_sync(self.address) }));
     }
 }
@@ -302,9 +328,11 @@ impl PinnedHost {
     pub(crate) fn new(gpu: &Gpu, memory: Arc<dyn Memory>) -> Result<Self, SetupError> {
         let (base, bytes) = (memory.base(), memory.geometry().bytes());
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
-        // SAFETY: the region's memory stays mapped as long as `memory` lives, which is longer than this.
-        let locked =
-            gpu.inside(|| unsafe { sys::cuMemHostRegister_v2(base.as_ptr().cast(), bytes, flags).result() });
+        // SAFETY: the region's memory stays mapped as long as `memory` lives, which is longer than
+        // this.
+        let locked = gpu.inside(|| unsafe {
+            sys::cuMemHostRegister_v2(base.as_ptr().cast(), bytes, flags).result()
+        });
         locked.map_err(|error| {
             let message = format!("{gpu:?} cannot lock {} MiB of host memory ({error}); lower host.capacity, or raise ulimit -l", bytes >> 20);
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
@@ -313,7 +341,8 @@ impl PinnedHost {
         let mut mapped = 0;
         let asked = gpu.inside(|| {
             // SAFETY: the memory is registered with the flag that maps it.
-            unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut mapped, base.as_ptr().cast(), 0) }.result()
+            unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut mapped, base.as_ptr().cast(), 0) }
+                .result()
         });
         asked.map_err(|error| failed("host memory is not mapped for the GPU", error))?;
         registration.shift = (mapped as usize).wrapping_sub(base.addr().get());
@@ -357,7 +386,8 @@ impl<T: Copy> Pinned<T> {
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: the size is not zero; the driver's memory is aligned to pages.
         let start = gpu.inside(|| unsafe { result::malloc_host(bytes, flags) })?.cast();
-        let start = NonNull::new(start).ok_or(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY))?;
+        let start =
+            NonNull::new(start).ok_or(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY))?;
         Ok(Self { gpu: gpu.clone(), start, capacity: capacity.max(1) })
     }
 
@@ -370,7 +400,12 @@ impl<T: Copy> Pinned<T> {
     /// # Panics
     /// If there are more than fit.
     pub(crate) fn write(&mut self, values: &[T]) {
-        assert!(values.len() <= self.capacity, "{} values in an array of {}", values.len(), self.capacity);
+        assert!(
+            values.len() <= self.capacity,
+            "{} values in an array of {}",
+            values.len(),
+            self.capacity
+        );
         // SAFETY: they fit, and the array is borrowed mutably.
         unsafe { self.start.copy_from_nonoverlapping(NonNull::from(values).cast(), values.len()) };
     }
@@ -380,9 +415,16 @@ impl<T: Copy> Pinned<T> {
     /// # Panics
     /// If there are not as many.
     pub(crate) fn copy_to(&self, values: &mut [T]) {
-        assert!(values.len() <= self.capacity, "{} values of an array of {}", values.len(), self.capacity);
+        assert!(
+            values.len() <= self.capacity,
+            "{} values of an array of {}",
+            values.len(),
+            self.capacity
+        );
         // SAFETY: the array has as many, which every caller has had written before.
-        unsafe { self.start.copy_to_nonoverlapping(NonNull::from(&mut *values).cast(), values.len()) };
+        unsafe {
+            self.start.copy_to_nonoverlapping(NonNull::from(&mut *values).cast(), values.len());
+        };
     }
 
     /// Where kernels find it: locked memory has one address for all (unified addressing).
@@ -398,8 +440,8 @@ impl<T: Copy> Drop for Pinned<T> {
     }
 }
 
-/// Values that kernels read. They are copied to the GPU's memory first: across the bus every group of threads would wait
-/// microseconds for its own.
+/// Values that kernels read. They are copied to the GPU's memory first: across the bus every group
+/// of threads would wait microseconds for its own.
 #[derive(Debug)]
 pub(crate) struct KernelTable<T: Copy> {
     here: Pinned<T>,
@@ -417,15 +459,20 @@ impl<T: Copy> KernelTable<T> {
         self.here.capacity()
     }
 
-    /// Puts values there that kernels behind this in the stream find at the address that is returned.
+    /// Puts values there that kernels behind this in the stream find at the address that is
+    /// returned.
     ///
     /// # Safety
-    /// Nothing that was started reads the table any more, and it lives until the stream has got past its readers. The
-    /// context is current.
+    /// Nothing that was started reads the table any more, and it lives until the stream has got
+    /// past its readers. The context is current.
     ///
     /// # Panics
     /// If there are more than fit.
-    pub(crate) unsafe fn fill(&mut self, stream: &CudaStream, values: &[T]) -> Result<u64, DriverError> {
+    pub(crate) unsafe fn fill(
+        &mut self,
+        stream: &CudaStream,
+        values: &[T],
+    ) -> Result<u64, DriverError> {
         self.here.write(values);
         let (from, to) = (self.here.address(), self.there.address);
         // SAFETY: both are the table's, and have room for the values.
@@ -467,14 +514,20 @@ impl CudaStream {
     /// Starts a copy between any two places that the GPU can address.
     ///
     /// # Safety
-    /// Both ends stay allocated, the source unwritten and the destination untouched by others, until the stream
-    /// has got past it. The context is current.
-    pub(crate) unsafe fn copy(&self, from: usize, to: usize, bytes: usize) -> Result<(), DriverError> {
+    /// Both ends stay allocated, the source unwritten and the destination untouched by others,
+    /// until the stream has got past it. The context is current.
+    pub(crate) unsafe fn copy(
+        &self,
+        from: usize,
+        to: usize,
+        bytes: usize,
+    ) -> Result<(), DriverError> {
         // SAFETY: as the caller promises.
         unsafe { sys::cuMemcpyAsync(to as u64, from as u64, bytes, self.stream).result() }
     }
 
-    /// Starts copying `count` rows of `bytes` bytes, each a pitch behind the one before at either end.
+    /// Starts copying `count` rows of `bytes` bytes, each a pitch behind the one before at either
+    /// end.
     ///
     /// # Safety
     /// As for [`copy`](Self::copy), of every row.
@@ -499,8 +552,12 @@ impl CudaStream {
     /// Starts filling the first bytes of an array of our own with zeroes.
     ///
     /// # Safety
-    /// There are so many bytes, and nobody else touches them until the stream has got past it.
-    pub(crate) unsafe fn zero(&self, memory: &DeviceMemory, bytes: usize) -> Result<(), DriverError> {
+    /// There are this many bytes, and nothing else touches them until the stream has got past it.
+    pub(crate) unsafe fn zero(
+        &self,
+        memory: &DeviceMemory,
+        bytes: usize,
+    ) -> Result<(), DriverError> {
         // SAFETY: as the caller promises.
         unsafe { result::memset_d8_async(memory.address, 0, bytes, self.stream) }
     }
@@ -516,7 +573,8 @@ impl CudaStream {
         bytes: &mut [usize],
     ) -> Result<(), DriverError> {
         // SAFETY: zero is a valid value of every field, and means: no hint.
-        let mut attributes: sys::CUmemcpyAttributes = unsafe { MaybeUninit::zeroed().assume_init() };
+        let mut attributes: sys::CUmemcpyAttributes =
+            unsafe { MaybeUninit::zeroed().assume_init() };
         attributes.srcAccessOrder = sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
         let (mut first, mut failed) = (0, 0);
         // SAFETY: arrays of one length that outlive the call; else as the caller promises.
@@ -548,7 +606,8 @@ impl CudaStream {
     /// Starts a kernel.
     ///
     /// # Safety
-    /// `parameters` are the kernel's, and what they point to obeys what [`copy`](Self::copy) asks for.
+    /// `parameters` are the kernel's, and what they point to obeys what [`copy`](Self::copy) asks
+    /// for.
     pub(crate) unsafe fn launch(
         &self,
         kernel: LoadedKernel,
@@ -598,7 +657,8 @@ impl StreamEvent {
     /// Whether the stream has got past it. The context is current.
     ///
     /// # Errors
-    /// Those of [`ends_the_context`] mean that it has, in the end of the context. Any other says nothing: ask again.
+    /// Those of [`ends_the_context`] mean that it has, in the end of the context. Any other says
+    /// nothing: ask again.
     pub(crate) fn has_passed(&self) -> Result<bool, DriverError> {
         // SAFETY: the event lives.
         match unsafe { result::event::query(self.event) } {
@@ -614,7 +674,7 @@ impl StreamEvent {
     }
 }
 
-/// Another may record it at once: who waits for this record has told the driver so.
+/// Another may record it at once: a waiter for this record has told the driver so.
 impl Drop for StreamEvent {
     fn drop(&mut self) {
         self.gpu.0.events.lock().push(self.event);
@@ -633,12 +693,14 @@ unsafe fn wait_in(stream: sys::CUstream, event: u64) -> Result<(), DriverError> 
     unsafe { sys::cuStreamWaitEvent(stream, event, 0) }.result()
 }
 
-/// Whether an error means that the context has ended and all its work with it: nothing touches any slot any more.
+/// Whether an error means that the context has ended and all its work with it: nothing touches any
+/// slot any more.
 ///
-/// These are the codes of which the driver's documentation says that every later call returns them too until the process
-/// is started anew ("leaves the process in an inconsistent state"), or that the context is gone. Errors that are
-/// merely often the last ones (`ECC_UNCORRECTABLE`, `NVLINK_UNCORRECTABLE`, `UNKNOWN`) are not among them: a slot that is kept
-/// for ever costs a slot, one that is reused too early costs bytes.
+/// These are the codes of which the driver's documentation says that every later call returns them
+/// too until the process is started anew ("leaves the process in an inconsistent state"), or that
+/// the context is gone. Errors that are merely often the last ones (`ECC_UNCORRECTABLE`,
+/// `NVLINK_UNCORRECTABLE`, `UNKNOWN`) are not among them: a slot that is kept for ever costs a
+/// slot, one that is reused too early costs bytes.
 pub(crate) const fn ends_the_context(error: DriverError) -> bool {
     matches!(
         error.0,

@@ -24,8 +24,9 @@ use crate::geometry::ALIGNMENT;
 use crate::memory::no_such_slot;
 use crate::segments::Part;
 
-/// Reads and writes of cuFile, one thread for each in flight; the pieces of a block are shared by several. Blocks are
-/// checksummed on the GPU while they are written, and verified there after they are read.
+/// Reads and writes of cuFile, one thread for each in flight; the pieces of a block are shared by
+/// several. Blocks are checksummed on the GPU while they are written, and verified there after they
+/// are read.
 #[derive(Debug)]
 pub struct GdsBackend {
     // Before the threads, which finish what was submitted.
@@ -75,12 +76,13 @@ struct GdsEnds {
 }
 
 impl GdsBackend {
-    /// Moves blocks between `device`, in this GPU's memory, and `disk`, with at most `depth` calls at a time.
-    /// `checksums` are those of the disk tier's blocks, whoever writes them.
+    /// Moves blocks between `device`, in this GPU's memory, and `disk`, with at most `depth` calls
+    /// at a time. `checksums` are those of the disk tier's blocks, whichever path writes them.
     ///
     /// # Errors
-    /// `Invalid`: the blocks differ in size, or the device region is elsewhere. `Unavailable`: no cuFile, files
-    /// that do not bypass the page cache, a file system that cuFile does not know, or no threads.
+    /// `Invalid`: the blocks differ in size, or the device region is elsewhere. `Unavailable`: no
+    /// cuFile, files that do not bypass the page cache, a file system that cuFile does not know, or
+    /// no threads.
     pub fn new(
         gpu: &Gpu,
         device: Arc<DeviceRegion>,
@@ -93,8 +95,10 @@ impl GdsBackend {
         let cufile = CuFile::open(options).ready().map_err(|why| unavailable(&why))?;
         let indirect = disk.files().find_map(|file| cufile.reaches(file, options).err());
         let _entered = gpu.enter().map_err(|error| super::driver::failed("no context", error))?;
-        let handles =
-            disk.files().map(|file| CuFileHandle::new(&cufile, file.as_fd())).collect::<Result<_, _>>();
+        let handles = disk
+            .files()
+            .map(|file| CuFileHandle::new(&cufile, file.as_fd()))
+            .collect::<Result<_, _>>();
         let handles = handles.map_err(|why| {
             unavailable(&format!(
                 "cuFile does not take the slot files ({why}); put disk.dirs on ext4 or XFS on NVMe, and mount /run/udev \
@@ -108,13 +112,15 @@ impl GdsBackend {
         let sums = DeviceChecksum::new(gpu)?;
         sums.reserve(depth as usize, device.segments().parts().len())?;
         let shares = shares(device.segments().parts(), depth as usize);
-        let ends = Arc::new(GdsEnds { gpu: gpu.clone(), handles, buffers, sums, device, disk, checksums });
+        let ends =
+            Arc::new(GdsEnds { gpu: gpu.clone(), handles, buffers, sums, device, disk, checksums });
         let mode = if indirect.is_none() { CuFileMode::Direct } else { CuFileMode::Compatibility };
         let (queue, orders) = crossbeam_channel::unbounded();
         let queue = ProcessBound::new(queue);
         let mut backend = Self { queue, threads: Vec::new(), shares, mode, indirect, unregistered };
         backend.start(&ends, &orders, depth).map_err(|error| {
-            let message = "cannot start GDS threads; lower disk.queue_depth (DYN_KVBM_DISK_QUEUE_DEPTH)";
+            let message =
+                "cannot start GDS threads; lower disk.queue_depth (DYN_KVBM_DISK_QUEUE_DEPTH)";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
         })?;
         Ok(backend)
@@ -150,9 +156,9 @@ impl GdsBackend {
     }
 }
 
-/// Cuts the pieces of a block into at most so many runs, of about as many bytes. Only where a piece starts on a page
-/// of the file: cuFile reads, changes and writes the pages that a piece has a part of, and two threads that do so to
-/// one page lose the bytes of one.
+/// Cuts the pieces of a block into at most `depth` runs of about equal size. Only where a piece
+/// starts on a page of the file: cuFile reads, changes and writes the pages that a piece has a part
+/// of, and two threads that do so to one page lose the bytes of one.
 fn shares(parts: &[Part], depth: usize) -> Vec<Range<usize>> {
     let bytes: usize = parts.iter().map(|part| part.bytes).sum();
     let enough = bytes.div_ceil(depth.max(1));
@@ -197,7 +203,8 @@ fn not_registered(gpu: &Gpu, cufile: &CuFile, device: &DeviceRegion, why: &str) 
     let slots = device.segments().slots() as usize;
     let wanted: usize = device.segments().parts().iter().map(|part| part.extent_bytes(slots)).sum();
     let window = gpu.device().window_bytes();
-    let window = window.map_or_else(|| "of unknown size".into(), |bytes| format!("{} MiB", bytes >> 20));
+    let window =
+        window.map_or_else(|| "of unknown size".into(), |bytes| format!("{} MiB", bytes >> 20));
     let message = format!(
         "cuFile does not register the {} MiB of the device tier ({why}), and copies through buffers of its own on the \
          GPU; it pins at most {} MiB ({PIN_SETTING}), and the GPU's window for other devices (BAR1) is {window}",
@@ -212,8 +219,9 @@ fn unavailable(why: &str) -> SetupError {
     SetupError::new(SetupErrorKind::Unavailable, format!("no GPUDirect Storage: {why}"))
 }
 
-// SAFETY: threads move the shares of an operation with calls that end before they return, and the one whose share ends
-// last reports it; `GdsEnds` keeps the regions alive and moves the pieces of slots that exist.
+// SAFETY: threads move the shares of an operation with calls that end before they return, and the
+// one whose share ends last reports it; `GdsEnds` keeps the regions alive and moves the pieces of
+// slots that exist.
 unsafe impl Backend for GdsBackend {
     fn name(&self) -> &'static str {
         match self.mode {
@@ -229,12 +237,20 @@ unsafe impl Backend for GdsBackend {
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
         for (index, op) in batch.into_iter().enumerate() {
             let left = AtomicUsize::new(self.shares.len());
-            let transfer =
-                Arc::new(GdsTransfer { op, index, done: done.clone(), left, failure: Mutex::new(None) });
+            let transfer = Arc::new(GdsTransfer {
+                op,
+                index,
+                done: done.clone(),
+                left,
+                failure: Mutex::new(None),
+            });
             for pieces in self.shares.iter().cloned() {
                 let share = BlockShare { transfer: Arc::clone(&transfer), pieces };
                 if self.queue.send(share).is_err() {
-                    transfer.end_share(Err(CopyError::new(CopyErrorKind::Refused, "GDS threads died")), None);
+                    transfer.end_share(
+                        Err(CopyError::new(CopyErrorKind::Refused, "GDS threads died")),
+                        None,
+                    );
                 }
             }
         }
@@ -253,7 +269,9 @@ impl GdsTransfer {
         let failure = self.failure.lock().take();
         let arrived = failure.map_or(Ok(()), Err);
         let outcome = match ends {
-            Some(ends) if self.op.to.tier == Tier::Device => arrived.and_then(|()| ends.verify(&self.op)),
+            Some(ends) if self.op.to.tier == Tier::Device => {
+                arrived.and_then(|()| ends.verify(&self.op))
+            }
             _ => arrived,
         };
         self.done.report(vec![(self.index, outcome)]);
@@ -266,9 +284,11 @@ impl GdsEnds {
         for BlockShare { transfer, pieces } in shares {
             let outcome = match &entered {
                 Ok(_) => self.execute(&transfer.op, pieces),
-                Err(error) => {
-                    Err(CopyError::caused(CopyErrorKind::Io, format!("CUDA: no context: {error}"), *error))
-                }
+                Err(error) => Err(CopyError::caused(
+                    CopyErrorKind::Io,
+                    format!("CUDA: no context: {error}"),
+                    *error,
+                )),
             };
             transfer.end_share(outcome, Some(self));
         }
@@ -289,14 +309,14 @@ impl GdsEnds {
             let sum = self.sums.of(&self.device, op.from.slot)?;
             self.checksums.record(op.to.slot, sum);
         }
-        // SAFETY: pieces of the source, which nobody writes.
+        // SAFETY: pieces of the source, which nothing writes.
         self.each_piece(op.from, op.to, pieces, |handle, place, bytes, at| unsafe {
             handle.write(place, bytes, at)
         })
     }
 
     fn read(&self, op: &CopyOp, pieces: Range<usize>) -> Result<(), CopyError> {
-        // SAFETY: pieces of the destination, which nobody else uses.
+        // SAFETY: pieces of the destination, which nothing else uses.
         self.each_piece(op.to, op.from, pieces, |handle, place, bytes, at| unsafe {
             handle.read(place, bytes, at)
         })
@@ -304,8 +324,13 @@ impl GdsEnds {
 
     /// All pieces have arrived.
     fn verify(&self, op: &CopyOp) -> Result<(), CopyError> {
-        let (expected, actual) = (self.checksums.get(op.from.slot), self.sums.of(&self.device, op.to.slot)?);
-        if expected == Some(actual) { Ok(()) } else { Err(crate::verify::corrupt(op.from, expected, actual)) }
+        let (expected, actual) =
+            (self.checksums.get(op.from.slot), self.sums.of(&self.device, op.to.slot)?);
+        if expected == Some(actual) {
+            Ok(())
+        } else {
+            Err(crate::verify::corrupt(op.from, expected, actual))
+        }
     }
 
     /// Moves some pieces of a device slot to or from a slot of a file, one after the other.
@@ -319,15 +344,18 @@ impl GdsEnds {
         let (file, start) = self.disk.place(theirs.slot).ok_or_else(|| no_such_slot(theirs))?;
         let segments = self.device.segments();
         let pieces = segments.segments(ours.slot).ok_or_else(|| no_such_slot(ours))?;
-        let mut at =
-            start + segments.parts()[..range.start].iter().map(|part| part.bytes as u64).sum::<u64>();
+        let mut at = start
+            + segments.parts()[..range.start].iter().map(|part| part.bytes as u64).sum::<u64>();
         for (part, piece) in segments.parts().iter().zip(pieces).take(range.end).skip(range.start) {
             let base = if self.buffers.is_empty() { piece.address } else { part.base };
             let place = DevicePlace { base, offset: piece.address - base };
             match transfer(&self.handles[file], place, piece.bytes, at) {
                 Ok(bytes) if bytes == piece.bytes => at += bytes as u64,
                 Ok(bytes) => {
-                    return Err(failed(theirs, &format!("{bytes} of {} bytes were moved", piece.bytes)));
+                    return Err(failed(
+                        theirs,
+                        &format!("{bytes} of {} bytes were moved", piece.bytes),
+                    ));
                 }
                 Err(why) => return Err(failed(theirs, &why)),
             }
@@ -352,7 +380,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn shares_are_all_pieces_and_no_page_of_the_file_is_in_two(
+        fn shares_are_all_pieces_and_no_page_is_shared(
             sizes in proptest::collection::vec(prop_oneof![1_usize..9000, Just(ALIGNMENT), Just(4 * ALIGNMENT)], 1..40),
             depth in 0_usize..9,
         ) {

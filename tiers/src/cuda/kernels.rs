@@ -1,8 +1,9 @@
 //! The kernels: compiled for this GPU by NVRTC where that is installed, else the embedded PTX.
 //!
-//! `kernels.ptx` is made of `kernels.cu` by `cargo test -p kvbm-tiers --features cuda` with `KVBM_BLESS=1` and an
-//! NVRTC of CUDA 12.1 (`pip install nvidia-cuda-nvrtc-cu12==12.1.105`) in `LD_LIBRARY_PATH`: drivers refuse PTX of
-//! a later version than their own. Its first line names the source that it was made of.
+//! `kernels.ptx` is made of `kernels.cu` by `cargo test -p kvbm-tiers --features cuda` with
+//! `KVBM_BLESS=1` and an NVRTC of CUDA 12.1 (`pip install nvidia-cuda-nvrtc-cu12==12.1.105`) in
+//! `LD_LIBRARY_PATH`: drivers refuse PTX of a later version than their own. Its first line names
+//! the source that it was made of.
 
 use std::ffi::{CStr, CString, c_void};
 use std::fmt;
@@ -29,13 +30,14 @@ const MATVEC: &CStr = c"kvbm_matvec";
 
 /// Threads of a group.
 const THREADS: u32 = 256;
-/// Threads of a group that copies pieces: sixteen pieces of 4 KiB under way in each. (1,024 were no faster on an H100.)
+/// Threads of a group that copies pieces: sixteen pieces of 4 KiB under way in each. (1,024 were no
+/// faster on an H100.)
 const COPY_THREADS: u32 = 512;
 /// Groups that rearrange, per block and over blocks: the device's own bandwidth is to be saturated.
 const TRANSFORM_GROUPS: (u32, u32) = (64, 256);
 
-/// Groups that sum, at most: a block is verified before its request can go on, so more than copies get. With 128 an
-/// H100 sums blocks of many pieces at 85 GB/s, with these at 200.
+/// Groups that sum, at most: a block is verified before its request can go on, so more than copies
+/// get. With 128 an H100 sums blocks of many pieces at 85 GB/s, with these at 200.
 const SUM_GROUPS: u32 = 512;
 /// Bytes of a piece that a thread of the checksum kernel takes at a time, as in `kernels.cu`.
 const SUM_CHUNK: u64 = 512;
@@ -98,7 +100,8 @@ impl CopyKernels {
                 tracing::debug!(why, "kernels are not compiled here: the embedded ones serve");
                 let ptx = CString::new(EMBEDDED).unwrap_or_default();
                 let loaded = LoadedModule::load(gpu, &ptx);
-                let kernels = loaded.and_then(|module| Self::of(module, KernelOrigin::Embedded(why)));
+                let kernels =
+                    loaded.and_then(|module| Self::of(module, KernelOrigin::Embedded(why)));
                 kernels.map_err(|error| failed("the GPU does not take the kernels", error))
             }
         }
@@ -122,10 +125,12 @@ impl CopyKernels {
         &self.origin
     }
 
-    /// Starts the copies that the `count` [`Piece`]s at address `table` name, by `groups` groups of threads.
+    /// Starts the copies that the `count` [`Piece`]s at address `table` name, by `groups` groups of
+    /// threads.
     ///
     /// # Safety
-    /// The table, and what it names, stay as they are until the stream has got past it; the GPU can address all of it.
+    /// The table, and what it names, stay as they are until the stream has got past it; the GPU can
+    /// address all of it.
     pub(crate) unsafe fn copy_pieces(
         &self,
         stream: &CudaStream,
@@ -162,14 +167,15 @@ impl CopyKernels {
             pointer(&mut plan),
         ];
         let units = u64::from(plan.rows) * (plan.row_bytes / u64::from(unit));
-        let groups = units.div_ceil(u64::from(THREADS)).clamp(1, u64::from(TRANSFORM_GROUPS.0)) as u32;
+        let groups =
+            units.div_ceil(u64::from(THREADS)).clamp(1, u64::from(TRANSFORM_GROUPS.0)) as u32;
         let grid = (groups, number.clamp(1, TRANSFORM_GROUPS.1));
         // SAFETY: these are the kernel's parameters; else as the caller promises.
         unsafe { stream.launch(self.transform, grid, THREADS, parameters) }
     }
 
-    /// Starts adding the checksums of `count` [`ChecksumSummand`]s at address `table`, none larger than `longest` bytes, to the
-    /// sums at address `sums`.
+    /// Starts adding the checksums of `count` [`ChecksumSummand`]s at address `table`, none larger
+    /// than `longest` bytes, to the sums at address `sums`.
     ///
     /// # Safety
     /// As for [`copy_pieces`](Self::copy_pieces).
@@ -196,7 +202,8 @@ impl CopyKernels {
     /// Starts multiplying two matrices of `n` rows of floats.
     ///
     /// # Safety
-    /// As for [`copy_pieces`](Self::copy_pieces): all three are arrays of `n * n` floats, the last distinct.
+    /// As for [`copy_pieces`](Self::copy_pieces): all three are arrays of `n * n` floats, the last
+    /// distinct.
     #[cfg(any(test, feature = "baselines"))]
     pub(crate) unsafe fn matmul(
         &self,
@@ -209,10 +216,12 @@ impl CopyKernels {
         unsafe { stream.launch(self.matmul, (n.div_ceil(THREADS), n), THREADS, parameters) }
     }
 
-    /// Starts multiplying a matrix of `n` rows of floats, a multiple of [`MATVEC_PARTS`](Self::MATVEC_PARTS), with a vector.
+    /// Starts multiplying a matrix of `n` rows of floats, a multiple of
+    /// [`MATVEC_PARTS`](Self::MATVEC_PARTS), with a vector.
     ///
     /// # Safety
-    /// As for [`copy_pieces`](Self::copy_pieces): arrays of `n * n`, `n` and `MATVEC_PARTS * n` floats, the last distinct.
+    /// As for [`copy_pieces`](Self::copy_pieces): arrays of `n * n`, `n` and `MATVEC_PARTS * n`
+    /// floats, the last distinct.
     #[cfg(any(test, feature = "baselines"))]
     pub(crate) unsafe fn matvec(
         &self,
@@ -240,15 +249,25 @@ fn pointer<T>(parameter: &mut T) -> *mut c_void {
 
 /// The largest unit that divides all addresses, strides and the bytes of a row.
 fn widest_unit(from: u64, to: u64, plan: &TransformPlan) -> u32 {
-    let offsets =
-        [from, to, plan.row_bytes, plan.from_offset, plan.to_offset, plan.from_block, plan.to_block];
-    let all =
-        offsets.iter().chain(&plan.from_strides).chain(&plan.to_strides).fold(0, |all, number| all | number);
+    let offsets = [
+        from,
+        to,
+        plan.row_bytes,
+        plan.from_offset,
+        plan.to_offset,
+        plan.from_block,
+        plan.to_block,
+    ];
+    let all = offsets
+        .iter()
+        .chain(&plan.from_strides)
+        .chain(&plan.to_strides)
+        .fold(0, |all, number| all | number);
     [16, 4].into_iter().find(|&unit| all.is_multiple_of(u64::from(unit))).unwrap_or(1)
 }
 
-/// What the checksum kernel leaves out, being linear: start value and final complement. The kernel's sum of a
-/// block combined (exclusive or) with this is the block's [`checksum`].
+/// What the checksum kernel leaves out, being linear: start value and final complement. The
+/// kernel's sum of a block combined (exclusive or) with this is the block's [`checksum`].
 pub(crate) fn checksum_of_zeroes(mut bytes: usize) -> u32 {
     // The sum of a block of zeroes is zero.
     let zeroes = [0; 4096];
@@ -265,8 +284,8 @@ fn compile_here(gpu: &Gpu) -> Result<CopyKernels, String> {
     probe().nvrtc.ready()?;
     let (major, minor) = gpu.device().capability;
     let ptx = compile(&format!("compute_{major}{minor}"))?;
-    let loaded =
-        LoadedModule::load(gpu, &ptx).and_then(|module| CopyKernels::of(module, KernelOrigin::Nvrtc));
+    let loaded = LoadedModule::load(gpu, &ptx)
+        .and_then(|module| CopyKernels::of(module, KernelOrigin::Nvrtc));
     loaded.map_err(|error| format!("the driver refuses what NVRTC made: {error}"))
 }
 
@@ -274,8 +293,8 @@ fn compile_here(gpu: &Gpu) -> Result<CopyKernels, String> {
 fn compile(architecture: &str) -> Result<CString, String> {
     let source = CString::new(SOURCE).map_err(|error| error.to_string())?;
     let options = [format!("--gpu-architecture={architecture}"), "--std=c++14".to_owned()];
-    let program =
-        nvrtc::result::create_program(&source, Some(c"kernels.cu")).map_err(|error| error.to_string())?;
+    let program = nvrtc::result::create_program(&source, Some(c"kernels.cu"))
+        .map_err(|error| error.to_string())?;
     // SAFETY: the program was just made, and is freed below.
     let made = unsafe {
         nvrtc::result::compile_program(program, &options)
@@ -284,7 +303,8 @@ fn compile(architecture: &str) -> Result<CString, String> {
     };
     // SAFETY: made above, freed once.
     let _ = unsafe { nvrtc::result::destroy_program(program) };
-    let bytes = made?.into_iter().map(i8::cast_unsigned).take_while(|&byte| byte != 0).collect::<Vec<_>>();
+    let bytes =
+        made?.into_iter().map(i8::cast_unsigned).take_while(|&byte| byte != 0).collect::<Vec<_>>();
     CString::new(bytes).map_err(|error| error.to_string())
 }
 
@@ -295,7 +315,8 @@ fn compile(architecture: &str) -> Result<CString, String> {
 unsafe fn log(program: nvrtc::sys::nvrtcProgram) -> String {
     // SAFETY: as the caller promises.
     let log = unsafe { nvrtc::result::get_program_log(program) }.unwrap_or_default();
-    let bytes: Vec<_> = log.into_iter().map(i8::cast_unsigned).take_while(|&byte| byte != 0).collect();
+    let bytes: Vec<_> =
+        log.into_iter().map(i8::cast_unsigned).take_while(|&byte| byte != 0).collect();
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
@@ -315,19 +336,24 @@ mod tests {
 
     /// The names of the kernels, in the order of the text.
     fn entries(ptx: &str) -> Vec<&str> {
-        ptx.lines().filter_map(|line| line.strip_prefix(".visible .entry ")?.strip_suffix('(')).collect()
+        ptx.lines()
+            .filter_map(|line| line.strip_prefix(".visible .entry ")?.strip_suffix('('))
+            .collect()
     }
 
     #[test]
     fn the_source_compiles_and_the_embedded_kernels_are_of_it() {
-        let names = [COPY_PIECES, TRANSFORM, CRC32C, MATMUL, MATVEC].map(|name| name.to_str().unwrap());
+        let names =
+            [COPY_PIECES, TRANSFORM, CRC32C, MATMUL, MATVEC].map(|name| name.to_str().unwrap());
         match probe().nvrtc.ready() {
             Err(why) => skip("nvrtc", &why),
             Ok(()) => {
                 let blesses = std::env::var_os("KVBM_BLESS").is_some();
                 let ptx = match compile(ARCHITECTURE) {
                     // From CUDA 13 on there is nothing older than Turing.
-                    Err(why) if !blesses && why.contains("invalid value") => compile("compute_75").unwrap(),
+                    Err(why) if !blesses && why.contains("invalid value") => {
+                        compile("compute_75").unwrap()
+                    }
                     compiled => compiled.unwrap(),
                 };
                 let ptx = ptx.into_string().unwrap();

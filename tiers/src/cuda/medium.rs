@@ -1,5 +1,6 @@
-//! What a slot file lies on, and whether cuFile has a direct path to it. The driver's own status does not tell: it
-//! names the media that it could reach, and takes files on any other in compatibility mode, without a word.
+//! What a slot file lies on, and whether cuFile has a direct path to it. The driver's own status
+//! does not tell: it names the media that it could reach, and takes files on any other in
+//! compatibility mode, without a word.
 
 use std::ffi::c_uint;
 use std::fmt;
@@ -52,10 +53,14 @@ impl StorageMedium {
             return Self::Distributed(name, bit);
         }
         match LOCAL.iter().find(|system| system.0 == magic) {
-            None => Self::Other(format!("a file system (type {magic:#x}) that is neither ext4 nor XFS")),
+            None => {
+                Self::Other(format!("a file system (type {magic:#x}) that is neither ext4 nor XFS"))
+            }
             Some((_, system)) => match fs::canonicalize(device) {
                 Ok(device) => drive(&device, system),
-                Err(_) => Self::Other(format!("{system} on a device that the kernel does not describe")),
+                Err(_) => {
+                    Self::Other(format!("{system} on a device that the kernel does not describe"))
+                }
             },
         }
     }
@@ -69,7 +74,9 @@ impl StorageMedium {
             Self::Other(_) => return Err(format!("{self}, to which cuFile has no direct path")),
         };
         let reaches = status & bits != 0;
-        reaches.then_some(()).ok_or_else(|| format!("{self}, to which this driver has no direct path"))
+        reaches
+            .then_some(())
+            .ok_or_else(|| format!("{self}, to which this driver has no direct path"))
     }
 }
 
@@ -86,7 +93,8 @@ impl fmt::Display for StorageMedium {
 
 /// What cuFile reaches directly, in the words of people.
 pub(super) fn reached(status: c_uint) -> Vec<&'static str> {
-    let drives = [("NVMe", NVME), ("NVMe peer to peer", NVME_PEER_TO_PEER), ("NVMe-oF", NVME_OVER_FABRICS)];
+    let drives =
+        [("NVMe", NVME), ("NVMe peer to peer", NVME_PEER_TO_PEER), ("NVMe-oF", NVME_OVER_FABRICS)];
     let all = drives.into_iter().chain(DISTRIBUTED.map(|(_, name, bit)| (name, bit)));
     all.filter(|(_, bit)| status & bit != 0).map(|(name, _)| name).collect()
 }
@@ -114,8 +122,11 @@ fn raid(device: &Path, system: &str) -> StorageMedium {
     let drives = fs::read_dir(device.join("slaves")).into_iter().flatten().flatten();
     let paths = drives.filter_map(|entry| fs::canonicalize(entry.path()).ok());
     let media: Vec<StorageMedium> = paths.map(|path: PathBuf| drive(&path, system)).collect();
-    let slowest = media.iter().find(|medium| **medium != StorageMedium::Nvme).or_else(|| media.first());
-    slowest.cloned().unwrap_or_else(|| StorageMedium::Other(format!("{system} on RAID of no drives")))
+    let slowest =
+        media.iter().find(|medium| **medium != StorageMedium::Nvme).or_else(|| media.first());
+    slowest
+        .cloned()
+        .unwrap_or_else(|| StorageMedium::Other(format!("{system} on RAID of no drives")))
 }
 
 #[cfg(test)]
@@ -152,7 +163,8 @@ mod tests {
     fn raid_is_what_its_drives_are() {
         let home = sysfs(&["md0/slaves", "md1/slaves", "md2/slaves", "nvme0n1", "nvme1n1", "sda"]);
         let link = |raid: &str, drive: &str| {
-            symlink(home.path().join(drive), home.path().join(raid).join("slaves").join(drive)).unwrap();
+            symlink(home.path().join(drive), home.path().join(raid).join("slaves").join(drive))
+                .unwrap();
         };
         link("md0", "nvme0n1");
         link("md0", "nvme1n1");
@@ -165,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_driver_reaches_is_direct_for_files_that_lie_there() {
+    fn files_where_the_driver_reaches_are_direct() {
         assert_eq!(StorageMedium::Nvme.is_direct(1 << 4), Ok(()));
         assert_eq!(StorageMedium::Nvme.is_direct(1 << 11), Ok(()));
         assert!(StorageMedium::Nvme.is_direct(1 << 5).is_err());

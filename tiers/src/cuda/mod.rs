@@ -1,8 +1,8 @@
 //! NVIDIA GPUs: the device tier in their memory, and what moves blocks there.
 //!
-//! Everything of CUDA is found at run time. [`probe`] says what is there, what is missing and how to get it; it is
-//! safe on any machine. Nothing else here may be reached but through [`Gpu::open`], which probes first: the
-//! bindings panic where a library or a symbol is missing.
+//! Everything of CUDA is found at run time. [`probe`] says what is there, what is missing and how
+//! to get it; it is safe on any machine. Nothing else here may be reached but through
+//! [`Gpu::open`], which probes first: the bindings panic where a library or a symbol is missing.
 //!
 //! | part | what it does |
 //! |---|---|

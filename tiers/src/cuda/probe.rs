@@ -86,7 +86,8 @@ pub struct Device {
     pub pci: (i32, i32, i32),
 }
 
-const GET_DRIVER: &str = "install NVIDIA's driver; in a container, pass the GPU through (--gpus all)";
+const GET_DRIVER: &str =
+    "install NVIDIA's driver; in a container, pass the GPU through (--gpus all)";
 const GET_NEWER_DRIVER: &str = "update NVIDIA's driver to 530 or later";
 const GET_DEVICE: &str = "check nvidia-smi, CUDA_VISIBLE_DEVICES and /dev/nvidia*";
 const GET_NVRTC: &str = "pip install nvidia-cuda-nvrtc-cu12 and name its directory in LD_LIBRARY_PATH, or do without: kernels are built in";
@@ -131,14 +132,15 @@ const SYMBOLS: &[&CStr] = &[
     c"cuThreadExchangeStreamCaptureMode",
 ];
 
-/// Looks for driver, devices and compiler. Never panics; takes a second on the first call where there is a GPU,
-/// since it starts the driver.
+/// Looks for driver, devices and compiler. Never panics; takes a second on the first call where
+/// there is a GPU, since it starts the driver.
 pub fn probe() -> Probe {
     Probe { driver: driver(), nvrtc: nvrtc() }
 }
 
 fn driver() -> Availability<Driver> {
-    // `cuInit` from several threads at once is allowed, but each would load and unload the library first.
+    // `cuInit` from several threads at once is allowed, but each would load and unload the library
+    // first.
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _turn = ONE_AT_A_TIME.lock();
     // SAFETY: loads the library, which may run its initialisers, as any use of CUDA does.
@@ -153,9 +155,10 @@ fn driver() -> Availability<Driver> {
     // SAFETY: the symbol exists, and the pointer is valid for the call.
     let asked = unsafe { sys::cuDriverGetVersion(&raw mut version) }.result();
     match asked.map(|()| Version(version)) {
-        Err(error) => {
-            Availability::missing(format!("the driver does not tell its version: {error}"), GET_DRIVER)
-        }
+        Err(error) => Availability::missing(
+            format!("the driver does not tell its version: {error}"),
+            GET_DRIVER,
+        ),
         Ok(version) if version < MIN_DRIVER => {
             let why = format!("the driver serves CUDA {version}, {MIN_DRIVER} is needed");
             Availability::missing(why, GET_NEWER_DRIVER)
@@ -174,8 +177,12 @@ fn devices(version: Version) -> Availability<Driver> {
     let found = result::init().and_then(|()| result::device::get_count());
     let devices = found.and_then(|count| (0..count).map(device).collect::<Result<Vec<_>, _>>());
     match devices {
-        Err(error) => Availability::missing(format!("the driver does not start: {error}"), GET_DEVICE),
-        Ok(devices) if devices.is_empty() => Availability::missing("the driver knows no GPU", GET_DEVICE),
+        Err(error) => {
+            Availability::missing(format!("the driver does not start: {error}"), GET_DEVICE)
+        }
+        Ok(devices) if devices.is_empty() => {
+            Availability::missing("the driver knows no GPU", GET_DEVICE)
+        }
         Ok(devices) => {
             let copies_batches = has_symbol(c"cuMemcpyBatchAsync");
             Availability::Ready(Driver { version, devices, copies_batches })
@@ -205,8 +212,8 @@ fn device(ordinal: c_int) -> Result<Device, result::DriverError> {
 }
 
 impl Device {
-    /// Bytes of its memory that other devices can address (its BAR1), which direct transfers go through; `None`: the
-    /// kernel does not say.
+    /// Bytes of its memory that other devices can address (its BAR1), which direct transfers go
+    /// through; `None`: the kernel does not say.
     pub fn window_bytes(&self) -> Option<u64> {
         let resources = std::fs::read_to_string(self.sysfs("resource")).ok()?;
         let mut words = resources.lines().nth(1)?.split_whitespace().map(|word| {
@@ -217,7 +224,7 @@ impl Device {
         (end > start).then(|| end - start + 1)
     }
 
-    /// The NUMA node that it hangs on; `None`: the kernel does not say.
+    /// The NUMA node that it is attached to; `None`: the kernel does not say.
     pub fn numa_node(&self) -> Option<u32> {
         std::fs::read_to_string(self.sysfs("numa_node")).ok()?.trim().parse().ok()
     }

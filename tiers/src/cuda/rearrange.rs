@@ -35,28 +35,31 @@ impl Rearranger {
         self.kernels.origin()
     }
 
-    /// Copies the blocks `(source, destination)` from the array at address `from` to that at `to`, and waits for
-    /// it.
+    /// Copies the blocks `(source, destination)` from the array at address `from` to that at `to`,
+    /// and waits for it.
     ///
     /// # Errors
     /// `Refused`: there is no such block. `Io`: the GPU failed.
     ///
     /// # Safety
-    /// The arrays are of the transform's layouts, disjoint, and in this GPU's memory or mapped for it; nobody
-    /// else writes the source or touches the destination meanwhile.
+    /// The arrays are of the transform's layouts, disjoint, and in this GPU's memory or mapped for
+    /// it; nothing else writes the source or touches the destination meanwhile.
     pub unsafe fn apply(
         &self,
         transform: &Transform,
         (from, to): (u64, u64),
         blocks: &[(u32, u32)],
     ) -> Result<(), CopyError> {
-        transform.check(blocks).map_err(|error| CopyError::new(CopyErrorKind::Refused, error.to_string()))?;
+        transform
+            .check(blocks)
+            .map_err(|error| CopyError::new(CopyErrorKind::Refused, error.to_string()))?;
         let plan = transform.with_long_rows().plan();
         let mut turn = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
         let (stream, table) = &mut *turn;
         let outcome = stream.gpu().inside(|| {
             blocks.chunks(Self::TABLE).try_for_each(|some| {
-                // SAFETY: the table stays until the wait below has ended; else as the caller promises.
+                // SAFETY: the table stays until the wait below has ended; else as the caller
+                // promises.
                 unsafe {
                     let pairs = table.fill(stream, some)?;
                     self.kernels.transform(stream, (from, to), pairs, some.len(), plan)?;
@@ -65,7 +68,11 @@ impl Rearranger {
             })
         });
         outcome.map_err(|error| {
-            CopyError::caused(CopyErrorKind::Io, format!("CUDA: a transform failed: {error}"), error)
+            CopyError::caused(
+                CopyErrorKind::Io,
+                format!("CUDA: a transform failed: {error}"),
+                error,
+            )
         })
     }
 }

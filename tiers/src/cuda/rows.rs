@@ -1,10 +1,11 @@
-//! Pieces at equal distances, as the rows of an array, which a copy engine takes with one call: engines' tensors are of
-//! one size, and mostly lie one after the other.
+//! Pieces at equal distances, as the rows of an array, which a copy engine takes with one call:
+//! engines' tensors are of one size, and mostly lie one after the other.
 
 use crate::copy::SlotId;
 use crate::segments::{Part, SegmentMap};
 
-/// Pieces of a block, in order: each as far behind the one before on the GPU, and as far in the block.
+/// Pieces of a block, in order: each as far behind the one before on the GPU, and as far in the
+/// block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PitchedRows {
     /// The first piece on the GPU: its address in slot 0, and bytes from slot to slot.
@@ -28,8 +29,8 @@ const PERIODS: usize = 2;
 /// A call takes microseconds, in which a link to the host moves about this much.
 const WORTH: usize = 128 << 10;
 
-/// All pieces of a block as rows; none: on average they are too few for a call each. `allocation` says in which
-/// allocation an address is: the driver refuses rows of several.
+/// All pieces of a block as rows; none: on average they are too few for a call each. `allocation`
+/// says in which allocation an address is: the driver refuses rows of several.
 pub(super) fn rows(segments: &SegmentMap, allocation: impl Fn(usize) -> u64) -> Vec<PitchedRows> {
     let parts = segments.parts();
     let allocations = parts.iter().map(|part| allocation(part.base)).collect();
@@ -66,8 +67,8 @@ impl LeftParts<'_> {
         Some(PitchedRows { base, stride, offset: self.offsets[first], bytes, count, pitch, step })
     }
 
-    /// How many parts, of every `period`-th from `first` on, are as far apart as the first two of them: on the GPU and in the
-    /// block, or a row would be copied over its neighbours.
+    /// How many parts, of every `period`-th from `first` on, are as far apart as the first two of
+    /// them: on the GPU and in the block, or a row would be copied over its neighbours.
     fn follow(&self, first: usize, period: usize) -> usize {
         let Some((pitch, step)) = self.distance(first, first + period) else { return 1 };
         if pitch < self.parts[first].bytes || pitch > MAX_PITCH {
@@ -125,8 +126,10 @@ mod tests {
     #[test]
     fn rows_end_with_the_allocation() {
         let parts = tensors((0..8).map(|layer| layer * 4 * PIECE));
-        let counts: Vec<_> =
-            rows(&map(&parts), |address| u64::from(address >= 12 * PIECE)).iter().map(|r| r.count).collect();
+        let counts: Vec<_> = rows(&map(&parts), |address| u64::from(address >= 12 * PIECE))
+            .iter()
+            .map(|r| r.count)
+            .collect();
         assert_eq!(counts, [3, 5]);
     }
 
@@ -134,17 +137,30 @@ mod tests {
     fn tensors_one_after_the_other_are_one_array() {
         let found = rows_of(&tensors((0..8).map(|layer| 1000 + layer * 3 * PIECE)));
         let (pitch, step) = (3 * PIECE, PIECE);
-        let one = PitchedRows { base: 1000, stride: PIECE, offset: 0, bytes: PIECE, count: 8, pitch, step };
+        let one = PitchedRows {
+            base: 1000,
+            stride: PIECE,
+            offset: 0,
+            bytes: PIECE,
+            count: 8,
+            pitch,
+            step,
+        };
         assert_eq!(found, [one]);
         assert_eq!(one.address(SlotId(2)), 1000 + 2 * PIECE);
     }
 
     #[test]
     fn keys_and_values_of_tensors_with_room_between_are_two() {
-        let found =
-            rows_of(&tensors((0..8).flat_map(|layer| [layer * 11 * PIECE, layer * 11 * PIECE + 5 * PIECE])));
-        let shapes: Vec<_> = found.iter().map(|r| (r.base, r.offset, r.count, r.pitch, r.step)).collect();
-        assert_eq!(shapes, [(0, 0, 8, 11 * PIECE, 2 * PIECE), (5 * PIECE, PIECE, 8, 11 * PIECE, 2 * PIECE)]);
+        let found = rows_of(&tensors(
+            (0..8).flat_map(|layer| [layer * 11 * PIECE, layer * 11 * PIECE + 5 * PIECE]),
+        ));
+        let shapes: Vec<_> =
+            found.iter().map(|r| (r.base, r.offset, r.count, r.pitch, r.step)).collect();
+        assert_eq!(
+            shapes,
+            [(0, 0, 8, 11 * PIECE, 2 * PIECE), (5 * PIECE, PIECE, 8, 11 * PIECE, 2 * PIECE)]
+        );
     }
 
     #[test]
@@ -159,16 +175,21 @@ mod tests {
         // Every second part is as far on the GPU, and not in the block.
         let sizes = [4, 2, 4, 1, 4, 1].map(|pieces| pieces * PIECE);
         let bases = [0, 100, 20, 200, 40, 300].map(|at| at * PIECE);
-        let parts: Vec<_> =
-            sizes.iter().zip(bases).map(|(&bytes, base)| Part { base, stride: bytes, bytes }).collect();
+        let parts: Vec<_> = sizes
+            .iter()
+            .zip(bases)
+            .map(|(&bytes, base)| Part { base, stride: bytes, bytes })
+            .collect();
         check(&parts, &rows_of(&parts));
     }
 
     /// Each piece is copied once, from where it is to where it belongs.
     fn check(parts: &[Part], found: &[PitchedRows]) {
-        let row =
-            |r: &PitchedRows, i: usize| (r.offset + i * r.step, r.base + i * r.pitch, r.bytes, r.stride);
-        let mut copied: Vec<_> = found.iter().flat_map(|r| (0..r.count).map(|i| row(r, i))).collect();
+        let row = |r: &PitchedRows, i: usize| {
+            (r.offset + i * r.step, r.base + i * r.pitch, r.bytes, r.stride)
+        };
+        let mut copied: Vec<_> =
+            found.iter().flat_map(|r| (0..r.count).map(|i| row(r, i))).collect();
         copied.sort_unstable();
         let mut end = 0;
         let pieces = parts.iter().map(|part| {
@@ -188,7 +209,7 @@ mod tests {
                 Part { base: end, stride: bytes, bytes }
             }).collect();
             let found = rows(&map(&parts), |address| (address / (100 * PIECE)) as u64);
-            // Pieces that are worth a call by themselves: there are rows unless nothing lies alike.
+            // Pieces that are worth a call of their own: there are rows unless nothing lies alike.
             if !found.is_empty() {
                 check(&parts, &found);
             }

@@ -1,5 +1,5 @@
-//! The bytes of blocks on a GPU, for those who look at them one by one: demonstrations, tests, an engine without
-//! kernels.
+//! The bytes of blocks on a GPU, for those who look at them one by one: demonstrations, tests, an
+//! engine without kernels.
 
 use std::sync::Arc;
 
@@ -32,7 +32,8 @@ impl DeviceWindow {
     /// On `region`, which is in this GPU's memory.
     ///
     /// # Errors
-    /// `Invalid`: the region is elsewhere. `Unavailable`: the GPU gives no stream or no locked memory.
+    /// `Invalid`: the region is elsewhere. `Unavailable`: the GPU gives no stream or no locked
+    /// memory.
     pub fn new(gpu: &Gpu, region: Arc<DeviceRegion>) -> Result<Self, SetupError> {
         if region.space() != Space::Cuda(gpu.ordinal()) {
             let message = format!("{region:?} is not in the memory of {gpu:?}");
@@ -66,7 +67,8 @@ impl DeviceWindow {
     pub fn write(&self, frame: &mut Frame, block: &[u8]) -> Option<Result<(), CopyError>> {
         let slot = self.own(frame.pool(), frame.slot())?;
         if block.len() != self.block_bytes() {
-            let message = format!("a block of {} bytes does not fit {:?}", block.len(), self.region);
+            let message =
+                format!("a block of {} bytes does not fit {:?}", block.len(), self.region);
             return Some(Err(CopyError::new(CopyErrorKind::Refused, message)));
         }
         let mut desk = self.desk.lock();
@@ -83,25 +85,30 @@ impl DeviceWindow {
         self.region.owns(pool).then_some(slot)
     }
 
-    /// Copies between the slot and the buffer. Whoever calls holds a slot handle to the slot that allows it.
+    /// Copies between the slot and the buffer. The caller holds a slot handle that allows it.
     fn cross(
         &self,
         desk: &mut WindowScratch,
         slot: SlotId,
         direction: WindowDirection,
     ) -> Result<(), CopyError> {
-        let refused =
-            || CopyError::new(CopyErrorKind::Refused, format!("device slot {} does not exist", slot.0));
+        let refused = || {
+            CopyError::new(CopyErrorKind::Refused, format!("device slot {} does not exist", slot.0))
+        };
         let device = self.region.segments().segments(slot).ok_or_else(refused)?;
         let (stream, buffer) = desk;
-        let ours = std::iter::once(Segment { address: buffer.address() as usize, bytes: self.block_bytes() });
+        let ours = std::iter::once(Segment {
+            address: buffer.address() as usize,
+            bytes: self.block_bytes(),
+        });
         let copied = stream.gpu().inside(|| {
             pieces(device, ours).try_for_each(|piece| {
                 let (from, to) = match direction {
                     WindowDirection::Out => (piece.from, piece.to),
                     WindowDirection::In => (piece.to, piece.from),
                 };
-                // SAFETY: the desk is the caller's until the wait below has ended, and so is the slot.
+                // SAFETY: the desk is the caller's until the wait below has ended, and so is the
+                // slot.
                 unsafe { stream.copy(from, to, piece.bytes) }
             })
         });

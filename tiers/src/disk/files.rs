@@ -1,7 +1,7 @@
 //! One slot file: made or found, locked, of its full size.
 //!
-//! Others may write the directory (the default is `/tmp`): what is not kept never has a name where the file system can
-//! do that, and what is kept is opened as [`files`](crate::files) does.
+//! Others may write the directory (the default is `/tmp`): what is not kept never has a name where
+//! the file system can do that, and what is kept is opened as [`files`](crate::files) does.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
@@ -48,7 +48,7 @@ pub(super) fn name(namespace: Option<&str>) -> Result<String, SetupError> {
 }
 
 impl SlotFile {
-    /// Waits for whoever has the file locked until `patience` ends.
+    /// Waits until `patience` ends for the process that has the file locked.
     pub(super) fn open(
         dir: &Path,
         name: &str,
@@ -57,12 +57,13 @@ impl SlotFile {
     ) -> Result<Self, SetupError> {
         // What is kept keeps its directory.
         let goes_again = make_dir(dir, &SETTINGS)? && !options.keep;
-        let made_dir =
-            goes_again.then(|| MadeDir { path: dir.to_owned(), maker: MakerProcess::this_process() });
+        let made_dir = goes_again
+            .then(|| MadeDir { path: dir.to_owned(), maker: MakerProcess::this_process() });
         remove_abandoned(dir, &SETTINGS);
         let site = OwnDirectory::new(dir.join(name), &SETTINGS);
         let file = open_file(dir, &site, options, patience)?;
-        let direct = options.o_direct && go_direct(file.file()).map_err(|error| site.failed(&error))?;
+        let direct =
+            options.o_direct && go_direct(file.file()).map_err(|error| site.failed(&error))?;
         Ok(Self { file, direct, _made_dir: made_dir })
     }
 
@@ -116,7 +117,11 @@ fn open_file(
 }
 
 /// A file that vanishes with the process, however that ends.
-fn open_nameless(dir: &Path, site: &OwnDirectory, patience: &mut LockWait) -> Result<File, SetupError> {
+fn open_nameless(
+    dir: &Path,
+    site: &OwnDirectory,
+    patience: &mut LockWait,
+) -> Result<File, SetupError> {
     // Without O_EXCL: cuFile registers files by names only, and is lent one (`cuda::cufile`).
     let flags = OFlags::TMPFILE.bits().cast_signed();
     match OpenOptions::new().read(true).write(true).mode(0o600).custom_flags(flags).open(dir) {
@@ -200,7 +205,8 @@ mod tests {
             leave_half(path);
             fs::hard_link(path, path.with_extension("other")).unwrap();
         };
-        let link: PutFn = |path| std::os::unix::fs::symlink(path.with_extension("other"), path).unwrap();
+        let link: PutFn =
+            |path| std::os::unix::fs::symlink(path.with_extension("other"), path).unwrap();
         let pipe: PutFn = |path| {
             let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
             rustix::fs::mkfifoat(rustix::fs::CWD, path, mode).unwrap();
@@ -223,7 +229,8 @@ mod tests {
                 let error = open(home.path(), KEPT).unwrap_err();
                 assert_eq!(error.kind(), SetupErrorKind::NotWritable, "{error}");
                 let message = error.to_string();
-                for part in [wrong, path.to_str().unwrap(), "remove it", "DYN_KVBM_DISK_CACHE_DIR"] {
+                for part in [wrong, path.to_str().unwrap(), "remove it", "DYN_KVBM_DISK_CACHE_DIR"]
+                {
                     assert!(message.contains(part), "{part}: {message}");
                 }
                 fs::remove_file(&path).unwrap();
@@ -234,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_kept_never_has_a_name_that_others_could_take() {
+    fn files_not_kept_never_have_a_name_to_take() {
         let home = tempfile::tempdir().unwrap();
         // A stranger has guessed every name.
         for name in [NAME, PARTIAL] {
@@ -262,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_start_that_was_killed_while_it_wrote_zeroes_does_not_forbid_the_next() {
+    fn a_start_killed_amid_zeroes_does_not_forbid_the_next() {
         let home = tempfile::tempdir().unwrap();
         let others = home.path().join("kvbm-of-another-namespace.blocks.partial");
         leave_half(&home.path().join(PARTIAL));
@@ -288,7 +295,8 @@ mod tests {
     fn a_failed_start_leaves_nothing() {
         let home = tempfile::tempdir().unwrap();
         for options in [KEPT, UNKEPT] {
-            let error = open(home.path(), SlotFileOptions { bytes: 1 << 60, ..options }).unwrap_err();
+            let error =
+                open(home.path(), SlotFileOptions { bytes: 1 << 60, ..options }).unwrap_err();
             assert_eq!(error.kind(), SetupErrorKind::NoSpace, "{error}");
             assert!(names(home.path()).is_empty());
         }
@@ -297,7 +305,7 @@ mod tests {
 
     /// Each makes the file or finds it, and one in three removes it, all at the same time.
     #[test]
-    fn starts_that_race_for_a_file_have_it_one_after_the_other() {
+    fn racing_starts_have_a_file_one_after_another() {
         let home = tempfile::tempdir().unwrap();
         let owned = parking_lot::Mutex::new(());
         let start = |number: usize| {

@@ -1,25 +1,29 @@
 //! The disk tier: slot files on local drives.
 //!
 //! # Format
-//! A region has `n` files of equal size, one in each directory. With stride `s` (the block's bytes rounded up to
-//! 4096), slot `i` is the bytes `[i / n * s, i / n * s + s)` of file `i % n`; the block comes first, the rest of the
-//! stride means nothing. Files hold slots and nothing else, no header: what lies in a slot, and its checksum, is known
-//! to its [index](crate::index), which lies beside it.
+//! A region has `n` files of equal size, one in each directory. With stride `s` (the block's bytes
+//! rounded up to 4096), slot `i` is the bytes `[i / n * s, i / n * s + s)` of file `i % n`; the
+//! block comes first, the rest of the stride means nothing. Files hold slots and nothing else, no
+//! header: what lies in a slot, and its checksum, is known to its [index](crate::index), which lies
+//! beside it.
 //!
-//! Each directory stands for itself: its file and its index number their slots from 0, so that directories may be
-//! added, removed and given in another order, and the others keep what they have. One that cannot be opened is left
-//! out, as long as there is another; its slots [are not there](DiskRegion::absent) then.
+//! Each directory stands for itself: its file and its index number their slots from 0, so that
+//! directories may be added, removed and given in another order, and the others keep what they
+//! have. One that cannot be opened is left out, as long as there is another; its slots [are not
+//! there](DiskRegion::absent) then.
 //!
-//! A kept file is called `kvbm-<namespace>.blocks`, where the namespace is the caller's: it commits to everything that
-//! the bytes depend on. Until it has its full size it is called `….blocks.partial`: what a killed process leaves under
-//! such a name, the next one that opens a file in the directory removes. A kept file of another size is given this
-//! one. A file that is not kept has no name (`O_TMPFILE`), or where the file system cannot do that is called
-//! `kvbm-<pid>-<k>.blocks.partial` and loses its name as soon as it is open: its space returns to the file system with
-//! the process, however that ends.
+//! A kept file is called `kvbm-<namespace>.blocks`, where the namespace is the caller's: it commits
+//! to everything that the bytes depend on. Until it has its full size it is called
+//! `….blocks.partial`: what a killed process leaves under such a name, the next one that opens a
+//! file in the directory removes. A kept file of another size is given this one. A file that is not
+//! kept has no name (`O_TMPFILE`), or where the file system cannot do that is called
+//! `kvbm-<pid>-<k>.blocks.partial` and loses its name as soon as it is open: its space returns to
+//! the file system with the process, however that ends.
 //!
-//! Files are readable by their owner only (mode 0600), and kept ones locked as long as they are open. A kept file
-//! that is found is used only if it is a regular file of this user's with mode 0600 and no other name: in a directory
-//! that others may write, somebody could else have made it first, and read or change what is written to it.
+//! Files are readable by their owner only (mode 0600), and kept ones locked as long as they are
+//! open. A kept file that is found is used only if it is a regular file of this user's with mode
+//! 0600 and no other name: else, in a directory that others may write, another user could have made
+//! it first, and read or change what is written to it.
 //!
 //! # Modules
 //! | module | what |
@@ -88,7 +92,8 @@ pub struct DiskOptions {
 }
 
 impl DiskOptions {
-    /// Where the [index](crate::TierIndex) of the slot file in a directory belongs, if the files are kept: beside it.
+    /// Where the [index](crate::TierIndex) of the slot file in a directory belongs, if the files
+    /// are kept: beside it.
     pub fn index_path(&self, dir: usize) -> Option<PathBuf> {
         let name = files::name(Some(self.keep.as_deref()?)).ok()?;
         Some(self.dirs.get(dir)?.join(name).with_extension("index"))
@@ -101,15 +106,16 @@ impl DiskOptions {
 }
 
 impl DiskRegion {
-    /// Makes or reopens the files. Waits up to 15 s for a kept file that is in use: the kernel lets go of the files of
-    /// a killed process's ring a second or so after its end. A directory that cannot be used, or whose medium fails, is
-    /// left out, unless all are so.
+    /// Makes or reopens the files. Waits up to 15 s for a kept file that is in use: the kernel lets
+    /// go of the files of a killed process's ring a second or so after its end. A directory that
+    /// cannot be used, or whose medium fails, is left out, unless all are so.
     ///
     /// # Errors
-    /// `NotWritable`: all directories; or what lies at a kept file's place is not a file of this user's that is closed
-    /// to all others. `NoSpace`: a file system lacks the space. `InUse`: another process has a kept file open.
-    /// `Invalid`: no directory, or a namespace that is no file name. `Unavailable`: no `fallocate`, and writing zeroes
-    /// was not allowed; or the limit on open files is reached. `Io`: the media failed.
+    /// `NotWritable`: all directories; or what lies at a kept file's place is not a file of this
+    /// user's that is closed to all others. `NoSpace`: a file system lacks the space. `InUse`:
+    /// another process has a kept file open. `Invalid`: no directory, or a namespace that is no
+    /// file name. `Unavailable`: no `fallocate`, and writing zeroes was not allowed; or the limit
+    /// on open files is reached. `Io`: the media failed.
     pub fn open(options: &DiskOptions) -> Result<Self, SetupError> {
         Self::open_within(options, LockWait::FOR_A_DEAD_RING)
     }
@@ -178,7 +184,8 @@ impl DiskRegion {
         self.file_bytes
     }
 
-    /// The directories that could not be opened: slot `i` is that of directory `i` modulo their number.
+    /// The directories that could not be opened: slot `i` is that of directory `i` modulo their
+    /// number.
     pub fn absent(&self) -> impl Iterator<Item = usize> {
         self.places.iter().enumerate().filter(|(_, place)| place.is_none()).map(|(dir, _)| dir)
     }

@@ -2,9 +2,9 @@
 
 use std::collections::VecDeque;
 
-/// Reads wait behind reads only: an engine waits for them, and for writes nobody does. But no more than
-/// [`MAX_READS_IN_A_ROW`] overtake a write, else a tier that is read all the time would never be flushed to and
-/// fill up with blocks that cannot leave.
+/// Reads wait behind reads only: an engine waits for them, and nothing waits for writes. But no
+/// more than [`MAX_READS_IN_A_ROW`] overtake a write, else a tier that is read all the time would
+/// never be flushed to and fill up with blocks that cannot leave.
 #[derive(Debug)]
 pub(super) struct ReadsFirst<T> {
     reads: VecDeque<T>,
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_waits_for_a_bounded_number_of_reads_however_many_come() {
+    fn a_write_waits_for_few_reads_however_many_come() {
         let mut queue = queue(100, 3);
         for write in 0..3 {
             for _ in 0..MAX_READS_IN_A_ROW {

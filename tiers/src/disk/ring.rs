@@ -144,7 +144,7 @@ impl DiskRing {
                     self.enter(1);
                 }
             } else {
-                // Whoever hears of it may take its time: the kernel must not run out of work meanwhile.
+                // The listener may take its time: the kernel must not run out of work meanwhile.
                 self.enter(0);
                 mem::take(&mut self.landed).report();
             }
@@ -153,7 +153,9 @@ impl DiskRing {
     }
 
     fn is_busy(&self) -> bool {
-        !self.waiting.is_empty() || !self.landed.is_empty() || self.grounded.len() < self.flights.len()
+        !self.waiting.is_empty()
+            || !self.landed.is_empty()
+            || self.grounded.len() < self.flights.len()
     }
 
     /// Queues what has been submitted. False: nothing will come any more.
@@ -233,8 +235,8 @@ impl DiskRing {
     }
 
     fn push(&mut self, entry: &squeue::Entry) {
-        // SAFETY: memory and files outlive the ring, whose thread leaves `serve` only when nothing is in
-        // flight; the submitter promises that nobody else uses the slots until then.
+        // SAFETY: memory and files outlive the ring, whose thread leaves `serve` only when nothing
+        // is in flight; the submitter promises that nothing else uses the slots until then.
         let pushed = unsafe { self.uring.submission().push(entry) };
         assert!(pushed.is_ok(), "the queue has room for all flights and the wake-up poll");
     }
@@ -244,7 +246,8 @@ impl DiskRing {
         if let Err(error) = self.uring.submit_and_wait(want)
             && error.kind() != ErrorKind::Interrupted
         {
-            // Out of kernel memory or completion space. Operations in flight must be waited for all the same.
+            // Out of kernel memory or completion space. Operations in flight must still be waited
+            // for.
             tracing::warn!(%error, "the ring refused a submission; trying again");
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -265,8 +268,8 @@ impl DiskRing {
     }
 
     fn ended(&mut self, number: u32, result: i32) {
-        let moved =
-            usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(result.saturating_neg()));
+        let moved = usize::try_from(result)
+            .map_err(|_| io::Error::from_raw_os_error(result.saturating_neg()));
         let Some(place) = self.flights.get_mut(number as usize) else { return stray(number) };
         let Some(mut flight) = place.take() else { return stray(number) };
         if is_transient(&moved) && flight.tries < MAX_TRIES {
@@ -294,7 +297,8 @@ pub(crate) fn register_memory(uring: &IoUring, memory: &dyn Memory) -> Option<u3
         iov_len: buffer.min(bytes - from),
     };
     let parts: Vec<_> = (0..bytes).step_by(buffer).map(part).collect();
-    // SAFETY: the parts lie within the region, which the ring's owner keeps alive longer than the ring.
+    // SAFETY: the parts lie within the region, which the ring's owner keeps alive longer than the
+    // ring.
     match unsafe { uring.submitter().register_buffers(&parts) } {
         Ok(()) => Some(slots_per_buffer as u32),
         Err(error) => {
@@ -319,7 +323,8 @@ mod tests {
 
     type RingReports = mpsc::Receiver<(usize, Result<(), CopyError>)>;
 
-    /// A ring of two at a time between eight slots in memory and as many on disk; `None`: no rings here.
+    /// A ring of two at a time between eight slots in memory and as many on disk; `None`: no rings
+    /// here.
     fn ring(home: &std::path::Path) -> Option<(DiskRing, Arc<OwnedFd>)> {
         if let Err(error) = probe() {
             skip("uring", &error);
@@ -333,7 +338,8 @@ mod tests {
             keep: None,
         };
         let disk = Arc::new(DiskRegion::open(&disk).unwrap());
-        let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let event =
+            rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         let event = Arc::new(event);
         Some((DiskRing::open(Arc::new(host(8, 4096)), disk, 2, Arc::clone(&event)).unwrap(), event))
     }
@@ -345,7 +351,7 @@ mod tests {
         (RingBatch { ops: vec![order(0, slot(Tier::Host), slot(Tier::Disk))], done }, reports)
     }
 
-    /// Serves one batch, with `result` in place of what the kernel says, so many times.
+    /// Serves one batch, with `result` in place of what the kernel says, `times` times.
     fn outcome(ring: &mut DiskRing, result: i32, times: u32) -> Result<(), CopyError> {
         let (batch, reports) = write_of(3);
         ring.queue(batch);
@@ -365,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_did_not_try_is_tried_again_and_in_the_end_unavailable() {
+    fn untried_operations_are_tried_again_and_in_the_end_unavailable() {
         let home = tempfile::tempdir().unwrap();
         let Some((mut ring, _)) = ring(home.path()) else { return };
         for errno in [libc::EINTR, libc::EAGAIN] {
@@ -387,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn without_multishot_polls_a_ring_wakes_up_each_time_and_sleeps_in_between() {
+    fn without_multishot_polls_a_ring_still_wakes_and_sleeps() {
         let home = tempfile::tempdir().unwrap();
         let Some((mut ring, event)) = ring(home.path()) else { return };
         ring.wake = RingWake::one_shot(Arc::clone(&event));

@@ -30,7 +30,11 @@ fn threads(
     Ok(Arc::new(ThreadsBackend::new(memory, disk, depth)?))
 }
 
-fn uring(memory: Arc<dyn Memory>, disk: Arc<DiskRegion>, depth: u32) -> Result<Arc<dyn Backend>, SetupError> {
+fn uring(
+    memory: Arc<dyn Memory>,
+    disk: Arc<DiskRegion>,
+    depth: u32,
+) -> Result<Arc<dyn Backend>, SetupError> {
     Ok(Arc::new(UringBackend::new(memory, disk, depth)?))
 }
 
@@ -160,7 +164,7 @@ fn kept_blocks_are_there_after_reopening() {
 }
 
 #[test]
-fn a_kept_file_of_another_size_is_given_this_one_and_keeps_its_blocks() {
+fn a_kept_file_is_resized_and_keeps_its_blocks() {
     let home = tempfile::tempdir().unwrap();
     let first = Fixture::new(&kept(home.path(), 8, 4096));
     first.write(&*first.backend(threads), 5).unwrap();
@@ -174,7 +178,7 @@ fn a_kept_file_of_another_size_is_given_this_one_and_keeps_its_blocks() {
 }
 
 #[test]
-fn a_directory_that_cannot_be_used_is_left_out_and_the_others_serve() {
+fn an_unusable_directory_is_left_out_and_the_others_serve() {
     let home = tempfile::tempdir().unwrap();
     let (here, file) = (home.path().join("here"), home.path().join("file"));
     File::create(&file).unwrap();
@@ -216,7 +220,8 @@ fn a_start_waits_for_a_lock_that_soon_ends() {
     dies.join().unwrap();
 }
 
-/// A process that is killed in the middle of its writes, whose ring the kernel ends some time later.
+/// A process that is killed in the middle of its writes, whose ring the kernel ends some time
+/// later.
 #[test]
 fn a_start_follows_a_process_that_was_killed() {
     let home = tempfile::tempdir().unwrap();
@@ -239,7 +244,7 @@ fn a_start_follows_a_process_that_was_killed() {
 }
 
 #[test]
-fn a_child_that_drops_everything_leaves_the_parent_its_files_and_threads() {
+fn a_child_that_drops_all_leaves_the_parents_files_alone() {
     for make in backends() {
         let home = tempfile::tempdir().unwrap();
         let made = home.path().join("made");
@@ -269,7 +274,7 @@ fn a_child_that_drops_everything_leaves_the_parent_its_files_and_threads() {
 
 /// Another child may live on: it has a copy of the file, and with it of the lock.
 #[test]
-fn a_child_that_lives_on_does_not_keep_the_files_locked() {
+fn a_child_that_lives_on_locks_no_files() {
     let home = tempfile::tempdir().unwrap();
     let disk = DiskRegion::open(&kept(home.path(), 8, 4096)).unwrap();
     let (mut ended, end) = std::io::pipe().unwrap();
@@ -293,7 +298,8 @@ fn a_read_does_not_wait_for_the_writes_before_it() {
     }
     let home = tempfile::tempdir().unwrap();
     let fixture = Fixture::new(&options(&[home.path()], 8, 256 << 10));
-    let backend = UringBackend::new(Arc::clone(&fixture.memory) as _, Arc::clone(&fixture.disk), 2).unwrap();
+    let backend =
+        UringBackend::new(Arc::clone(&fixture.memory) as _, Arc::clone(&fixture.disk), 2).unwrap();
     fixture.write(&backend, 0).unwrap();
     let (report, reports) = mpsc::channel();
     let submit = |ops: Vec<crate::CopyOp>, what, report: mpsc::Sender<_>| {
@@ -351,7 +357,10 @@ fn nothing_is_left_behind_of_what_is_not_kept() {
     let made = home.path().join("made");
     let disk = DiskRegion::open(&options(&[&made, home.path()], 8, 4096)).unwrap();
     assert_eq!(fs::read_dir(&made).unwrap().count(), 0, "a killed process would leave a file");
-    assert_eq!(disk.files().map(|file| file.metadata().unwrap().len()).collect::<Vec<_>>(), [4 * 4096; 2]);
+    assert_eq!(
+        disk.files().map(|file| file.metadata().unwrap().len()).collect::<Vec<_>>(),
+        [4 * 4096; 2]
+    );
     drop(disk);
     assert_eq!(fs::read_dir(home.path()).unwrap().count(), 0);
 }
@@ -371,9 +380,10 @@ fn what_cannot_be_opened_names_the_setting() {
     let error = DiskRegion::open(&kept(home.path(), 1 << 20, 1 << 30)).unwrap_err();
     assert_eq!(error.kind(), SetupErrorKind::NoSpace, "{error}");
     assert_eq!(fs::read_dir(home.path()).unwrap().count(), 1, "failed attempts left files");
-    for wrong in
-        [options(&[], 8, 4096), DiskOptions { keep: Some("../x".into()), ..options(&[home.path()], 8, 4096) }]
-    {
+    for wrong in [
+        options(&[], 8, 4096),
+        DiskOptions { keep: Some("../x".into()), ..options(&[home.path()], 8, 4096) },
+    ] {
         assert_eq!(DiskRegion::open(&wrong).unwrap_err().kind(), SetupErrorKind::Invalid);
     }
 }

@@ -24,20 +24,27 @@ impl ThreadsBackend {
     ///
     /// # Errors
     /// `Invalid`: the regions' blocks differ in size. `Unavailable`: no threads.
-    pub fn new(memory: Arc<dyn Memory>, disk: Arc<DiskRegion>, depth: u32) -> Result<Self, SetupError> {
+    pub fn new(
+        memory: Arc<dyn Memory>,
+        disk: Arc<DiskRegion>,
+        depth: u32,
+    ) -> Result<Self, SetupError> {
         transfer::check_fit(&*memory, &disk)?;
         let routes = transfer::routes(memory.tier());
         let execute: Arc<ExecuteFn> = Arc::new(move |op: &CopyOp, _| execute(op, &*memory, &disk));
-        let threads = CopyThreads::start("kvbm-disk", depth as usize, 1, &execute).map_err(|error| {
-            let message = "cannot start disk threads; lower disk.queue_depth (DYN_KVBM_DISK_QUEUE_DEPTH)";
-            SetupError::caused(SetupErrorKind::Unavailable, message, error)
-        })?;
+        let threads =
+            CopyThreads::start("kvbm-disk", depth as usize, 1, &execute).map_err(|error| {
+                let message =
+                    "cannot start disk threads; lower disk.queue_depth (DYN_KVBM_DISK_QUEUE_DEPTH)";
+                SetupError::caused(SetupErrorKind::Unavailable, message, error)
+            })?;
         Ok(Self { routes, threads })
     }
 }
 
-// SAFETY: every thread executes the operations that it took, one by one, with system calls that end before
-// they return, and completes each right after; the closure of `execute` keeps the regions alive.
+// SAFETY: every thread executes the operations that it took, one by one, with system calls that end
+// before they return, and completes each right after; the closure of `execute` keeps the regions
+// alive.
 unsafe impl Backend for ThreadsBackend {
     fn name(&self) -> &'static str {
         "threads"
@@ -63,13 +70,14 @@ fn execute(op: &CopyOp, memory: &dyn Memory, disk: &DiskRegion) -> Result<(), Co
 }
 
 fn read(transfer: &SlotTransfer, file: &File) -> std::io::Result<usize> {
-    // SAFETY: a slot that exists, and the submitter promises that nobody else touches the destination.
+    // SAFETY: a slot that exists, and the submitter promises that nothing else touches the
+    // destination.
     let buffer = unsafe { &mut *transfer.memory.as_ptr() };
     file.read_at(buffer, transfer.offset)
 }
 
 fn write(transfer: &SlotTransfer, file: &File) -> std::io::Result<usize> {
-    // SAFETY: a slot that exists, and the submitter promises that nobody writes the source.
+    // SAFETY: a slot that exists, and the submitter promises that nothing writes the source.
     let buffer = unsafe { transfer.memory.as_ref() };
     file.write_at(buffer, transfer.offset)
 }

@@ -3,7 +3,7 @@
 //! | result | becomes |
 //! |---|---|
 //! | all bytes of the slot | `Ok` |
-//! | fewer bytes, none | `Io`: a file that somebody truncated, a medium that gave up half-way |
+//! | fewer bytes, none | `Io`: a file that was truncated, a medium that gave up half-way |
 //! | EINTR, EAGAIN | tried again, up to [`MAX_TRIES`] times, then `Unavailable` |
 //! | ENOSPC, EDQUOT | `NoSpace`: also of files whose space was reserved, on file systems that copy on write |
 //! | ENOMEM, ENOBUFS, EMFILE, ENFILE, EBUSY | `Unavailable`: the system is short of something, the medium is not |
@@ -41,28 +41,35 @@ pub(super) const fn routes(memory: Tier) -> [Route; 2] {
     [(memory, Tier::Disk), (Tier::Disk, memory)]
 }
 
-/// Whether blocks can move between the two regions at all. Whole strides move: a longer one would reach into the next slot.
+/// Whether blocks can move between the two regions at all. Whole strides move: a longer one would
+/// reach into the next slot.
 pub(crate) fn check_fit(memory: &dyn Memory, disk: &DiskRegion) -> Result<(), SetupError> {
     let (ours, theirs) = (memory.geometry(), disk.geometry());
     let fit = (ours.block_bytes(), ours.stride()) == (theirs.block_bytes(), theirs.stride());
     if fit && memory.tier() != Tier::Disk {
         return Ok(());
     }
-    let shape = |cut: Geometry| format!("blocks of {} bytes, {} apart,", cut.block_bytes(), cut.stride());
+    let shape =
+        |cut: Geometry| format!("blocks of {} bytes, {} apart,", cut.block_bytes(), cut.stride());
     let message = format!("{} {} do not fit disk {}", memory.tier(), shape(ours), shape(theirs));
     Err(SetupError::new(SetupErrorKind::Invalid, message.trim_end_matches(',')))
 }
 
 impl SlotTransfer {
     /// The copy is about to begin.
-    pub(super) fn of(op: &CopyOp, memory: &dyn Memory, disk: &DiskRegion) -> Result<Self, CopyError> {
+    pub(super) fn of(
+        op: &CopyOp,
+        memory: &dyn Memory,
+        disk: &DiskRegion,
+    ) -> Result<Self, CopyError> {
         let (direction, ram, slot) = match op.route() {
             (from, Tier::Disk) if from == memory.tier() => (DiskDirection::Write, op.from, op.to),
             (Tier::Disk, to) if to == memory.tier() => (DiskDirection::Read, op.to, op.from),
             _ => return Err(no_such_slot(op.from)),
         };
         let (file, offset) = disk.place(slot.slot).ok_or_else(|| no_such_slot(slot))?;
-        // Before the first byte lands: a flush of this slot must not take the old sum for the new content.
+        // Before the first byte lands: a flush of this slot must not take the old sum for the new
+        // content.
         if direction == DiskDirection::Read {
             forget_checksum(memory, ram.slot);
         }
@@ -78,9 +85,11 @@ impl SlotTransfer {
         };
         match moved {
             Ok(bytes) if bytes == self.memory.len() => Ok(()),
-            // Not gone on with from there: O_DIRECT wants aligned offsets, and a file that ends early still does.
+            // Not gone on with from there: O_DIRECT wants aligned offsets, and a file that ends
+            // early still does.
             Ok(bytes) => {
-                let message = format!("{}: {verb} {bytes} of {} bytes", self.slot, self.memory.len());
+                let message =
+                    format!("{}: {verb} {bytes} of {} bytes", self.slot, self.memory.len());
                 Err(CopyError::new(CopyErrorKind::Io, message))
             }
             Err(error) => {
@@ -91,8 +100,8 @@ impl SlotTransfer {
     }
 }
 
-/// How often an operation is tried that the kernel returns untried. Each try is a system call, so this is soon
-/// over; what lasts longer is for the caller's breaker to wait for.
+/// How often an operation is tried that the kernel returns untried. Each try is a system call, so
+/// this is soon over; what lasts longer is for the caller's breaker to wait for.
 pub(super) const MAX_TRIES: u32 = 16;
 
 /// The kernel was interrupted, or would have had to wait: nothing is wrong.

@@ -14,8 +14,8 @@ use crate::error::{SetupError, SetupErrorKind};
 use crate::fork::{ProcessBound, ServiceThread};
 use crate::memory::Memory;
 
-/// `io_uring`, served by a thread of its own: files and memory are registered once, and the only system call
-/// in the steady state submits and waits at the same time.
+/// `io_uring`, served by a thread of its own: files and memory are registered once, and the only
+/// system call in the steady state submits and waits at the same time.
 #[derive(Debug)]
 pub struct UringBackend {
     routes: [Route; 2],
@@ -26,19 +26,28 @@ pub struct UringBackend {
 }
 
 impl UringBackend {
-    /// Moves blocks between `memory` and `disk`, at most `depth` (1–4096) at a time; more wait inside.
+    /// Moves blocks between `memory` and `disk`, at most `depth` (1–4096) at a time; more wait
+    /// inside.
     ///
     /// # Errors
-    /// `Invalid`: the regions' blocks differ in size or exceed 1 GiB. `Unavailable`: see [`Self::probe`].
-    pub fn new(memory: Arc<dyn Memory>, disk: Arc<DiskRegion>, depth: u32) -> Result<Self, SetupError> {
+    /// `Invalid`: the regions' blocks differ in size or exceed 1 GiB. `Unavailable`: see
+    /// [`Self::probe`].
+    pub fn new(
+        memory: Arc<dyn Memory>,
+        disk: Arc<DiskRegion>,
+        depth: u32,
+    ) -> Result<Self, SetupError> {
         transfer::check_fit(&*memory, &disk)?;
         if memory.stride() > ring::MAX_BUFFER {
-            let message =
-                format!("blocks of {} bytes: io_uring moves at most 1 GiB at once", memory.block_bytes());
+            let message = format!(
+                "blocks of {} bytes: io_uring moves at most 1 GiB at once",
+                memory.block_bytes()
+            );
             return Err(SetupError::new(SetupErrorKind::Invalid, message));
         }
         let wake = Arc::new(
-            rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(refused)?,
+            rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+                .map_err(refused)?,
         );
         let routes = transfer::routes(memory.tier());
         let (batches, incoming) = crossbeam_channel::unbounded();
@@ -59,14 +68,18 @@ impl UringBackend {
         match opened.recv() {
             Ok(Ok(())) => Ok(backend),
             Ok(Err(error)) => Err(refused(error)),
-            Err(_) => Err(SetupError::new(SetupErrorKind::Unavailable, "the ring thread died at start-up")),
+            Err(_) => Err(SetupError::new(
+                SetupErrorKind::Unavailable,
+                "the ring thread died at start-up",
+            )),
         }
     }
 
     /// Whether this process may use `io_uring`.
     ///
     /// # Errors
-    /// `Unavailable`, with the reason: an old kernel, a container's seccomp filter, `kernel.io_uring_disabled`.
+    /// `Unavailable`, with the reason: an old kernel, a container's seccomp filter,
+    /// `kernel.io_uring_disabled`.
     pub fn probe() -> Result<(), SetupError> {
         ring::probe().map_err(refused)
     }
@@ -78,8 +91,8 @@ impl UringBackend {
     }
 }
 
-// SAFETY: the ring thread completes an operation when the kernel has reported its end, and ends itself only
-// when all have; it keeps the regions alive and moves whole slots that exist.
+// SAFETY: the ring thread completes an operation when the kernel has reported its end, and ends
+// itself only when all have; it keeps the regions alive and moves whole slots that exist.
 unsafe impl Backend for UringBackend {
     fn name(&self) -> &'static str {
         "io_uring"
@@ -110,7 +123,7 @@ impl Drop for UringBackend {
 }
 
 impl RingBatch {
-    /// The ring thread is gone, which is a defect; but no operation may be lost.
+    /// The ring thread is gone, which is a bug; but no operation may be lost.
     fn refuse(self) {
         self.done.refuse(0..self.ops.len(), "the ring thread died");
     }

@@ -7,9 +7,10 @@ use std::time::Duration;
 use io_uring::types::Fd;
 use io_uring::{opcode, squeue};
 
-/// An event that the ring polls. From Linux 5.13 on one poll reports every write to the event, which is then
-/// never read. Older kernels end such a poll at once with EINVAL: for them it is armed anew each time, after the
-/// event was read, since a poll of an event that was not would end at once as well.
+/// An event that the ring polls. From Linux 5.13 on one poll reports every write to the event,
+/// which is then never read. Older kernels end such a poll at once with EINVAL: for them it is
+/// armed anew each time, after the event was read, since a poll of an event that was not would end
+/// at once as well.
 #[derive(Debug)]
 pub(super) struct RingWake {
     event: Arc<OwnedFd>,
@@ -45,12 +46,19 @@ impl RingWake {
             (false, true) => {}
             (false, false) => self.read(),
             (true, true) => {
-                tracing::info!(errno = -result, "this kernel has no multishot polls (Linux 5.13 has)");
+                tracing::info!(
+                    errno = -result,
+                    "this kernel has no multishot polls (Linux 5.13 has)"
+                );
                 self.multishot = false;
             }
             (true, false) => {
-                // Nothing else wakes the thread: look once a millisecond rather than never, or all the time.
-                tracing::warn!(errno = -result, "the ring cannot poll its wake-up event; trying again");
+                // Nothing else wakes the thread: look once a millisecond rather than never, or all
+                // the time.
+                tracing::warn!(
+                    errno = -result,
+                    "the ring cannot poll its wake-up event; trying again"
+                );
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
@@ -73,8 +81,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_kernel_without_multishot_polls_gets_one_poll_for_each_wake_up() {
-        let event = rustix::event::eventfd(1, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+    fn without_multishot_polls_each_wake_up_takes_one() {
+        let event =
+            rustix::event::eventfd(1, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         let mut wake = RingWake::new(Arc::new(event));
         assert!(wake.arm().is_some() && wake.arm().is_none());
         wake.polled(-libc::EINVAL, false);
@@ -86,8 +95,9 @@ mod tests {
     }
 
     #[test]
-    fn a_multishot_poll_is_armed_again_only_when_it_has_ended() {
-        let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+    fn a_multishot_poll_is_rearmed_only_when_it_ended() {
+        let event =
+            rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         let mut wake = RingWake::new(Arc::new(event));
         assert!(wake.arm().is_some());
         wake.polled(libc::POLLIN.into(), true);

@@ -15,13 +15,13 @@ use super::pages::{HUGE_PAGE, PageKind, available_memory, prefault};
 use super::{DramOptions, PersistOptions, SETTINGS, reserve};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::{
-    KeptFile, LockWait, LockedFile, OwnDirectory, check_size, check_space, checked_namespace, make_dir,
-    open_kept, remove_abandoned,
+    KeptFile, LockWait, LockedFile, OwnDirectory, check_size, check_space, checked_namespace,
+    make_dir, open_kept, remove_abandoned,
 };
 use crate::geometry::Geometry;
 
-/// A file that slots lie in; locked. All its pages are there, so that nobody finds out too late that there is no
-/// memory for them: that would be a SIGBUS.
+/// A file that slots lie in; locked. All its pages are there, so that a lack of memory for them
+/// does not show later, as a SIGBUS.
 #[derive(Debug)]
 pub(super) struct MemoryFile {
     path: PathBuf,
@@ -47,7 +47,8 @@ impl MemoryFile {
         let bytes = geometry.bytes().checked_next_multiple_of(page_bytes).unwrap_or(usize::MAX);
         let making = FileMaking { site: &site, bytes, page_bytes, options };
         let mut patience = LockWait::new(patience);
-        let KeptFile { file, was_there } = open_kept(&site, &mut patience, |file| making.fill(file))?;
+        let KeptFile { file, was_there } =
+            open_kept(&site, &mut patience, |file| making.fill(file))?;
         if was_there {
             making.check(file.file())?;
         }
@@ -79,7 +80,7 @@ impl MemoryFile {
         self.was_there
     }
 
-    /// Takes the place of the private memory from `base` on, where nobody has used it yet.
+    /// Takes the place of the private memory from `base` on, where nothing has used it yet.
     pub(super) fn map_over(
         &self,
         map: &mut MmapMut,
@@ -100,16 +101,19 @@ struct FileMaking<'a> {
 }
 
 impl FileMaking<'_> {
-    /// All its pages, zeroed by several threads. Reserving them is not enough: on a mount that gives huge pages where
-    /// they are asked for, only a mapping asks.
+    /// All its pages, zeroed by several threads. Reserving them is not enough: on a mount that
+    /// gives huge pages where they are asked for, only a mapping asks.
     fn fill(&self, file: &File) -> Result<(), SetupError> {
         self.check_memory(file)?;
         file.set_len(self.bytes as u64).map_err(|error| self.site.failed(&error))?;
         match self.touch(file) {
-            // Before Linux 5.14 the advice is unknown: the pages are reserved, small ones, and zeroed when they are mapped.
+            // Before Linux 5.14 the advice is unknown: the pages are reserved, small ones, and
+            // zeroed when they are mapped.
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
             Err(error) => {
-                return Err(self.site.no_space(&format!("{} MiB wanted: {error}", self.bytes >> 20)));
+                return Err(self
+                    .site
+                    .no_space(&format!("{} MiB wanted: {error}", self.bytes >> 20)));
             }
             Ok(()) => {}
         }
@@ -123,7 +127,11 @@ impl FileMaking<'_> {
         match available_memory().filter(|&available| is_tmpfs && self.bytes as u64 > available) {
             None => Ok(()),
             Some(available) => {
-                let why = format!("{} MiB wanted, the system has {} MiB", self.bytes >> 20, available >> 20);
+                let why = format!(
+                    "{} MiB wanted, the system has {} MiB",
+                    self.bytes >> 20,
+                    available >> 20
+                );
                 Err(self.site.no_space(&why))
             }
         }
@@ -155,11 +163,18 @@ impl FileMaking<'_> {
     }
 }
 
-/// Maps a file over private memory that nobody uses.
-fn map_over(map: &mut MmapMut, base: usize, file: &File, bytes: usize, huge_pages: bool) -> io::Result<()> {
+/// Maps a file over private memory that nothing uses.
+fn map_over(
+    map: &mut MmapMut,
+    base: usize,
+    file: &File,
+    bytes: usize,
+    huge_pages: bool,
+) -> io::Result<()> {
     let access = ProtFlags::READ | ProtFlags::WRITE;
     let start = map[base..base + bytes].as_mut_ptr().cast();
-    // SAFETY: the range lies within a mapping that is borrowed mutably, and no reference into it is left.
+    // SAFETY: the range lies within a mapping that is borrowed mutably, and no reference into it is
+    // left.
     unsafe { mmap(start, bytes, access, MapFlags::SHARED | MapFlags::FIXED, file, 0)? };
     // Hugetlbfs needs no advice and takes none.
     if huge_pages && let Err(error) = map.advise_range(Advice::HugePage, base, bytes) {

@@ -25,7 +25,8 @@ pub struct Mount {
 pub enum MountKind {
     /// `/dev/shm`, a pod's volume of medium Memory.
     Tmpfs {
-        /// It gives huge pages where they are asked for: mounted with `huge=advise`, `within_size` or `always`.
+        /// It gives huge pages where they are asked for: mounted with `huge=advise`, `within_size`
+        /// or `always`.
         huge_pages: bool,
     },
     /// Huge pages that are set apart from all other memory.
@@ -77,8 +78,10 @@ fn gives_huge_pages(dir: &Path) -> io::Result<bool> {
     let dir = fs::canonicalize(dir)?;
     let mounts = fs::read_to_string("/proc/thread-self/mounts")?;
     // Of mounts above each other the last one counts.
-    let holding = mounts.lines().filter_map(MountLine::parse).filter(|mount| dir.starts_with(&mount.at));
-    let holding = holding.enumerate().max_by_key(|(order, mount)| (mount.at.as_os_str().len(), *order));
+    let holding =
+        mounts.lines().filter_map(MountLine::parse).filter(|mount| dir.starts_with(&mount.at));
+    let holding =
+        holding.enumerate().max_by_key(|(order, mount)| (mount.at.as_os_str().len(), *order));
     Ok(holding.is_some_and(|(_, mount)| mount.has_huge_pages))
 }
 
@@ -94,8 +97,8 @@ impl MountLine {
         // The kernel writes blanks in octal.
         let at = PathBuf::from(fields.next()?.replace("\\040", " "));
         let mut options = fields.nth(1)?.split(',');
-        let has_huge_pages =
-            options.any(|option| matches!(option, "huge=always" | "huge=within_size" | "huge=advise"));
+        let has_huge_pages = options
+            .any(|option| matches!(option, "huge=always" | "huge=within_size" | "huge=advise"));
         Some(Self { at, has_huge_pages })
     }
 }
@@ -106,19 +109,23 @@ mod tests {
 
     #[test]
     fn a_mount_says_whether_it_gives_huge_pages() {
-        let line = |options| MountLine::parse(&format!("tmpfs /mnt/k\\040v tmpfs {options} 0 0")).unwrap();
+        let line =
+            |options| MountLine::parse(&format!("tmpfs /mnt/k\\040v tmpfs {options} 0 0")).unwrap();
         assert_eq!(line("rw").at, Path::new("/mnt/k v"));
         assert!(!line("rw,size=64m,huge=never").has_huge_pages && !line("rw").has_huge_pages);
-        assert!(line("rw,huge=advise,size=1g").has_huge_pages && line("rw,huge=always").has_huge_pages);
+        assert!(
+            line("rw,huge=advise,size=1g").has_huge_pages && line("rw,huge=always").has_huge_pages
+        );
     }
 
     #[test]
-    fn a_drive_is_refused_and_the_message_says_what_is_for_drives() {
+    fn a_drive_is_refused_with_what_is_for_drives() {
         let home = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         match Mount::of(&home.path().join("not/there/yet")) {
             Err(error) => {
                 assert_eq!(error.kind(), SetupErrorKind::Invalid);
-                for part in ["not in memory", "DYN_KVBM_CPU_CACHE_PERSIST", "disk.dirs", "/dev/shm"] {
+                for part in ["not in memory", "DYN_KVBM_CPU_CACHE_PERSIST", "disk.dirs", "/dev/shm"]
+                {
                     assert!(error.to_string().contains(part), "{part}: {error}");
                 }
             }

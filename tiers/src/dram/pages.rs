@@ -35,8 +35,9 @@ pub(super) fn prefault(
     }
     let share = bytes.div_ceil(threads.max(1)).next_multiple_of(HUGE_PAGE);
     std::thread::scope(|scope| {
-        let start =
-            |from: usize| scope.spawn(move || populate(map, base + from, share.min(bytes - from), pages));
+        let start = |from: usize| {
+            scope.spawn(move || populate(map, base + from, share.min(bytes - from), pages))
+        };
         let running: Vec<_> = (0..bytes).step_by(share).map(start).collect();
         running.into_iter().try_for_each(|thread| match thread.join() {
             Ok(result) => result,
@@ -48,7 +49,8 @@ pub(super) fn prefault(
 fn populate(map: &MmapRaw, from: usize, bytes: usize, pages: PageKind) -> io::Result<()> {
     let advice = match pages {
         PageKind::Private | PageKind::New => Advice::PopulateWrite,
-        // Three times as fast, and what is shared can be written to all the same: nobody waits for first writes to it.
+        // Three times as fast, and shared pages can still be written: nothing waits for first
+        // writes to them.
         PageKind::There => Advice::PopulateRead,
     };
     match map.advise_range(advice, from, bytes) {
@@ -64,7 +66,8 @@ fn populate(map: &MmapRaw, from: usize, bytes: usize, pages: PageKind) -> io::Re
 fn touch(map: &MmapRaw, from: usize, bytes: usize, pages: PageKind) -> Option<()> {
     for offset in (from..from + bytes).step_by(ALIGNMENT) {
         match pages {
-            // SAFETY: the page lies within the mapping, which nobody uses yet; other threads write others.
+            // SAFETY: the page lies within the mapping, which nothing uses yet; other threads write
+            // others.
             PageKind::Private => unsafe { map.as_mut_ptr().add(offset).write_volatile(0) },
             // SAFETY: the page lies within the mapping, and its file has it.
             PageKind::There => drop(unsafe { map.as_ptr().add(offset).read_volatile() }),
@@ -74,15 +77,17 @@ fn touch(map: &MmapRaw, from: usize, bytes: usize, pages: PageKind) -> Option<()
     Some(())
 }
 
-/// Maps the pages of a file that has them all, while they are used already: 4 KiB pages take 0.2 s/GiB, and a restart is
-/// to serve from its first moment. Who comes to a page first maps it himself. It ends with this handle.
+/// Maps the pages of a file that has them all, while they are used already: 4 KiB pages take 0.2
+/// s/GiB, and a restart is to serve from its first moment. A thread that reaches a page first maps
+/// it itself. It ends with this handle.
 #[derive(Debug)]
 pub(super) struct PageMapper {
     is_over: Arc<AtomicBool>,
     _thread: ServiceThread,
 }
 
-/// Mapped at a time. Whoever maps or unmaps something else meanwhile waits for that: half a millisecond.
+/// Mapped at a time. A thread that maps or unmaps something else meanwhile waits for that: half a
+/// millisecond.
 const STEP: usize = HUGE_PAGE;
 
 impl PageMapper {
@@ -90,9 +95,11 @@ impl PageMapper {
         let is_over = Arc::new(AtomicBool::new(false));
         let told = Arc::clone(&is_over);
         let work = move || {
-            let mut steps = (from..from + bytes).step_by(STEP).take_while(|_| !told.load(Ordering::Relaxed));
-            let mapped = steps
-                .try_for_each(|step| populate(&map, step, STEP.min(from + bytes - step), PageKind::There));
+            let mut steps =
+                (from..from + bytes).step_by(STEP).take_while(|_| !told.load(Ordering::Relaxed));
+            let mapped = steps.try_for_each(|step| {
+                populate(&map, step, STEP.min(from + bytes - step), PageKind::There)
+            });
             if let Err(error) = mapped {
                 tracing::warn!(%error, "memory in a file is mapped as it is used: its first use is slow");
             }

@@ -50,9 +50,9 @@ fn a_frame_opens_its_own_region_only() {
 fn pages(region: &DramRegion) -> [u64; 2] {
     let start = region.base().addr().get();
     let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
-    let mut lines = smaps
-        .lines()
-        .skip_while(|line| !address_range(line).is_some_and(|(from, to)| from <= start && start < to));
+    let mut lines = smaps.lines().skip_while(|line| {
+        !address_range(line).is_some_and(|(from, to)| from <= start && start < to)
+    });
     ["Rss:", "AnonHugePages:"]
         .map(|field| kilobytes(lines.find_map(|line| line.strip_prefix(field)).unwrap()).unwrap())
 }
@@ -69,7 +69,8 @@ fn a_fork_copies_nothing_of_the_pool() {
     for open in [DramRegion::host, DramRegion::emulated_device] {
         let region = open(options(64, 1 << 20)).unwrap();
         let ring = crate::disk::ring::build(1).inspect_err(|error| skip("uring", error)).ok();
-        let _parts = ring.as_ref().and_then(|ring| crate::disk::ring::register_memory(ring, &region));
+        let _parts =
+            ring.as_ref().and_then(|ring| crate::disk::ring::register_memory(ring, &region));
         let before = pages(&region);
         assert!(holds_in_a_child(|| is_not_mapped(region.base())), "the child has the pool");
         assert_eq!(pages(&region), before);
@@ -85,10 +86,18 @@ fn a_child_that_drops_the_pool_unmaps_nothing() {
         // SAFETY: nothing lies there in the child, else this fails.
         let place = unsafe {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
-            libc::mmap(start.as_ptr().cast(), ALIGNMENT, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
+            libc::mmap(
+                start.as_ptr().cast(),
+                ALIGNMENT,
+                libc::PROT_READ | libc::PROT_WRITE,
+                flags,
+                -1,
+                0,
+            )
         };
         drop(region.take());
-        // SAFETY: mapped above, unless the drop has unmapped it, which ends the child and fails the test.
+        // SAFETY: mapped above, unless the drop has unmapped it, which ends the child and fails the
+        // test.
         place == start.as_ptr().cast() && unsafe { start.read_volatile() } == 0
     }));
     let mut frame = region.as_ref().unwrap().frames().unwrap().take().unwrap();
@@ -144,7 +153,7 @@ fn written(region: &DramRegion, seed: usize) -> Vec<u32> {
 }
 
 #[test]
-fn the_next_process_finds_the_slots_that_persist_and_no_others() {
+fn the_next_process_finds_only_slots_that_persist() {
     let Some(home) = shm() else { return };
     let dir = home.path().join("made");
     for seed in [100, 200] {
@@ -159,7 +168,8 @@ fn the_next_process_finds_the_slots_that_persist_and_no_others() {
         assert_eq!(written(&attach(&dir, 10).unwrap(), seed), (0..8).collect::<Vec<_>>());
     }
     // More staging slots do not change the file.
-    let more = DramRegion::persistent_within(options(30, BLOCK), &place(&dir, 8), Duration::ZERO).unwrap();
+    let more =
+        DramRegion::persistent_within(options(30, BLOCK), &place(&dir, 8), Duration::ZERO).unwrap();
     assert_eq!(written(&more, 200), (0..8).collect::<Vec<_>>());
 }
 
@@ -171,7 +181,7 @@ fn attach_large(dir: &Path) -> DramRegion {
 const LARGE: u32 = 256;
 
 #[test]
-fn nobody_waits_for_small_pages_to_be_mapped_and_blocks_are_right_meanwhile() {
+fn nobody_awaits_mapping_of_small_pages_and_blocks_are_right() {
     let Some(home) = shm() else { return };
     write_all(&attach_large(home.path()), 1);
     let is_early = |region: &DramRegion| pages(region)[0] < u64::from(LARGE) << 10;
@@ -179,7 +189,7 @@ fn nobody_waits_for_small_pages_to_be_mapped_and_blocks_are_right_meanwhile() {
     assert!(region.mapper.is_some(), "somebody waited for it");
     assert_eq!(written(&region, 1), (0..LARGE).collect::<Vec<_>>());
     drop(region);
-    // And then all of it is mapped, without anybody touching it.
+    // And then all of it is mapped, without being touched.
     let region = attach_large(home.path());
     let started = clock::now();
     while is_early(&region) {
@@ -204,7 +214,7 @@ fn a_region_that_goes_while_it_is_mapped_leaves_nothing() {
 }
 
 #[test]
-fn a_child_that_drops_a_region_that_is_being_mapped_waits_for_nobody() {
+fn a_child_that_drops_a_region_amid_mapping_never_waits() {
     let Some(home) = shm() else { return };
     write_all(&attach_large(home.path()), 1);
     let mut region = Some(attach_large(home.path()));
@@ -283,7 +293,10 @@ fn what_a_stranger_put_there_is_not_attached_to() {
         put().unwrap();
         let error = attach(home.path(), 4).unwrap_err();
         assert_eq!(error.kind(), SetupErrorKind::NotWritable, "{error}");
-        assert!(error.to_string().contains(wrong) && error.to_string().contains("host.persist"), "{error}");
+        assert!(
+            error.to_string().contains(wrong) && error.to_string().contains("host.persist"),
+            "{error}"
+        );
         fs::remove_file(&path).unwrap();
     }
     attach(home.path(), 4).unwrap();
@@ -308,7 +321,8 @@ fn a_fork_does_not_get_a_file_either() {
     assert!(holds_in_a_child(|| is_not_mapped(region.base())));
 }
 
-/// On a thread that has a view of its own of what is mounted where. `None`: this process may not mount.
+/// On a thread that has a view of its own of what is mounted where. `None`: this process may not
+/// mount.
 fn with_mount<T: Send>(
     kind: &std::ffi::CStr,
     options: &std::ffi::CStr,
@@ -322,9 +336,20 @@ fn with_mount<T: Send>(
             // SAFETY: strings that end, and a namespace that is this thread's alone.
             let failed = unsafe {
                 libc::unshare(libc::CLONE_NEWNS) != 0
-                    || libc::mount(none, c"/".as_ptr(), none, libc::MS_REC | libc::MS_PRIVATE, none.cast())
-                        != 0
-                    || libc::mount(kind.as_ptr(), at.as_ptr(), kind.as_ptr(), 0, options.as_ptr().cast()) != 0
+                    || libc::mount(
+                        none,
+                        c"/".as_ptr(),
+                        none,
+                        libc::MS_REC | libc::MS_PRIVATE,
+                        none.cast(),
+                    ) != 0
+                    || libc::mount(
+                        kind.as_ptr(),
+                        at.as_ptr(),
+                        kind.as_ptr(),
+                        0,
+                        options.as_ptr().cast(),
+                    ) != 0
             };
             let error = io::Error::last_os_error();
             if failed {
@@ -337,7 +362,7 @@ fn with_mount<T: Send>(
 }
 
 #[test]
-fn a_mount_that_is_too_small_is_an_error_at_the_start() {
+fn a_mount_too_small_is_an_error_at_the_start() {
     with_mount(c"tmpfs", c"size=1m", |dir| {
         let error = attach(dir, 500).unwrap_err();
         assert_eq!(error.kind(), SetupErrorKind::NoSpace, "{error}");
@@ -353,7 +378,10 @@ fn a_mount_that_is_too_small_is_an_error_at_the_start() {
 fn a_mount_with_huge_pages_gives_them() {
     with_mount(c"tmpfs", c"huge=advise,size=64m", |dir| {
         let mount = Mount::of(dir).unwrap();
-        assert_eq!((mount.kind, mount.limit), (MountKind::Tmpfs { huge_pages: true }, Some(64 << 20)));
+        assert_eq!(
+            (mount.kind, mount.limit),
+            (MountKind::Tmpfs { huge_pages: true }, Some(64 << 20))
+        );
         for was_there in [false, true] {
             let (options, place) = (options(1024, 8192), place(dir, 1024));
             let region = DramRegion::persistent(options, &place).unwrap();

@@ -21,7 +21,7 @@ pub(crate) struct LockedFile {
 }
 
 impl LockedFile {
-    /// A file that the caller has locked, or that nobody else can open.
+    /// A file that the caller has locked, or that no one else can open.
     pub(crate) fn of(file: File) -> Self {
         Self { file, maker: MakerProcess::this_process() }
     }
@@ -40,9 +40,9 @@ impl Deref for LockedFile {
 }
 
 impl Drop for LockedFile {
-    /// A ring that had the file registered lets go of it some time after its own end, and so do children that were
-    /// forked: closing alone would leave it locked. A child that closes its copy must not unlock, since there is
-    /// only one lock, its parent's.
+    /// A ring that had the file registered lets go of it some time after its own end, and so do
+    /// children that were forked: closing alone would leave it locked. A child that closes its copy
+    /// must not unlock, since there is only one lock, its parent's.
     fn drop(&mut self) {
         if self.maker.is_this_process()
             && let Err(error) = self.file.unlock()
@@ -70,12 +70,12 @@ pub(crate) fn make_dir(dir: &Path, settings: &'static SettingNames) -> Result<bo
     }
 }
 
-/// The file that an earlier process left, or a new one that `fill` has made complete. Waits for whoever has it locked
-/// until `patience` ends.
+/// The file that an earlier process left, or a new one that `fill` has made complete. Waits until
+/// `patience` ends for the process that has it locked.
 ///
 /// # Errors
-/// `NotWritable`: what lies there is not a file of this user's that is closed to all others. `InUse`: another process
-/// has it. And what `fill` fails with.
+/// `NotWritable`: what lies there is not a file of this user's that is closed to all others.
+/// `InUse`: another process has it. And what `fill` fails with.
 pub(crate) fn open_kept(
     site: &OwnDirectory,
     patience: &mut LockWait,
@@ -93,8 +93,8 @@ pub(crate) fn open_kept(
     }
 }
 
-/// A new file gets its name when it is complete: a process that is killed before leaves nothing that looks like it.
-/// `None`: another process made it meanwhile.
+/// A new file gets its name when it is complete: a process that is killed before leaves nothing
+/// that looks like it. `None`: another process made it meanwhile.
 fn make_kept(
     site: &OwnDirectory,
     patience: &mut LockWait,
@@ -102,12 +102,15 @@ fn make_kept(
 ) -> Result<Option<File>, SetupError> {
     let partial = partial(site);
     let made = create_locked(&partial, patience)?;
-    // Whoever makes the file holds the lock on the partial one until it has its final name.
+    // The process that makes the file holds the lock on the partial one until it has its final
+    // name.
     let outcome = if site.path.symlink_metadata().is_ok() {
         Ok(None)
     } else {
         fill(&made)
-            .and_then(|()| fs::rename(&partial.path, &site.path).map_err(|error| site.failed(&error)))
+            .and_then(|()| {
+                fs::rename(&partial.path, &site.path).map_err(|error| site.failed(&error))
+            })
             .map(|()| Some(made))
     };
     if !matches!(outcome, Ok(Some(_))) {
@@ -116,7 +119,8 @@ fn make_kept(
     outcome
 }
 
-/// Writes a file as a whole: who opens it finds the old content or the new, which is on the medium when this returns.
+/// Writes a file as a whole: a reader finds the old content or the new, which is on the medium when
+/// this returns.
 pub(crate) fn replace(site: &OwnDirectory, content: &[u8]) -> Result<(), SetupError> {
     let partial = partial(site);
     let file = LockedFile::of(create_locked(&partial, &mut LockWait::new(Duration::ZERO))?);
@@ -139,15 +143,19 @@ pub(crate) fn partial(site: &OwnDirectory) -> OwnDirectory {
 
 const PARTIAL: &str = "partial";
 
-/// A file that did not exist before. One that a dead process left under the name is removed, one of a living
-/// process waited for.
-pub(crate) fn create_locked(site: &OwnDirectory, patience: &mut LockWait) -> Result<File, SetupError> {
-    let create = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&site.path);
+/// A file that did not exist before. One that a dead process left under the name is removed, one of
+/// a living process waited for.
+pub(crate) fn create_locked(
+    site: &OwnDirectory,
+    patience: &mut LockWait,
+) -> Result<File, SetupError> {
+    let create =
+        || OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&site.path);
     loop {
         match create() {
             Ok(file) => {
                 lock(&file, site, patience)?;
-                // Somebody may have taken it for abandoned before it was locked.
+                // Another process may have taken it for abandoned before it was locked.
                 if is_at(&file, site)? {
                     return Ok(file);
                 }
@@ -163,17 +171,18 @@ pub(crate) fn create_locked(site: &OwnDirectory, patience: &mut LockWait) -> Res
     }
 }
 
-/// Removes what processes that died while they made a file left in the directory, of whichever namespace.
+/// Removes what processes that died while they made a file left in the directory, of whichever
+/// namespace.
 pub(crate) fn remove_abandoned(dir: &Path, settings: &'static SettingNames) {
     let Ok(entries) = fs::read_dir(dir) else { return };
     for path in entries.flatten().map(|entry| entry.path()).filter(|path| is_partial(path)) {
         let site = OwnDirectory::new(path, settings);
-        // What is not ours or still locked is somebody's business.
+        // What is not ours, or is still locked, is left alone.
         if let Ok(Some(file)) = open_ours(&site)
             && file.try_lock().is_ok()
         {
             tracing::info!(path = %site.path.display(), "removing a file that was never finished");
-            // Whoever needs the name will meet the error again.
+            // The next process that needs the name will meet the error again.
             let _ = unlink_locked(&file, &site);
         }
     }

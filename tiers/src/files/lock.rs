@@ -1,8 +1,9 @@
 //! Locks on files, and how long a start waits for them.
 //!
-//! They are `flock`'s: of the open file, not of the process. So two regions of one process exclude each other too,
-//! and the kernel holds a killed process's lock until its ring has ended the last write to the file, which may be
-//! after the process is gone. Without it a successor would read blocks that are still being overwritten.
+//! They are `flock`'s: of the open file, not of the process. So two regions of one process exclude
+//! each other too, and the kernel holds a killed process's lock until its ring has ended the last
+//! write to the file, which may be after the process is gone. Without it a successor would read
+//! blocks that are still being overwritten.
 
 use std::fs::{File, TryLockError};
 use std::thread;
@@ -21,8 +22,8 @@ pub(crate) struct LockWait {
 }
 
 impl LockWait {
-    /// A ring outlives its process by a second or so; on a machine with more work than cores it was more than five,
-    /// because the kernel ends it on a worker of its own that has to get its turn.
+    /// A ring outlives its process by a second or so; on a machine with more work than cores it was
+    /// more than five, because the kernel ends it on a worker of its own that has to get its turn.
     pub(crate) const FOR_A_DEAD_RING: Duration = Duration::from_secs(15);
 
     pub(crate) fn new(limit: Duration) -> Self {
@@ -43,11 +44,17 @@ impl LockWait {
     }
 }
 
-pub(crate) fn lock(file: &File, site: &OwnDirectory, patience: &mut LockWait) -> Result<(), SetupError> {
+pub(crate) fn lock(
+    file: &File,
+    site: &OwnDirectory,
+    patience: &mut LockWait,
+) -> Result<(), SetupError> {
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(()),
-            Err(TryLockError::WouldBlock) if patience.is_over() => return Err(in_use(site, patience.limit)),
+            Err(TryLockError::WouldBlock) if patience.is_over() => {
+                return Err(in_use(site, patience.limit));
+            }
             Err(TryLockError::WouldBlock) => patience.pause(site),
             Err(TryLockError::Error(error)) => return Err(site.failed(&error)),
         }

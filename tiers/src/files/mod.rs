@@ -1,9 +1,10 @@
-//! Files that one process at a time has open, and that outlive it: slot files, memory that is kept, indexes, keys, debts
-//! and locks of ranks.
+//! Files that one process at a time has open, and that outlive it: slot files, memory that is kept,
+//! indexes, keys, debts and locks of ranks.
 //!
-//! Others may write the directory (the default of the disk tier is `/tmp`), so nothing that lies there is trusted:
-//! what is kept is made under a name that did not exist, and what is found must be ours and closed to others. Sockets, which
-//! cannot be opened so, lie in a directory that is ours.
+//! Others may write the directory (the default of the disk tier is `/tmp`), so nothing that lies
+//! there is trusted: what is kept is made under a name that did not exist, and what is found must
+//! be ours and closed to others. Sockets, which cannot be opened so, lie in a directory that is
+//! ours.
 //!
 //! | file | has |
 //! |---|---|
@@ -20,7 +21,8 @@ mod site;
 mod space;
 
 pub(crate) use kept::{
-    KeptFile, LockedFile, create_locked, make_dir, open_kept, partial, remove_abandoned, replace, sync_dir,
+    KeptFile, LockedFile, create_locked, make_dir, open_kept, partial, remove_abandoned, replace,
+    sync_dir,
 };
 pub(crate) use lock::{LockWait, lock};
 pub(crate) use ours::{is_at, is_private_dir, make_private_dir, open_ours, unlink};

@@ -16,7 +16,7 @@ use crate::files::kept::make_dir;
 /// # Errors
 /// It is not a file of this user's that is closed to all others.
 pub(crate) fn open_ours(site: &OwnDirectory) -> Result<Option<File>, SetupError> {
-    // O_NONBLOCK: somebody may have put a device or a pipe there.
+    // O_NONBLOCK: another user may have put a device or a pipe there.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     match OpenOptions::new().read(true).write(true).custom_flags(flags).open(&site.path) {
         Ok(file) => {
@@ -25,12 +25,15 @@ pub(crate) fn open_ours(site: &OwnDirectory) -> Result<Option<File>, SetupError>
             Ok(Some(file))
         }
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => Err(not_ours(site, "is a symbolic link")),
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
+            Err(not_ours(site, "is a symbolic link"))
+        }
         Err(error) => Err(site.failed(&error)),
     }
 }
 
-/// Rings of older kernels return EAGAIN for files that must not block, instead of waiting elsewhere.
+/// Rings of older kernels return EAGAIN for files that must not block, instead of waiting
+/// elsewhere.
 fn block_again(file: &File) -> io::Result<()> {
     let flags = rustix::fs::fcntl_getfl(file)?;
     rustix::fs::fcntl_setfl(file, flags - OFlags::NONBLOCK)?;
@@ -74,7 +77,8 @@ pub(crate) fn make_private_dir(site: &OwnDirectory) -> Result<(), SetupError> {
 /// Whether there is such a directory.
 ///
 /// # Errors
-/// It is not this user's, or others may write it, and so put something else in the place of what we look for there.
+/// It is not this user's, or others may write it, and so put something else in the place of what we
+/// look for there.
 pub(crate) fn is_private_dir(site: &OwnDirectory) -> Result<bool, SetupError> {
     let found = match site.path.symlink_metadata() {
         Ok(found) => found,

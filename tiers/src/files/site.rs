@@ -1,4 +1,4 @@
-//! What a file system's errors mean for whoever opens a file.
+//! What a file system's errors mean when a file is opened.
 
 use std::io::{self, ErrorKind};
 use std::path::PathBuf;
@@ -54,18 +54,25 @@ impl OwnDirectory {
             | ErrorKind::NotFound
             | ErrorKind::NotADirectory
             | ErrorKind::ReadOnlyFilesystem => SetupErrorKind::NotWritable,
-            _ if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => {
+            _ if matches!(
+                error.raw_os_error(),
+                Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)
+            ) =>
+            {
                 return self.short_of(error);
             }
             _ => SetupErrorKind::Io,
         };
-        let message = format!("{}: {error}; choose another {}", self.path.display(), self.settings.dir);
+        let message =
+            format!("{}: {error}; choose another {}", self.path.display(), self.settings.dir);
         SetupError::new(kind, message)
     }
 
     fn short_of(&self, error: &io::Error) -> SetupError {
-        let message =
-            format!("{}: {error}; raise the limit on open files, or free memory", self.path.display());
+        let message = format!(
+            "{}: {error}; raise the limit on open files, or free memory",
+            self.path.display()
+        );
         SetupError::new(SetupErrorKind::Unavailable, message)
     }
 }
@@ -85,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn being_short_of_files_or_memory_is_not_the_mediums_fault() {
+    fn lack_of_files_or_memory_is_no_medium_fault() {
         let site = OwnDirectory::new("x", &crate::disk::SETTINGS);
         for errno in [libc::EMFILE, libc::ENFILE, libc::ENOMEM] {
             let error = site.failed(&io::Error::from_raw_os_error(errno));

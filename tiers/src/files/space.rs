@@ -9,7 +9,12 @@ use crate::error::{SetupError, SetupErrorKind};
 use crate::files::OwnDirectory;
 
 /// Gives a file that was there another size; what lies below that stays.
-pub(crate) fn resize(site: &OwnDirectory, file: &File, bytes: u64, zerofill: bool) -> Result<(), SetupError> {
+pub(crate) fn resize(
+    site: &OwnDirectory,
+    file: &File,
+    bytes: u64,
+    zerofill: bool,
+) -> Result<(), SetupError> {
     let found = file.metadata().map_err(|error| site.failed(&error))?.len();
     if found == bytes {
         return Ok(());
@@ -22,8 +27,14 @@ pub(crate) fn resize(site: &OwnDirectory, file: &File, bytes: u64, zerofill: boo
     }
 }
 
-/// Gives the file its size, with the space behind it. `zerofill`: by writing, where the file system cannot otherwise.
-pub(crate) fn fill(site: &OwnDirectory, file: &File, bytes: u64, zerofill: bool) -> Result<(), SetupError> {
+/// Gives the file its size, with the space behind it. `zerofill`: by writing, where the file system
+/// cannot otherwise.
+pub(crate) fn fill(
+    site: &OwnDirectory,
+    file: &File,
+    bytes: u64,
+    zerofill: bool,
+) -> Result<(), SetupError> {
     let found = file.metadata().map_err(|error| site.failed(&error))?.len();
     check_space(site, file, bytes.saturating_sub(found))?;
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
@@ -44,7 +55,7 @@ pub(crate) fn fill(site: &OwnDirectory, file: &File, bytes: u64, zerofill: bool)
     }
 }
 
-/// That the file system has so many bytes for the file.
+/// Checks that the file system has `bytes` bytes for the file.
 pub(crate) fn check_space(site: &OwnDirectory, file: &File, bytes: u64) -> Result<(), SetupError> {
     let stat = rustix::fs::fstatvfs(file).map_err(|error| site.failed(&error.into()))?;
     let (limit, available) = (stat.f_blocks, stat.f_bavail.saturating_mul(stat.f_frsize));

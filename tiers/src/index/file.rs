@@ -65,8 +65,10 @@ impl FileDraft {
     pub(super) fn put_in_place(mut self) -> io::Result<PlacedFile> {
         self.failure.take().map_or(Ok(()), Err)?;
         self.write()?;
-        let file = self.file.take().ok_or_else(|| io::Error::other("a file is put in place once"))?;
-        let placed = file.sync_all().and_then(|()| fs::rename(partial(&self.site).path, &self.site.path));
+        let file =
+            self.file.take().ok_or_else(|| io::Error::other("a file is put in place once"))?;
+        let placed =
+            file.sync_all().and_then(|()| fs::rename(partial(&self.site).path, &self.site.path));
         if let Err(error) = placed {
             self.file = Some(file);
             return Err(error);

@@ -7,7 +7,8 @@ use crate::copy::{BlockKey, SlotId, Tier};
 use crate::sealed::{KeyRing, MacKey};
 
 const MAGIC: [u8; 8] = *b"KVBMindx";
-/// Whoever changes the format counts these up: the version that anybody can write, and the one that takes a main key.
+/// A change of the format counts these up: the version that any process can write, and the one that
+/// takes a main key.
 pub(super) const VERSION: u32 = 1;
 pub(super) const SEALED_VERSION: u32 = 2;
 /// A header lies in the file twice, in different pages: it has what no entry can replace.
@@ -63,7 +64,7 @@ pub(super) enum NoHeader {
     Foreign,
     /// One of another version.
     Version(u32),
-    /// One that has changed, or that somebody wrote who has not the key.
+    /// One that has changed, or whose writer has not the key.
     Damaged,
     /// One that is authenticated with a main key that is not given.
     NoKey(u32),
@@ -102,7 +103,10 @@ impl IndexHeader {
         bytes
     }
 
-    pub(super) fn decode(bytes: &[u8; HEADER_BYTES], ring: Option<&KeyRing>) -> Result<Self, NoHeader> {
+    pub(super) fn decode(
+        bytes: &[u8; HEADER_BYTES],
+        ring: Option<&KeyRing>,
+    ) -> Result<Self, NoHeader> {
         if !bytes.starts_with(&MAGIC) {
             return Err(NoHeader::Foreign);
         }
@@ -115,7 +119,8 @@ impl IndexHeader {
         if crc32c(&[&summed]) != u32_at(bytes, CRC_AT) {
             return Err(NoHeader::Damaged);
         }
-        let key = if version == SEALED_VERSION { Some(Self::authenticate(&summed, ring)?) } else { None };
+        let key =
+            if version == SEALED_VERSION { Some(Self::authenticate(&summed, ring)?) } else { None };
         let name = usize::from(bytes[77]).min(MAX_NAMESPACE);
         let namespace = str::from_utf8(&bytes[NAMESPACE_AT..NAMESPACE_AT + name]);
         Ok(Self {
@@ -133,7 +138,10 @@ impl IndexHeader {
     }
 
     /// `bytes` without their checksum.
-    fn authenticate(bytes: &[u8; HEADER_BYTES], ring: Option<&KeyRing>) -> Result<MacKey, NoHeader> {
+    fn authenticate(
+        bytes: &[u8; HEADER_BYTES],
+        ring: Option<&KeyRing>,
+    ) -> Result<MacKey, NoHeader> {
         let number = u32_at(bytes, KEY_AT);
         let key = ring.and_then(|ring| mac_key(ring, number)).ok_or(NoHeader::NoKey(number))?;
         let mut signed = *bytes;
@@ -143,7 +151,8 @@ impl IndexHeader {
     }
 }
 
-/// A block in a slot, by the names that the table gives blocks (see [`TierIndex`](super::TierIndex)).
+/// A block in a slot, by the names that the table gives blocks (see
+/// [`TierIndex`](super::TierIndex)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IndexEntry {
     /// Where it lies.
@@ -184,7 +193,11 @@ impl IndexChange {
         bytes[4..8].copy_from_slice(&self.slot().0.to_le_bytes());
         match self {
             Self::Stored(entry) => {
-                bytes[..3].copy_from_slice(&[STORED, entry.block.group, u8::from(entry.parent.is_some())]);
+                bytes[..3].copy_from_slice(&[
+                    STORED,
+                    entry.block.group,
+                    u8::from(entry.parent.is_some()),
+                ]);
                 bytes[8..12].copy_from_slice(&entry.generation.to_le_bytes());
                 bytes[12..16].copy_from_slice(&entry.checksum.to_le_bytes());
                 bytes[16..32].copy_from_slice(&entry.block.hash.to_le_bytes());
@@ -207,11 +220,16 @@ impl IndexChange {
     }
 
     /// `None`: the bytes are not what was written there.
-    pub(super) fn decode(bytes: &[u8; ENTRY_BYTES], header: &IndexHeader, position: u64) -> Option<Self> {
+    pub(super) fn decode(
+        bytes: &[u8; ENTRY_BYTES],
+        header: &IndexHeader,
+        position: u64,
+    ) -> Option<Self> {
         let is_sound = match &header.key {
-            Some(key) => {
-                is_code(&bytes[ENTRY_MAC_AT..], entry_mac(key, bytes, header.file, position).as_ref())
-            }
+            Some(key) => is_code(
+                &bytes[ENTRY_MAC_AT..],
+                entry_mac(key, bytes, header.file, position).as_ref(),
+            ),
             None => entry_crc(bytes, header.file, position) == u32_at(bytes, ENTRY_CRC_AT),
         };
         if !is_sound {
@@ -234,11 +252,11 @@ impl IndexChange {
     }
 }
 
-/// Reads the beginning of an index and an entry behind it, as they are and with checksums that fit, else nothing that is
-/// wrong otherwise would be looked at. For fuzzing: whatever they are, each way answers.
+/// Reads the beginning of an index and an entry behind it, both as they are and with checksums that
+/// fit: else no other fault would be reached. For fuzzing: whatever they are, each way answers.
 ///
 /// # Panics
-/// If something else is read from what was understood, written again.
+/// If writing again what was understood, and reading that, gives something else.
 #[cfg(any(test, feature = "testing"))]
 pub fn read_in_every_way(bytes: &[u8]) {
     let (mut page, mut entry) = ([0; HEADER_BYTES], [0; ENTRY_BYTES]);
@@ -278,7 +296,8 @@ fn is_code(beginning: &[u8], code: &[u8]) -> bool {
     beginning.iter().zip(code).fold(0, |differs, (one, other)| differs | (one ^ other)) == 0
 }
 
-/// Binds an entry to its file and its place there: what an older file left behind, or what lies elsewhere, does not pass.
+/// Binds an entry to its file and its place there: what an older file left behind, or what lies
+/// elsewhere, does not pass.
 fn entry_crc(bytes: &[u8; ENTRY_BYTES], file: u64, position: u64) -> u32 {
     crc32c(&[&file.to_le_bytes(), &position.to_le_bytes(), &bytes[..ENTRY_CRC_AT]])
 }

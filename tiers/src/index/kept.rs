@@ -1,4 +1,4 @@
-//! An index and the slots that it tells of, looked at while nobody works with them.
+//! An index and the slots that it tells of, looked at while no process works with them.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -15,7 +15,8 @@ use crate::sealed::KeyRing;
 use super::format::IndexHeader;
 use super::{IndexChange, IndexEntry, IndexOptions, Recovered, TierIndex, scan};
 
-/// What a process left: an index, and the file of slots that it tells of. Locked as long as it is looked at.
+/// What a process left: an index, and the file of slots that it tells of. Locked as long as it is
+/// looked at.
 #[derive(Debug)]
 pub struct KeptIndex {
     index: TierIndex,
@@ -28,14 +29,18 @@ pub struct KeptIndex {
 const PATIENCE: Duration = Duration::from_secs(3);
 
 impl KeptIndex {
-    /// Opens an index and its file of slots, of whichever tier and namespace they are, and changes nothing. One that is
-    /// authenticated takes its main key.
+    /// Opens an index and its file of slots, of whichever tier and namespace they are, and changes
+    /// nothing. One that is authenticated takes its main key.
     ///
     /// # Errors
-    /// `Invalid`: it is no index, or one of another version, or its header is damaged twice, or a file is missing.
-    /// `InUse`: somebody works with it. `NotWritable`: it is not a file of this user's that is closed to all others.
-    /// `Io`: the medium.
-    pub fn open(index: &Path, slots: &Path, keys: Option<&Arc<KeyRing>>) -> Result<Self, SetupError> {
+    /// `Invalid`: it is no index, or one of another version, or its header is damaged twice, or a
+    /// file is missing. `InUse`: another process works with it. `NotWritable`: it is not a file of
+    /// this user's that is closed to all others. `Io`: the medium.
+    pub fn open(
+        index: &Path,
+        slots: &Path,
+        keys: Option<&Arc<KeyRing>>,
+    ) -> Result<Self, SetupError> {
         // Which tier's they are is not known before they are read.
         let is_memory = slots.extension().is_some_and(|extension| extension == "memory");
         let settings = if is_memory { &crate::dram::SETTINGS } else { &crate::disk::SETTINGS };
@@ -44,7 +49,8 @@ impl KeptIndex {
         let file = locked(&site)?;
         let (header, _) = scan::header(&file, &site, keys.map(|keys| &**keys))?;
         let keys = keys.filter(|_| header.key.is_some()).cloned();
-        let (index, found, has_whole_header) = TierIndex::read(&options(index, header, keys), file)?;
+        let (index, found, has_whole_header) =
+            TierIndex::read(&options(index, header, keys), file)?;
         Ok(Self { index, found, has_whole_header, slots })
     }
 
@@ -63,17 +69,20 @@ impl KeptIndex {
         self.has_whole_header
     }
 
-    /// Whether the bytes in a slot are those of the block that it is said to hold. What cannot be read is not.
+    /// Whether the bytes in a slot are those of the block that it is said to hold. What cannot be
+    /// read is not.
     pub fn is_sound(&self, entry: &IndexEntry) -> bool {
         self.read(entry.slot).is_some_and(|block| checksum(&block) == entry.checksum)
     }
 
     fn read(&self, slot: SlotId) -> Option<Vec<u8>> {
         let block_bytes = self.options().block_bytes;
-        let at = u64::from(slot.0).checked_mul(block_bytes.checked_next_multiple_of(ALIGNMENT as u64)?)?;
+        let at = u64::from(slot.0)
+            .checked_mul(block_bytes.checked_next_multiple_of(ALIGNMENT as u64)?)?;
         // Before memory is set aside for what an index claims.
         let bytes = self.slots.metadata().ok()?.len();
-        let mut block = (at.checked_add(block_bytes)? <= bytes).then(|| vec![0; block_bytes as usize])?;
+        let mut block =
+            (at.checked_add(block_bytes)? <= bytes).then(|| vec![0; block_bytes as usize])?;
         self.slots.read_exact_at(&mut block, at).ok()?;
         Some(block)
     }

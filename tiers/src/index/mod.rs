@@ -1,20 +1,21 @@
 //! The index of a tier that outlives its process: a file that says which block lies in which slot.
 //!
-//! A tier's slots hold bytes and nothing else. What they mean is in this file, one format for slot files on disk and
-//! for a host tier on tmpfs; docs/disk-format.md describes it byte by byte. Changes are appended, each with its own
-//! checksum; when most of what is there is out of date, the file is written anew.
+//! A tier's slots hold bytes and nothing else. What they mean is in this file, one format for slot
+//! files on disk and for a host tier on tmpfs; docs/disk-format.md describes it byte by byte.
+//! Changes are appended, each with its own checksum; when most of what is there is out of date, the
+//! file is written anew.
 //!
-//! Nothing that a file says is believed for itself: an entry has the checksum of its block, so a slot that was written
-//! since, or never, is found out when it is read. So entries may be lost or late. One thing may not: the epoch, since
-//! the names of past epochs would mean blocks of past weights. It lies in the header, which is there twice, and another
-//! epoch is another file.
+//! Nothing that a file says is believed for itself: an entry has the checksum of its block, so a
+//! slot that was written since, or never, is found out when it is read. So entries may be lost or
+//! late. One thing may not: the epoch, since the names of past epochs would mean blocks of past
+//! weights. It lies in the header, which is there twice, and another epoch is another file.
 //!
 //! | module | holds |
 //! |---|---|
 //! | `format` | the bytes |
 //! | `file` | a file of ours: found or made, locked, written anew and put in the old one's place |
 //! | `scan` | what of a file is sound |
-//! | `kept` | an index and its slots, looked at while nobody works with them |
+//! | `kept` | an index and its slots, looked at while no process works with them |
 
 mod file;
 mod format;
@@ -46,11 +47,13 @@ use self::scan::IndexScan;
 /// Which file, and of what.
 #[derive(Clone, Debug)]
 pub struct IndexOptions {
-    /// Where it lies. Beside it, with `.partial` behind its name, the file lies that will take its place.
+    /// Where it lies. Beside it, with `.partial` behind its name, the file lies that will take its
+    /// place.
     pub path: PathBuf,
     /// Of which tier it tells.
     pub tier: Tier,
-    /// Names all that the bytes of the blocks depend on, in at most 200 bytes, as the names of slot files do.
+    /// Names all that the bytes of the blocks depend on, in at most 200 bytes, as the names of slot
+    /// files do.
     pub namespace: String,
     /// The same in 128 bits, so that two namespaces of one name by chance are told apart.
     pub identity: u128,
@@ -62,15 +65,17 @@ pub struct IndexOptions {
     pub parts: u32,
     /// The epoch that a new file begins with.
     pub epoch: u64,
-    /// How long a start waits for the file where it is in use: a killed process may not quite be gone.
+    /// How long a start waits for the file where it is in use: a killed process may not quite be
+    /// gone.
     pub patience: Duration,
-    /// What authenticates it, where blocks are encrypted: nobody without these keys can have it say anything.
+    /// What authenticates it, where blocks are encrypted: without these keys no one can forge it.
     pub keys: Option<Arc<KeyRing>>,
 }
 
 impl IndexOptions {
     fn site(&self) -> OwnDirectory {
-        let settings = if self.tier == Tier::Host { &crate::dram::SETTINGS } else { &crate::disk::SETTINGS };
+        let settings =
+            if self.tier == Tier::Host { &crate::dram::SETTINGS } else { &crate::disk::SETTINGS };
         OwnDirectory::new(&self.path, settings)
     }
 }
@@ -78,17 +83,20 @@ impl IndexOptions {
 /// What an index told when it was opened.
 #[derive(Debug)]
 pub struct Recovered {
-    /// What lies in the slots, in the order in which it was stored. At most one for each slot; a block may be in two.
+    /// What lies in the slots, in the order in which it was stored. At most one for each slot; a
+    /// block may be in two.
     pub entries: Vec<IndexEntry>,
-    /// The epoch, and how often everything was forgotten in it: what the names of the blocks depend on.
+    /// The epoch, and how often everything was forgotten in it: what the names of the blocks depend
+    /// on.
     pub epoch: (u64, u64),
     /// Entries that had changed, and were skipped.
     pub damaged: u64,
-    /// Bytes at the end that are no whole entry: a process was killed while it wrote. They are cut off.
+    /// Bytes at the end that are no whole entry: a process was killed while it wrote. They are cut
+    /// off.
     pub torn: u64,
 }
 
-/// The open index of a tier, or of one of its files. Locked: nobody else has it.
+/// The open index of a tier, or of one of its files. Locked: no other process has it.
 #[derive(Debug)]
 pub struct TierIndex {
     options: IndexOptions,
@@ -97,7 +105,7 @@ pub struct TierIndex {
     /// Entries in the file.
     len: u64,
     residents: SlotEntries,
-    /// So many entries must be there before the file is written anew: after a failure, more.
+    /// Entries that must be there before the file is written anew: after a failure, more.
     compact_from: u64,
 }
 
@@ -107,13 +115,14 @@ const SPARE: u64 = 16 << 10;
 const STEP: usize = 4_096;
 
 impl TierIndex {
-    /// Opens the index, or makes one, and tells what it says. What is damaged is skipped, and the file put right.
+    /// Opens the index, or makes one, and tells what it says. What is damaged is skipped, and the
+    /// file put right.
     ///
     /// # Errors
-    /// `Invalid`: what lies there is no index, is one of another version or of other slots, or its header is damaged
-    /// twice; nothing is changed then, and the message says what to do. `InUse`: another process, or another index of
-    /// this one, has it open. `NotWritable`: it is not a file of this user's that is closed to all others. `NoSpace`,
-    /// `Io`: the medium.
+    /// `Invalid`: what lies there is no index, is one of another version or of other slots, or its
+    /// header is damaged twice; nothing is changed then, and the message says what to do. `InUse`:
+    /// another process, or another index of this one, has it open. `NotWritable`: it is not a file
+    /// of this user's that is closed to all others. `NoSpace`, `Io`: the medium.
     pub fn open(options: &IndexOptions) -> Result<(Self, Recovered), SetupError> {
         check(options)?;
         let (site, mut patience) = (options.site(), LockWait::new(options.patience));
@@ -128,18 +137,21 @@ impl TierIndex {
                 None => {
                     if let Some(index) = Self::make(options, &mut patience)? {
                         let epoch = (options.epoch, 0);
-                        return Ok((index, Recovered { entries: Vec::new(), epoch, damaged: 0, torn: 0 }));
+                        return Ok((
+                            index,
+                            Recovered { entries: Vec::new(), epoch, damaged: 0, torn: 0 },
+                        ));
                     }
                 }
             }
         }
     }
 
-    /// `None`: somebody else made it meanwhile.
+    /// `None`: another process made it meanwhile.
     fn make(options: &IndexOptions, patience: &mut LockWait) -> Result<Option<Self>, SetupError> {
         let header = header(options, (options.epoch, 0));
         let draft = FileDraft::begin(&options.site(), header, patience)?;
-        // Whoever makes the file has the partial one locked until it has its name.
+        // The process that makes the file has the partial one locked until it has its name.
         if options.path.symlink_metadata().is_ok() {
             return Ok(None);
         }
@@ -169,7 +181,10 @@ impl TierIndex {
     }
 
     /// Changes nothing. Tells as well whether both copies of the header are sound.
-    fn read(options: &IndexOptions, file: LockedFile) -> Result<(Self, Recovered, bool), SetupError> {
+    fn read(
+        options: &IndexOptions,
+        file: LockedFile,
+    ) -> Result<(Self, Recovered, bool), SetupError> {
         let failed = |error: &io::Error| options.site().failed(error);
         let (header, is_whole) = scan::header(&file, &options.site(), options.keys.as_deref())?;
         check_header(options, &header)?;
@@ -181,7 +196,8 @@ impl TierIndex {
         Ok((index, Recovered { entries, epoch, damaged, torn }, is_whole))
     }
 
-    /// Adds changes, in their order. When it returns, they survive the end of this process, but not of the machine.
+    /// Adds changes, in their order. When it returns, they survive the end of this process, but not
+    /// of the machine.
     ///
     /// # Errors
     /// None of them counts as added, and the next call writes in their place.
@@ -208,8 +224,8 @@ impl TierIndex {
         Ok(())
     }
 
-    /// Begins another epoch, or forgets everything within it: no block that is there now will be recovered. On the
-    /// medium when it returns.
+    /// Begins another epoch, or forgets everything within it: no block that is there now will be
+    /// recovered. On the medium when it returns.
     ///
     /// # Errors
     /// It may not be on the medium.
@@ -351,7 +367,7 @@ fn check(options: &IndexOptions) -> Result<(), SetupError> {
     Err(SetupError::new(SetupErrorKind::Invalid, message))
 }
 
-/// Slots that mean something else are not to be reinterpreted, nor is what tells of them to be overwritten. A disk tier
+/// Slots with another meaning must not be reinterpreted, nor their entries overwritten. A disk tier
 /// may have another size than before: its slots that are there still mean what they did.
 fn check_header(options: &IndexOptions, found: &IndexHeader) -> Result<(), SetupError> {
     let wanted = header(options, (0, 0));

@@ -10,8 +10,8 @@ use crate::files::OwnDirectory;
 use crate::sealed::KeyRing;
 
 use super::format::{
-    ENTRIES_AT, ENTRY_BYTES, HEADER_BYTES, IndexChange, IndexEntry, IndexHeader, NoHeader, SEALED_VERSION,
-    VERSION,
+    ENTRIES_AT, ENTRY_BYTES, HEADER_BYTES, IndexChange, IndexEntry, IndexHeader, NoHeader,
+    SEALED_VERSION, VERSION,
 };
 use super::{SPARE, STEP, SlotEntries};
 
@@ -42,11 +42,18 @@ impl IndexScan {
             }
         })?;
         let live = stored.live(&residents);
-        Ok(Self { len, residents, live, damaged: len - sound, torn: bytes - len * ENTRY_BYTES as u64 })
+        Ok(Self {
+            len,
+            residents,
+            live,
+            damaged: len - sound,
+            torn: bytes - len * ENTRY_BYTES as u64,
+        })
     }
 }
 
-/// What was stored so far. Entries are taken to pieces once: that is most of what opening an index takes.
+/// What was stored so far. Entries are taken to pieces once: that is most of what opening an index
+/// takes.
 struct StoredEntry(Vec<(u64, IndexEntry)>);
 
 impl StoredEntry {
@@ -60,7 +67,8 @@ impl StoredEntry {
     }
 
     fn live(self, residents: &SlotEntries) -> Vec<IndexEntry> {
-        let is_latest = |(position, entry): &(u64, IndexEntry)| residents.is_latest(entry.slot, *position);
+        let is_latest =
+            |(position, entry): &(u64, IndexEntry)| residents.is_latest(entry.slot, *position);
         self.0.into_iter().filter(is_latest).map(|(_, entry)| entry).collect()
     }
 }
@@ -123,7 +131,9 @@ fn no_header(path: &Path, one: NoHeader, other: NoHeader) -> SetupError {
              encryption.key_file (DYN_KVBM_ENCRYPTION_KEY_FILE), or remove the index to start cold"
         ),
         (NoHeader::Foreign, NoHeader::Foreign) => {
-            format!("{path} is not an index of blocks: move it elsewhere, or choose another directory")
+            format!(
+                "{path} is not an index of blocks: move it elsewhere, or choose another directory"
+            )
         }
         _ => format!(
             "{path}: both copies of the index's header are damaged, or made without its key. Remove it to start cold; if the weights were \

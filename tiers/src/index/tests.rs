@@ -79,7 +79,13 @@ fn edit(dir: &TempDir, change: impl FnOnce(&mut Vec<u8>)) {
     let path = options(dir.path()).path;
     let mut bytes = fs::read(&path).unwrap();
     change(&mut bytes);
-    OpenOptions::new().write(true).truncate(true).open(&path).unwrap().write_all_at(&bytes, 0).unwrap();
+    OpenOptions::new()
+        .write(true)
+        .truncate(true)
+        .open(&path)
+        .unwrap()
+        .write_all_at(&bytes, 0)
+        .unwrap();
 }
 
 proptest! {
@@ -154,7 +160,8 @@ proptest! {
         prop_assert_eq!((found.damaged, found.torn), (0, 0));
     }
 
-    /// Bytes of another file, or from elsewhere in the same one, are no entries, whatever their checksums.
+    /// Bytes of another file, or from elsewhere in the same one, are no entries, whatever their
+    /// checksums.
     #[test]
     fn entries_of_another_file_or_place_do_not_pass(all in changes()) {
         let [one, other] = [(); 2].map(|()| tempfile::tempdir().unwrap());
@@ -184,7 +191,7 @@ proptest! {
 }
 
 #[test]
-fn a_file_of_old_entries_is_written_anew_and_stays_small() {
+fn a_file_of_old_entries_is_rewritten_and_stays_small() {
     let dir = tempfile::tempdir().unwrap();
     let (mut index, _) = index(&dir);
     let all: Vec<_> = (0..100_000).map(|n| stored(n % SLOTS, u128::from(n))).collect();
@@ -197,7 +204,7 @@ fn a_file_of_old_entries_is_written_anew_and_stays_small() {
 }
 
 #[test]
-fn a_failed_start_of_a_new_file_harms_nothing_and_is_tried_again() {
+fn a_failed_new_file_harms_nothing_and_is_tried_again() {
     let dir = tempfile::tempdir().unwrap();
     let (mut index, _) = index(&dir);
     index.append(&[stored(3, 5)]).unwrap();
@@ -259,10 +266,12 @@ fn an_index_of_something_else_is_refused() {
 }
 
 #[test]
-fn a_tier_of_another_size_keeps_what_lies_in_slots_that_it_has() {
+fn a_resized_tier_keeps_what_lies_in_its_slots() {
     let dir = tempfile::tempdir().unwrap();
     index(&dir).0.append(&[stored(3, 5), stored(40, 6)]).unwrap();
-    let open = |slots, parts| TierIndex::open(&IndexOptions { slots, parts, ..options(dir.path()) }).unwrap();
+    let open = |slots, parts| {
+        TierIndex::open(&IndexOptions { slots, parts, ..options(dir.path()) }).unwrap()
+    };
     let (mut larger, found) = open(200, 2);
     assert_eq!(found.entries, [entry(3, 5), entry(40, 6)]);
     larger.append(&[stored(199, 7)]).unwrap();
@@ -273,7 +282,7 @@ fn a_tier_of_another_size_keeps_what_lies_in_slots_that_it_has() {
 }
 
 #[test]
-fn a_file_has_one_opener_also_after_it_was_written_anew() {
+fn a_file_has_one_opener_also_when_written_anew() {
     let dir = tempfile::tempdir().unwrap();
     let (mut first, _) = index(&dir);
     assert_eq!(refused(&dir).kind(), SetupErrorKind::InUse);
@@ -303,7 +312,8 @@ fn of_tenant(slot: u32, block: u128) -> IndexEntry {
 /// An authenticated index with some entries, as bytes.
 fn sealed_file(dir: &Path, entries: u32) -> Vec<u8> {
     let (mut index, _) = TierIndex::open(&sealed(dir, "1:A")).unwrap();
-    let changes: Vec<_> = (0..entries).map(|n| IndexChange::Stored(of_tenant(n, n.into()))).collect();
+    let changes: Vec<_> =
+        (0..entries).map(|n| IndexChange::Stored(of_tenant(n, n.into()))).collect();
     index.append(&changes).unwrap();
     drop(index);
     fs::read(options(dir).path).unwrap()
@@ -311,11 +321,17 @@ fn sealed_file(dir: &Path, entries: u32) -> Vec<u8> {
 
 fn replaced(dir: &Path, bytes: &[u8]) {
     let path = options(dir).path;
-    OpenOptions::new().write(true).truncate(true).open(path).unwrap().write_all_at(bytes, 0).unwrap();
+    OpenOptions::new()
+        .write(true)
+        .truncate(true)
+        .open(path)
+        .unwrap()
+        .write_all_at(bytes, 0)
+        .unwrap();
 }
 
 #[test]
-fn an_authenticated_index_says_whose_blocks_are_also_under_a_new_key() {
+fn an_authenticated_index_names_owners_also_under_new_keys() {
     let dir = tempfile::tempdir().unwrap();
     sealed_file(dir.path(), 9);
     let expected: Vec<_> = (0..9).map(|n| of_tenant(n, n.into())).collect();
@@ -353,8 +369,10 @@ fn whoever_has_no_key_can_change_or_move_no_entry() {
     moved.copy_within(at(0)..at(1), at(1));
     assert_eq!(found(&moved), [0, 2]);
     let header =
-        IndexHeader::decode(good[..HEADER_BYTES].try_into().unwrap(), keys("1:A").as_deref()).unwrap();
-    let forged = IndexChange::Stored(entry(9, 9)).encode(&IndexHeader { key: None, ..header.clone() }, 1);
+        IndexHeader::decode(good[..HEADER_BYTES].try_into().unwrap(), keys("1:A").as_deref())
+            .unwrap();
+    let forged =
+        IndexChange::Stored(entry(9, 9)).encode(&IndexHeader { key: None, ..header.clone() }, 1);
     let mut bytes = good.clone();
     bytes[at(1)..at(2)].copy_from_slice(&forged);
     assert_eq!(found(&bytes), [0, 2]);
@@ -377,7 +395,8 @@ fn whoever_has_no_key_can_change_no_header() {
         error.to_string()
     };
     let known = keys("1:A");
-    let header = IndexHeader::decode(good[..HEADER_BYTES].try_into().unwrap(), known.as_deref()).unwrap();
+    let header =
+        IndexHeader::decode(good[..HEADER_BYTES].try_into().unwrap(), known.as_deref()).unwrap();
     // The checksum fits, the code does not.
     let later = IndexHeader { epoch: 9, ..header.clone() }.encode();
     let mut forged = later;
@@ -390,7 +409,11 @@ fn whoever_has_no_key_can_change_no_header() {
     // Nor does one that asks for none.
     assert!(refused(&IndexHeader { key: None, ..header }.encode()).contains("authenticated"));
     replaced(dir.path(), &good);
-    assert_eq!(TierIndex::open(&sealed(dir.path(), "1:A")).unwrap().1.entries.len(), 3, "and then it heals");
+    assert_eq!(
+        TierIndex::open(&sealed(dir.path(), "1:A")).unwrap().1.entries.len(),
+        3,
+        "and then it heals"
+    );
 }
 
 /// `cargo nextest run -p kvbm-tiers --lib reading_100_000_entries --run-ignored only --no-capture`

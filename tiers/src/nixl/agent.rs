@@ -14,8 +14,8 @@ use super::status::{c_string, done, refused};
 use super::sys::{self, AgentConfig, AgentS, BackendS, MemListS, ParamsS, Status};
 use crate::error::{SetupError, SetupErrorKind};
 
-/// A participant of transfers, in this process. Cheap to clone: it ends with its last handle, and every
-/// backend, registration, list and request holds one.
+/// A participant of transfers, in this process. Cheap to clone: it ends with its last handle, and
+/// every backend, registration, list and request holds one.
 #[derive(Clone)]
 pub struct Agent(Arc<AgentInner>);
 
@@ -25,7 +25,8 @@ struct AgentInner {
     name: CString,
 }
 
-// SAFETY: the agent is made with strict thread synchronisation: its functions may be called from any thread.
+// SAFETY: the agent is made with strict thread synchronisation: its functions may be called from
+// any thread.
 unsafe impl Send for AgentInner {}
 // SAFETY: as above.
 unsafe impl Sync for AgentInner {}
@@ -34,18 +35,19 @@ unsafe impl Sync for AgentInner {}
 static NAMES: Mutex<BTreeSet<CString>> = Mutex::new(BTreeSet::new());
 
 impl Agent {
-    /// An agent whose name nobody else among its peers has.
+    /// An agent whose name no other among its peers has.
     ///
     /// # Errors
-    /// `InUse`: this process has an agent of that name. `Invalid`: the name is empty or holds a zero byte.
-    /// `Unavailable`: the library refuses.
+    /// `InUse`: this process has an agent of that name. `Invalid`: the name is empty or holds a
+    /// zero byte. `Unavailable`: the library refuses.
     pub fn new(library: &'static Library, name: &str) -> Result<Self, SetupError> {
         let name = c_string(name, "the name of a NIXL agent")?;
         if name.is_empty() {
             return Err(SetupError::new(SetupErrorKind::Invalid, "a NIXL agent needs a name"));
         }
         if !NAMES.lock().insert(name.clone()) {
-            let message = format!("this process has a NIXL agent {name:?} already: choose another name");
+            let message =
+                format!("this process has a NIXL agent {name:?} already: choose another name");
             return Err(SetupError::new(SetupErrorKind::InUse, message));
         }
         match create(library, &name) {
@@ -75,7 +77,8 @@ impl Agent {
         let api = self.api();
         let mut list = null_mut();
         // SAFETY: the agent lives; the list is ours if the call succeeds.
-        done(unsafe { (api.get_available_plugins)(self.handle(), &raw mut list) }, "list its plugins")?;
+        let listed = unsafe { (api.get_available_plugins)(self.handle(), &raw mut list) };
+        done(listed, "list its plugins")?;
         let mut size = 0;
         // SAFETY: the list is valid until it is destroyed below.
         unsafe { (api.string_list_size)(list, &raw mut size) };
@@ -95,14 +98,17 @@ impl Agent {
     /// Loads a plugin without starting it.
     ///
     /// # Errors
-    /// `Unavailable`: there is no such plugin, or it lacks a library that it needs. `Invalid`: no name.
+    /// `Unavailable`: there is no such plugin, or it lacks a library that it needs. `Invalid`: no
+    /// name.
     pub fn probe(&self, plugin: &str) -> Result<(), SetupError> {
         let (mut mems, mut params): (*mut MemListS, *mut ParamsS) = (null_mut(), null_mut());
         let name = c_string(plugin, "the name of a NIXL plugin")?;
         let api = self.api();
-        // SAFETY: the agent lives, the name is a string, and the lists are ours if the call succeeds.
-        let status =
-            unsafe { (api.get_plugin_params)(self.handle(), name.as_ptr(), &raw mut mems, &raw mut params) };
+        // SAFETY: the agent lives, the name is a string, and the lists are ours if the call
+        // succeeds.
+        let status = unsafe {
+            (api.get_plugin_params)(self.handle(), name.as_ptr(), &raw mut mems, &raw mut params)
+        };
         if status != sys::SUCCESS {
             return Err(cannot_load(plugin));
         }
@@ -114,8 +120,8 @@ impl Agent {
     /// Starts a plugin with its default parameters, some of them changed.
     ///
     /// # Errors
-    /// `Unavailable`: the plugin cannot be loaded, or does not start with these parameters. `Invalid`: a
-    /// parameter holds a zero byte.
+    /// `Unavailable`: the plugin cannot be loaded, or does not start with these parameters.
+    /// `Invalid`: a parameter holds a zero byte.
     pub fn backend(
         &self,
         plugin: &str,
@@ -125,12 +131,20 @@ impl Agent {
         let name = c_string(plugin, "the name of a NIXL plugin")?;
         let params = PluginParameters::new(self.api(), parameters)?;
         let mut handle = null_mut();
-        // SAFETY: agent and parameters live, the name is a string; the handle is ours if the call succeeds.
+        // SAFETY: agent and parameters live, the name is a string; the handle is ours if the call
+        // succeeds.
         let status = unsafe {
-            (self.api().create_backend)(self.handle(), name.as_ptr(), params.as_ptr(), &raw mut handle)
+            (self.api().create_backend)(
+                self.handle(),
+                name.as_ptr(),
+                params.as_ptr(),
+                &raw mut handle,
+            )
         };
         match NonNull::new(handle).filter(|_| status == sys::SUCCESS) {
-            Some(handle) => Ok(BackendHandle { agent: self.clone(), handle, plugin: plugin.to_owned() }),
+            Some(handle) => {
+                Ok(BackendHandle { agent: self.clone(), handle, plugin: plugin.to_owned() })
+            }
             None => {
                 let message = format!(
                     "the NIXL plugin {plugin} does not start with the parameters {:?}: see what it printed",
@@ -141,28 +155,29 @@ impl Agent {
         }
     }
 
-    /// What a peer needs in order to reach this agent and the memory that is registered with it by now, in a
-    /// form to be sent by any channel.
+    /// What a peer needs in order to reach this agent and the memory that is registered with it by
+    /// now, in a form to be sent by any channel.
     ///
     /// # Errors
     /// `Unavailable`: no backend of this agent reaches other agents.
     ///
     /// # Safety
-    /// Whoever has these bytes can read and write all registered memory at any time. The caller answers for
-    /// them: they touch only slots whose slot handles are held for them.
+    /// A process that has these bytes can read and write all registered memory at any time. The
+    /// caller answers for them: they touch only slots whose slot handles are held for them.
     pub unsafe fn metadata(&self) -> Result<Vec<u8>, SetupError> {
         let (mut data, mut bytes) = (null_mut(), 0);
         // SAFETY: the agent lives; the data is ours, from `malloc`, if the call succeeds.
-        let status = unsafe { (self.api().get_local_md)(self.handle(), &raw mut data, &raw mut bytes) };
+        let status =
+            unsafe { (self.api().get_local_md)(self.handle(), &raw mut data, &raw mut bytes) };
         done(status, "describe itself to peers: does it have a backend that reaches them?")?;
-        // SAFETY: so many bytes were returned.
+        // SAFETY: this many bytes were returned.
         let metadata = unsafe { std::slice::from_raw_parts(data.cast::<u8>(), bytes) }.to_vec();
         // SAFETY: from `malloc`, and used no more.
         unsafe { libc::free(data) };
         Ok(metadata)
     }
 
-    /// The notifications that arrived since the last call: of whom, and what.
+    /// The notifications that arrived since the last call: from which agent, and what.
     ///
     /// # Errors
     /// `Unavailable`: no backend of this agent receives any.
@@ -186,8 +201,8 @@ impl Agent {
     unsafe fn read_notifications(&self, map: *mut sys::NotifMapS) -> Vec<(String, Vec<u8>)> {
         let api = self.api();
         let (mut agents, mut found) = (0, Vec::new());
-        // SAFETY: the map is one; here and below indices stay below the sizes that it reports, and what it
-        // returns lives as long as the map does.
+        // SAFETY: the map is one; here and below indices stay below the sizes that it reports, and
+        // what it returns lives as long as the map does.
         unsafe { (api.notif_map_size)(map, &raw mut agents) };
         for agent in 0..agents {
             let (mut name, mut count) = (null(), 0);
@@ -200,8 +215,9 @@ impl Agent {
             for index in 0..count {
                 let (mut data, mut bytes) = (null(), 0);
                 // SAFETY: see above.
-                let status =
-                    unsafe { (api.notif_map_get_notif)(map, name, index, &raw mut data, &raw mut bytes) };
+                let status = unsafe {
+                    (api.notif_map_get_notif)(map, name, index, &raw mut data, &raw mut bytes)
+                };
                 if status == sys::SUCCESS {
                     // SAFETY: see above.
                     found.push(unsafe { (text_of(name), bytes_of(data.cast(), bytes)) });
@@ -238,7 +254,8 @@ impl Drop for AgentInner {
     }
 }
 
-/// Whether NIXL is told to measure its requests: by the variable that switches its own exporters on.
+/// Whether NIXL is told to measure its requests: by the variable that switches its own exporters
+/// on.
 fn has_telemetry() -> bool {
     let asked = std::env::var("NIXL_TELEMETRY_ENABLE").unwrap_or_default();
     ["y", "yes", "1", "true", "on"].iter().any(|yes| asked.trim().eq_ignore_ascii_case(yes))
@@ -258,8 +275,9 @@ fn create(library: &Library, name: &CStr) -> Result<NonNull<AgentS>, Status> {
     };
     let mut handle = null_mut();
     // SAFETY: name and configuration live as long as the call.
-    let status =
-        unsafe { (library.api.create_configured_agent)(name.as_ptr(), &raw const config, &raw mut handle) };
+    let status = unsafe {
+        (library.api.create_configured_agent)(name.as_ptr(), &raw const config, &raw mut handle)
+    };
     NonNull::new(handle).filter(|_| status == sys::SUCCESS).ok_or(status)
 }
 
@@ -307,16 +325,20 @@ impl Drop for BackendHandle {
 fn cannot_load(plugin: &str) -> SetupError {
     let message = match plugin {
         "GDS" | "GDS_MT" => {
-            format!("the NIXL plugin {plugin} cannot be loaded: it needs libcudart and libcufile of CUDA")
+            format!(
+                "the NIXL plugin {plugin} cannot be loaded: it needs libcudart and libcufile of CUDA"
+            )
         }
         "LIBFABRIC" => format!("the NIXL plugin {plugin} cannot be loaded: it needs libfabric"),
-        _ => format!("NIXL has no plugin {plugin}, or it cannot be loaded: see what it printed; {REMEDY}"),
+        _ => format!(
+            "NIXL has no plugin {plugin}, or it cannot be loaded: see what it printed; {REMEDY}"
+        ),
     };
     SetupError::new(SetupErrorKind::Unavailable, message)
 }
 
 /// # Safety
-/// `text` is a string that nobody changes meanwhile.
+/// `text` is a string that nothing changes meanwhile.
 unsafe fn text_of(text: *const c_char) -> String {
     // SAFETY: as the caller promises.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()

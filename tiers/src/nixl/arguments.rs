@@ -27,8 +27,9 @@ impl OptArgs {
 
     pub(super) fn with_notification(self, message: &[u8]) -> Result<Self, SetupError> {
         let api = self.1.api();
-        // SAFETY: so many bytes are there, and the library copies them.
-        let status = unsafe { (api.opt_args_set_notif_msg)(self.0, message.as_ptr().cast(), message.len()) };
+        // SAFETY: this many bytes are there, and the library copies them.
+        let status =
+            unsafe { (api.opt_args_set_notif_msg)(self.0, message.as_ptr().cast(), message.len()) };
         done(status, "hold arguments")?;
         // SAFETY: the arguments are ours.
         done(unsafe { (api.opt_args_set_has_notif)(self.0, true) }, "hold arguments")?;

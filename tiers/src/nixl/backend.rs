@@ -21,11 +21,11 @@ use crate::memory::Memory;
 /// Slots whose segments are prepared together: 4 ms of work, 4 MiB of memory.
 const SPAN: u32 = 1 << 16;
 
-/// Moves blocks between a memory region and another tier through a plugin of NIXL, with a thread of its own
-/// that forms requests of neighbouring blocks and sleeps while they move.
+/// Moves blocks between a memory region and another tier through a plugin of NIXL, with a thread of
+/// its own that forms requests of neighbouring blocks and sleeps while they move.
 ///
-/// A transfer whose outcome the library leaves in doubt is never completed: its slots count as lost when the
-/// scheduler's time limit has passed.
+/// A transfer whose outcome the library leaves in doubt is never completed: its slots count as lost
+/// when the scheduler's time limit has passed.
 #[derive(Debug)]
 pub struct NixlBackend {
     name: &'static str,
@@ -36,12 +36,12 @@ pub struct NixlBackend {
 }
 
 impl NixlBackend {
-    /// Between `memory` and `disk`, at most `depth` blocks at a time each way; more wait inside. `plugin` is one for
-    /// files: `POSIX`, for example.
+    /// Between `memory` and `disk`, at most `depth` blocks at a time each way; more wait inside.
+    /// `plugin` is one for files: `POSIX`, for example.
     ///
     /// # Errors
-    /// `Invalid`: the regions' blocks differ in size. `Unavailable`: the plugin does not take the regions, or
-    /// there is no thread.
+    /// `Invalid`: the regions' blocks differ in size. `Unavailable`: the plugin does not take the
+    /// regions, or there is no thread.
     pub fn disk(
         plugin: &Arc<BackendHandle>,
         memory: Arc<dyn Memory>,
@@ -55,11 +55,17 @@ impl NixlBackend {
         let region = Arc::clone(&disk);
         let is_there = move |slot| region.place(slot).is_some();
         let place = move |slot: u32| {
-            // A list has an entry for every slot, by number. That of a slot that is not there is never named.
+            // A list has an entry for every slot, by number. That of a slot that is not there is
+            // never named.
             let (file, offset) = disk.place(SlotId(slot)).unwrap_or_default();
-            RegisteredRange { address: offset as usize, bytes: stride, device: device_of(disk.file(file)) }
+            RegisteredRange {
+                address: offset as usize,
+                bytes: stride,
+                device: device_of(disk.file(file)),
+            }
         };
-        let prepare = move |slots: std::ops::Range<u32>| SegmentList::far(&files, slots.map(&place));
+        let prepare =
+            move |slots: std::ops::Range<u32>| SegmentList::far(&files, slots.map(&place));
         let far = SlotLists::new(slots, SPAN, Box::new(prepare)).only(is_there);
         let near = near(plugin, &memory, stride)?;
         Self::start(plugin, MoverEnds { memory, near, other: Tier::Disk, far }, depth, || {})
@@ -77,7 +83,8 @@ impl NixlBackend {
         near.list(0)?;
         far.list(0)?;
         let routes = [(memory.tier(), other), (other, memory.tier())];
-        let failure = if other == Tier::Object { CopyErrorKind::Unavailable } else { CopyErrorKind::Io };
+        let failure =
+            if other == Tier::Object { CopyErrorKind::Unavailable } else { CopyErrorKind::Io };
         let mover = RequestMover {
             memory,
             near,
@@ -120,8 +127,13 @@ pub(super) fn near(
 ) -> Result<SlotLists, SetupError> {
     let registration = Registration::memory(plugin, memory)?;
     let (base, stride) = (memory.base().addr().get(), memory.stride());
-    let place = move |slot: u32| RegisteredRange { address: base + slot as usize * stride, bytes, device: 0 };
-    let prepare = move |slots: std::ops::Range<u32>| SegmentList::near(&registration, slots.map(place));
+    let place = move |slot: u32| RegisteredRange {
+        address: base + slot as usize * stride,
+        bytes,
+        device: 0,
+    };
+    let prepare =
+        move |slots: std::ops::Range<u32>| SegmentList::near(&registration, slots.map(place));
     Ok(SlotLists::new(memory.slots(), SPAN, Box::new(prepare)))
 }
 
@@ -136,9 +148,10 @@ fn name_of(plugin: &str) -> &'static str {
     }
 }
 
-// SAFETY: an operation is completed once: by the thread when its request has ended, or as refused when it is dropped
-// before one was posted; those whose end is in doubt are never completed. The thread ends only when all have ended. The lists that requests hold keep the regions alive;
-// they name whole slots that exist.
+// SAFETY: an operation is completed once: by the thread when its request has ended, or as refused
+// when it is dropped before one was posted; those whose end is in doubt are never completed. The
+// thread ends only when all have ended. The lists that requests hold keep the regions alive; they
+// name whole slots that exist.
 unsafe impl Backend for NixlBackend {
     fn name(&self) -> &'static str {
         self.name
@@ -149,7 +162,7 @@ unsafe impl Backend for NixlBackend {
     }
 
     fn submit(&self, ops: Vec<CopyOp>, done: Done) {
-        // What nobody receives any more is refused when it is dropped.
+        // A batch that is not received any more is refused when it is dropped.
         let _ = self.batches.send(MoverBatch::new(ops, done));
     }
 }

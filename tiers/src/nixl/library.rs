@@ -19,18 +19,20 @@ pub const REMEDY: &str = "pip install nixl-cu12 (or nixl-cu13) 1.5 or later, \
 
 const FILE_NAME: &str = "libnixl_capi.so";
 
-/// NIXL's C interface. Once loaded it stays for the rest of the process: the plugins run threads of their own.
+/// NIXL's C interface. Once loaded it stays for the rest of the process: the plugins run threads of
+/// their own.
 pub struct Library {
     pub(super) api: NixlApi,
     path: PathBuf,
 }
 
 impl Library {
-    /// Loads the library at `path`, or the one that [`find`] finds. Takes 30 to 250 ms the first time.
+    /// Loads the library at `path`, or the one that [`find`] finds. Takes 30 to 250 ms the first
+    /// time.
     ///
     /// # Errors
-    /// `Unavailable`: there is none, it cannot be loaded, it lacks a function that is needed, or it is older than
-    /// 1.5. The message says how to get one.
+    /// `Unavailable`: there is none, it cannot be loaded, it lacks a function that is needed, or it
+    /// is older than 1.5. The message says how to get one.
     pub fn load(path: Option<&Path>) -> Result<&'static Self, SetupError> {
         static LOADED: Mutex<BTreeMap<PathBuf, &'static Library>> = Mutex::new(BTreeMap::new());
         let path = path.map_or_else(find, |path| Ok(path.to_owned()))?;
@@ -55,15 +57,18 @@ impl Library {
 
     pub(super) fn open(path: &Path) -> Result<Self, SetupError> {
         let flags = RTLD_NOW | RTLD_LOCAL | libc::RTLD_NODELETE;
-        // SAFETY: what the file does when it is loaded is up to whoever named or installed it; it is never unloaded.
+        // SAFETY: what the file does when it is loaded is up to the user who named or installed it;
+        // it is never unloaded.
         let library = unsafe { dl::Library::open(Some(path), flags) }.map_err(|error| {
             let message = format!("cannot load NIXL from {}: {error}; {REMEDY}", path.display());
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
         })?;
         // SAFETY: a library of this name is NIXL's C interface, and `NODELETE` keeps it.
         let api = unsafe { NixlApi::resolve(&library) }.map_err(|missing| {
-            let message =
-                format!("{} has no function {missing}: not NIXL 1.5 or later; {REMEDY}", path.display());
+            let message = format!(
+                "{} has no function {missing}: not NIXL 1.5 or later; {REMEDY}",
+                path.display()
+            );
             SetupError::new(SetupErrorKind::Unavailable, message)
         })?;
         // SAFETY: the symbol is looked up, and not used.
@@ -79,8 +84,8 @@ impl Library {
     }
 }
 
-/// An older library answers for its plugin POSIX that a request has failed, or is complete, while parts of it are
-/// in flight: into memory that has another owner by then.
+/// An older library answers for its plugin POSIX that a request has failed, or is complete, while
+/// parts of it are in flight: into memory that has another owner by then.
 fn too_old(path: &Path) -> SetupError {
     let version = package_version(path).unwrap_or_else(|| "a version before 1.5".to_owned());
     let message = format!(
@@ -98,15 +103,16 @@ impl fmt::Debug for Library {
     }
 }
 
-/// Where NIXL is installed: in the Python packages of the active environment, of those on the `PATH` or of the
-/// system, else where the system's loader looks.
+/// Where NIXL is installed: in the Python packages of the active environment, of those on the
+/// `PATH` or of the system, else where the system's loader looks.
 ///
 /// # Errors
 /// `Unavailable`: nowhere; the message lists the places.
 pub fn find() -> Result<PathBuf, SetupError> {
     let prefixes = prefixes();
     let loader_path = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    let listed = env::split_paths(&loader_path).map(|dir| dir.join(FILE_NAME)).filter(|file| file.is_file());
+    let listed =
+        env::split_paths(&loader_path).map(|dir| dir.join(FILE_NAME)).filter(|file| file.is_file());
     let found = prefixes.iter().flat_map(|prefix| in_prefix(prefix)).chain(listed).next();
     found.or_else(known_to_loader).ok_or_else(|| {
         let places: Vec<_> = prefixes.iter().map(|prefix| prefix.display().to_string()).collect();
@@ -119,8 +125,8 @@ pub fn find() -> Result<PathBuf, SetupError> {
     })
 }
 
-/// Python installations, in the order of their precedence: the active environment, those on the `PATH`, and
-/// where the system keeps its own.
+/// Python installations, in the order of their precedence: the active environment, those on the
+/// `PATH`, and where the system keeps its own.
 fn prefixes() -> Vec<PathBuf> {
     let active = env::var_os("VIRTUAL_ENV").filter(|value| !value.is_empty()).map(PathBuf::from);
     let path = env::var_os("PATH").unwrap_or_default();
@@ -170,7 +176,8 @@ fn known_to_loader() -> Option<PathBuf> {
     is_listed.then(|| PathBuf::from(FILE_NAME))
 }
 
-/// `…/site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so` belongs to `…/site-packages/nixl_cu12-<version>.dist-info`.
+/// `…/site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so` belongs to
+/// `…/site-packages/nixl_cu12-<version>.dist-info`.
 fn package_version(library: &Path) -> Option<String> {
     let folder = library.parent()?;
     let package = folder.file_name()?.to_str()?.strip_prefix('.')?.strip_suffix(".mesonpy.libs")?;
@@ -203,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_or_broken_library_is_an_error_with_a_remedy() {
+    fn a_missing_or_broken_library_is_a_remediable_error() {
         let home = tempfile::tempdir().unwrap();
         let broken = home.path().join(FILE_NAME);
         touch(&broken);

@@ -5,9 +5,10 @@
 //!                   └─ Peer ─────────────────────────── SegmentList ─┘
 //! ```
 //!
-//! Everything holds what lies to its left: requests are released before lists, lists before registrations,
-//! those before agents, and what is registered (memory, files) outlives its registration. The library itself
-//! is never unloaded. Nothing is linked: where NIXL is not installed, [`Library::load`] says so.
+//! Everything holds what lies to its left: requests are released before lists, lists before
+//! registrations, those before agents, and what is registered (memory, files) outlives its
+//! registration. The library itself is never unloaded. Nothing is linked: where NIXL is not
+//! installed, [`Library::load`] says so.
 //!
 //! | plugin | moves between | backend |
 //! |---|---|---|
@@ -16,11 +17,11 @@
 //! | `UCX` | memory of two agents | none yet: [`NixlRequest`] |
 //!
 //! # Trust
-//! The library prints its errors and reports only that there was one. It does not say which segment of a
-//! request failed; [`NixlBackend`] tries the blocks of a failed request again one by one. It cannot abort a
-//! transfer: a [`NixlRequest`] that is dropped in flight stays, with all that it touches, for the rest of the
-//! process. Where an error leaves open whether anything still moves, so does ours
-//! ([`TimedOut`](crate::CopyErrorKind::TimedOut)).
+//! The library prints its errors and reports only that there was one. It does not say which segment
+//! of a request failed; [`NixlBackend`] tries the blocks of a failed request again one by one. It
+//! cannot abort a transfer: a [`NixlRequest`] that is dropped in flight stays, with all that it
+//! touches, for the rest of the process. Where an error leaves open whether anything still moves,
+//! so does ours ([`TimedOut`](crate::CopyErrorKind::TimedOut)).
 
 mod agent;
 mod arguments;

@@ -16,15 +16,16 @@ use crate::memory::{Memory, forget_checksum, no_such_slot};
 
 use std::sync::Arc;
 
-/// A request moves blocks of about so many bytes together: enough that its cost does not matter, few enough
-/// that its first block need not wait long for its last.
+/// A request moves blocks of about this many bytes together: enough that its cost does not matter,
+/// few enough that its first block need not wait long for its last.
 const REQUEST_BYTES: usize = 1 << 20;
 /// How long the thread looks for completions without pause.
 const SPIN: Duration = Duration::from_micros(10);
 /// The longest pause between two looks.
 const LONGEST_NAP: Duration = Duration::from_millis(1);
 
-/// Operations submitted together. Those that nobody takes out of it are refused when it goes.
+/// Operations submitted together. Those that are not taken out of it are refused when it is
+/// dropped.
 pub(super) struct MoverBatch {
     ops: Vec<CopyOp>,
     done: Done,
@@ -38,7 +39,8 @@ impl MoverBatch {
     /// Each with the duty to report its end.
     fn take(&mut self) -> Vec<(CopyOp, ReportDuty)> {
         let ops = std::mem::take(&mut self.ops).into_iter().enumerate();
-        ops.map(|(index, op)| (op, ReportDuty { done: self.done.clone(), index, is_open: true })).collect()
+        ops.map(|(index, op)| (op, ReportDuty { done: self.done.clone(), index, is_open: true }))
+            .collect()
     }
 }
 
@@ -50,8 +52,8 @@ impl Drop for MoverBatch {
 
 const NOT_COPIED: &str = "the NIXL thread failed, or had ended, before it copied the block";
 
-/// The duty to report the end of an operation. Whoever loses it, by a panic on the way, reports a failure: nobody
-/// waits for ever, and nothing was in flight.
+/// The duty to report the end of an operation. If it is lost, by a panic on the way, it reports a
+/// failure: no caller waits for ever, and nothing was in flight.
 struct ReportDuty {
     done: Done,
     index: usize,
@@ -89,8 +91,8 @@ pub(super) struct RequestMover {
     pub(super) depth: usize,
     /// What a failed transfer means for the other tier.
     pub(super) failure: CopyErrorKind,
-    /// What loads wait for, and what flushes do. Each way has a depth of its own: a load never waits for writes to
-    /// end, however many there are, nor does either starve the other.
+    /// What loads wait for, and what flushes do. Each way has a depth of its own: a load never
+    /// waits for writes to end, however many there are, nor does either starve the other.
     pub(super) reads: VecDeque<MoverOrder>,
     pub(super) writes: VecDeque<MoverOrder>,
     pub(super) flights: Vec<RequestFlight>,
@@ -137,11 +139,14 @@ impl RequestMover {
         }
     }
 
-    /// A panic takes along the operations in hand, which end as failed. Those that wait or are in flight stay: the
-    /// thread goes on, since nobody else could tell when the hardware is done with them.
+    /// A panic takes along the operations in hand, which end as failed. Those that wait or are in
+    /// flight stay: the thread goes on, since nothing else could tell when the hardware is done
+    /// with them.
     fn survive(&mut self, step: impl FnOnce(&mut Self)) {
         if catch_unwind(AssertUnwindSafe(|| step(self))).is_err() {
-            tracing::error!("the NIXL thread recovered from a panic; the copies that it had in hand failed");
+            tracing::error!(
+                "the NIXL thread recovered from a panic; the copies that it had in hand failed"
+            );
         }
     }
 
@@ -149,7 +154,8 @@ impl RequestMover {
         !self.reads.is_empty() || !self.writes.is_empty() || !self.flights.is_empty()
     }
 
-    /// Takes what has been submitted; waits for it if there is nothing else to do. False: nothing will come.
+    /// Takes what has been submitted; waits for it if there is nothing else to do. False: nothing
+    /// will come.
     fn receive(&mut self, batches: &Receiver<MoverBatch>) -> bool {
         let first = if self.is_busy() {
             batches.recv_timeout(self.nap())
@@ -170,14 +176,15 @@ impl RequestMover {
         }
     }
 
-    /// A sixteenth of the time that the hardware has been at it: short transfers are noticed soon, and long
-    /// ones cost few looks.
+    /// A sixteenth of the time that the hardware has been at it: short transfers are noticed soon,
+    /// and long ones cost few looks.
     fn nap(&self) -> Duration {
         let quiet = self.stirred.elapsed();
         if quiet < SPIN { Duration::ZERO } else { (quiet / 16).min(LONGEST_NAP) }
     }
 
-    /// Queues a batch, its operations in the order of the other tier's slots: neighbours travel as one.
+    /// Queues a batch, its operations in the order of the other tier's slots: neighbours travel as
+    /// one.
     fn accept(&mut self, mut batch: MoverBatch) {
         let (mut orders, mut refused) = (Vec::new(), Endings::default());
         for (op, ending) in batch.take() {
@@ -211,7 +218,8 @@ impl RequestMover {
         Some((direction, self.near.position(near.slot)?, self.far.position(far.slot)?))
     }
 
-    /// Starts requests, up to the depth each way. Somebody waits for what is read, so reads go first.
+    /// Starts requests, up to the depth each way. An engine waits for what is read, so reads go
+    /// first.
     fn launch(&mut self) {
         for direction in [Direction::Read, Direction::Write] {
             let mut room = self.depth.saturating_sub(self.in_flight(direction));
@@ -247,8 +255,8 @@ impl RequestMover {
             Ok(request) => request,
             Err(error) => return self.give_up(orders, &error),
         };
-        // SAFETY: the submitter promises that nobody else uses the slots until the operations are completed,
-        // and they are not completed after an error that leaves them in doubt.
+        // SAFETY: the submitter promises that nothing else uses the slots until the operations are
+        // completed, and they are not completed after an error that leaves them in doubt.
         match unsafe { request.post() } {
             Ok(()) => self.flights.push(RequestFlight { request, orders }),
             Err(error) => self.give_up(orders, &error),
@@ -282,16 +290,20 @@ impl RequestMover {
             drop(ended);
             self.stirred = clock::now();
             match result {
-                Ok(()) => orders.into_iter().for_each(|order| order.ending.join(&mut landed, Ok(()))),
+                Ok(()) => {
+                    orders.into_iter().for_each(|order| order.ending.join(&mut landed, Ok(())));
+                }
                 Err(error) => self.give_up(orders, &error),
             }
         }
         landed.report();
     }
 
-    /// A request failed as a whole, whichever of its blocks was to blame: the others are tried again.
+    /// A request failed as a whole, whichever of its blocks was to blame: the others are tried
+    /// again.
     ///
-    /// Operations whose slots may still be touched are never completed. The scheduler writes them off.
+    /// Operations whose slots may still be touched are never completed. The scheduler writes them
+    /// off.
     fn give_up(&mut self, orders: Vec<MoverOrder>, error: &CopyError) {
         if error.kind() == CopyErrorKind::TimedOut {
             let blocks = orders.len();
@@ -306,7 +318,9 @@ impl RequestMover {
             let mut failed = Endings::default();
             for order in orders {
                 let message = format!("{} to {}: {error}", order.op.from, order.op.to);
-                order.ending.join(&mut failed, Err(CopyError::caused(kind, message, error.clone())));
+                order
+                    .ending
+                    .join(&mut failed, Err(CopyError::caused(kind, message, error.clone())));
             }
             failed.report();
         }
@@ -315,7 +329,9 @@ impl RequestMover {
 
 impl MoverOrder {
     fn goes_with(&self, other: &Self) -> bool {
-        !self.alone && !other.alone && (self.near.span, self.far.span) == (other.near.span, other.far.span)
+        !self.alone
+            && !other.alone
+            && (self.near.span, self.far.span) == (other.near.span, other.far.span)
     }
 }
 
@@ -351,12 +367,16 @@ mod tests {
     #[test]
     fn an_operation_lost_on_the_way_is_reported_once() {
         let (done, reports) = reports();
-        let mut endings = MoverBatch::new(ops(3), done).take().into_iter().map(|(_, ending)| ending);
+        let mut endings =
+            MoverBatch::new(ops(3), done).take().into_iter().map(|(_, ending)| ending);
         let mut ended = Endings::default();
         endings.next().unwrap().join(&mut ended, Ok(()));
         ended.report();
         endings.next().unwrap().never();
         drop(endings);
-        assert_eq!(reports.iter().collect::<Vec<_>>(), [(0, None), (2, Some(CopyErrorKind::Refused))]);
+        assert_eq!(
+            reports.iter().collect::<Vec<_>>(),
+            [(0, None), (2, Some(CopyErrorKind::Refused))]
+        );
     }
 }

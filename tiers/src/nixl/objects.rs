@@ -28,16 +28,16 @@ pub struct NixlObjectOptions {
 }
 
 impl NixlBackend {
-    /// Between `memory` and one object for each slot in the store that `plugin` was started for, with
-    /// [`object_parameters`]. `store` is the same store, reached without NIXL: what NIXL cannot do, deleting,
-    /// goes through it.
+    /// Between `memory` and one object for each slot in the store that `plugin` was started for,
+    /// with [`object_parameters`]. `store` is the same store, reached without NIXL: what NIXL
+    /// cannot do, deleting, goes through it.
     ///
-    /// The objects are called `<root>/<namespace>/nixl/<process>/<slot>`, where `<process>` is 128 bits that
-    /// nobody else has, and hold the bytes of a block and nothing else. A slot that is written again replaces
-    /// its object; all are deleted at the end.
+    /// The objects are called `<root>/<namespace>/nixl/<process>/<slot>`, where `<process>` is 128
+    /// bits that no other process has, and hold the bytes of a block and nothing else. A slot that
+    /// is written again replaces its object; all are deleted at the end.
     ///
-    /// NIXL takes an object that is too short for a whole one. Nobody else writes these objects, and
-    /// [`Verified`](crate::Verified) notices it.
+    /// NIXL takes an object that is too short for a whole one. No other process writes these
+    /// objects, and [`Verified`](crate::Verified) notices it.
     ///
     /// # Errors
     /// `Unavailable`: the plugin does not take memory or objects, or there is no thread.
@@ -51,9 +51,12 @@ impl NixlBackend {
         let directory = store.fresh_directory(&options.namespace, "nixl");
         let (backend, parent) = (Arc::clone(plugin), directory.clone());
         let prepare = move |slots: std::ops::Range<u32>| {
-            let key = |slot: u32| (u64::from(slot), parent.clone().join(format!("{slot:08x}")).to_string());
+            let key = |slot: u32| {
+                (u64::from(slot), parent.clone().join(format!("{slot:08x}")).to_string())
+            };
             let objects = Registration::objects(&backend, bytes, slots.clone().map(key))?;
-            let segment = |slot: u32| RegisteredRange { address: 0, bytes, device: u64::from(slot) };
+            let segment =
+                |slot: u32| RegisteredRange { address: 0, bytes, device: u64::from(slot) };
             SegmentList::far(&objects, slots.map(segment))
         };
         let far = SlotLists::new(options.slots, SPAN, Box::new(prepare));
@@ -63,8 +66,8 @@ impl NixlBackend {
     }
 }
 
-/// Parameters of the plugin `OBJ` for the store at `url`, `s3://bucket/prefix`. What is not given, the plugin
-/// takes from the `AWS_*` variables or the instance that this runs on.
+/// Parameters of the plugin `OBJ` for the store at `url`, `s3://bucket/prefix`. What is not given,
+/// the plugin takes from the `AWS_*` variables or the instance that this runs on.
 ///
 /// # Errors
 /// `Invalid`: another kind of store, or a malformed URL.
@@ -79,7 +82,8 @@ pub fn object_parameters(
              s3://bucket/prefix, or object.backend (DYN_KVBM_OBJECT_BACKEND) to native";
         return Err(SetupError::new(SetupErrorKind::Invalid, message));
     };
-    let scheme = options.endpoint.as_ref().and_then(|endpoint| endpoint.split_once("://")).map(|(s, _)| s);
+    let scheme =
+        options.endpoint.as_ref().and_then(|endpoint| endpoint.split_once("://")).map(|(s, _)| s);
     let optional = [
         ("endpoint_override", options.endpoint.as_deref()),
         ("scheme", scheme),
@@ -99,7 +103,11 @@ pub fn object_parameters(
         ("resp_checksum", "required"),
     ];
     let given = optional.into_iter().filter_map(|(key, value)| Some((key, value?)));
-    Ok(fixed.into_iter().chain(given).map(|(key, value)| (key.to_owned(), value.to_owned())).collect())
+    Ok(fixed
+        .into_iter()
+        .chain(given)
+        .map(|(key, value)| (key.to_owned(), value.to_owned()))
+        .collect())
 }
 
 #[cfg(test)]
@@ -116,7 +124,10 @@ mod tests {
         };
         let parameters = object_parameters("s3://bucket/some/prefix", &options, 8).unwrap();
         let get = |key: &str| parameters.get(key).map(String::as_str);
-        assert_eq!((get("bucket"), get("scheme"), get("region")), (Some("bucket"), Some("http"), None));
+        assert_eq!(
+            (get("bucket"), get("scheme"), get("region")),
+            (Some("bucket"), Some("http"), None)
+        );
         assert_eq!((get("access_key"), get("num_threads")), (Some("key"), Some("16")));
         for url in ["file:///tmp/objects", "memory:///", "s3://", "nonsense"] {
             let error = object_parameters(url, &options, 8).unwrap_err();

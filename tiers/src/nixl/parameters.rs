@@ -20,7 +20,8 @@ impl PluginParameters {
         done(unsafe { (api.create_params)(&raw mut handle) }, "hold parameters")?;
         let params = Self(handle, api);
         for (key, value) in parameters {
-            let (key, value) = (c_string(key, "a NIXL parameter")?, c_string(value, "a NIXL parameter")?);
+            let (key, value) =
+                (c_string(key, "a NIXL parameter")?, c_string(value, "a NIXL parameter")?);
             // SAFETY: the map is ours, key and value are strings, which it copies.
             let status = unsafe { (api.params_add)(params.0, key.as_ptr(), value.as_ptr()) };
             done(status, "hold parameters")?;

@@ -9,8 +9,8 @@ use super::status::{done, refused};
 use super::sys;
 use crate::error::{SetupError, SetupErrorKind};
 
-/// Another agent that this one has met. Dropping the last handle of it forgets it; lists and requests that
-/// lead there hold one.
+/// Another agent that this one has met. Dropping the last handle of it forgets it; lists and
+/// requests that lead there hold one.
 pub struct RemotePeer {
     agent: Agent,
     name: CString,
@@ -20,11 +20,12 @@ impl Agent {
     /// Gets to know a peer by its [`metadata`](Self::metadata).
     ///
     /// # Errors
-    /// `InUse`: the peer has this agent's name. `Invalid`: these bytes describe no agent, or another one of a
-    /// known name. `Unavailable`: no common backend.
+    /// `InUse`: the peer has this agent's name. `Invalid`: these bytes describe no agent, or
+    /// another one of a known name. `Unavailable`: no common backend.
     pub fn load_remote_metadata(&self, metadata: &[u8]) -> Result<RemotePeer, SetupError> {
         let mut name: *mut c_char = null_mut();
-        // SAFETY: the agent lives and so many bytes are there; the name is ours, from `malloc`, on success.
+        // SAFETY: the agent lives and this many bytes are there; the name is ours, from `malloc`,
+        // on success.
         let status = unsafe {
             (self.api().load_remote_md)(
                 self.handle(),
@@ -48,9 +49,10 @@ impl Agent {
                 );
                 Err(SetupError::new(SetupErrorKind::InUse, message))
             }
-            sys::ERROR_INVALID_PARAM => {
-                Err(SetupError::new(SetupErrorKind::Invalid, "the metadata of a NIXL agent is empty"))
-            }
+            sys::ERROR_INVALID_PARAM => Err(SetupError::new(
+                SetupErrorKind::Invalid,
+                "the metadata of a NIXL agent is empty",
+            )),
             status => Err(refused(
                 status,
                 "use a peer's metadata: cut short, of an agent with a known name, or without a common backend",
@@ -74,14 +76,19 @@ impl RemotePeer {
         self.name.to_str().unwrap_or_default()
     }
 
-    /// Connects now rather than at the first transfer, which would otherwise take 100 to 500 ms longer.
+    /// Connects now rather than at the first transfer, which would otherwise take 100 to 500 ms
+    /// longer.
     ///
     /// # Errors
     /// `Unavailable`: it does not answer.
     pub fn connect(&self) -> Result<(), SetupError> {
         // SAFETY: the agent lives and the name is a string.
         let status = unsafe {
-            (self.agent.api().agent_make_connection)(self.agent.handle(), self.name.as_ptr(), null_mut())
+            (self.agent.api().agent_make_connection)(
+                self.agent.handle(),
+                self.name.as_ptr(),
+                null_mut(),
+            )
         };
         done(status, &format!("connect to {:?}", self.name))
     }
@@ -92,7 +99,7 @@ impl RemotePeer {
     /// `Unavailable`: no backend carries messages there, or the peer is gone.
     pub fn notify(&self, message: &[u8]) -> Result<(), SetupError> {
         let agent = &self.agent;
-        // SAFETY: the agent lives, the name is a string, and so many bytes are there.
+        // SAFETY: the agent lives, the name is a string, and this many bytes are there.
         let status = unsafe {
             (agent.api().gen_notif)(
                 agent.handle(),

@@ -22,8 +22,8 @@ use crate::dram::{DramOptions, DramRegion};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::memory::Memory;
 
-/// Moves all slots of a region to and from the other end, in their order, `batch` to a request and `in_flight`
-/// requests at a time, and looks for their ends without pause.
+/// Moves all slots of a region to and from the other end, in their order, `batch` to a request and
+/// `in_flight` requests at a time, and looks for their ends without pause.
 #[derive(Debug)]
 pub struct RawNixl {
     near: Arc<SegmentList>,
@@ -58,7 +58,11 @@ impl RawNixl {
         let files = Registration::files(&posix, &disk)?;
         let place = |slot| {
             let (file, offset) = disk.place(SlotId(slot)).unwrap_or_default();
-            RegisteredRange { address: offset as usize, bytes: stride, device: device_of(disk.file(file)) }
+            RegisteredRange {
+                address: offset as usize,
+                bytes: stride,
+                device: device_of(disk.file(file)),
+            }
         };
         let far = SegmentList::far(&files, (0..disk.geometry().slots()).map(place))?;
         Ok(Self { near, far, batch, in_flight })
@@ -77,11 +81,11 @@ impl RawNixl {
         Ok(Self { near, far, batch, in_flight: 1 })
     }
 
-    /// Memory of the process that [`RawNixlPeer`] is in, through the plugin UCX, once it has left its
-    /// introduction at `place`.
+    /// Memory of the process that [`RawNixlPeer`] is in, through the plugin UCX, once it has left
+    /// its introduction at `place`.
     ///
     /// # Errors
-    /// As [`loopback`](Self::loopback), and `Unavailable`: nobody comes to `place`.
+    /// As [`loopback`](Self::loopback), and `Unavailable`: no peer comes to `place`.
     pub fn load_remote_metadata(
         memory: DramOptions,
         place: &Path,
@@ -93,8 +97,11 @@ impl RawNixl {
         let (base, metadata) = await_introduction(place)?;
         let peer = Arc::new(ucx.agent().load_remote_metadata(&metadata)?);
         peer.connect()?;
-        let segment =
-            |slot| RegisteredRange { address: base + slot as usize * stride, bytes: stride, device: 0 };
+        let segment = |slot| RegisteredRange {
+            address: base + slot as usize * stride,
+            bytes: stride,
+            device: 0,
+        };
         let far = SegmentList::of_peer(&peer, (0..memory.geometry.slots()).map(segment))?;
         Ok(Self { near, far, batch, in_flight })
     }
@@ -105,12 +112,19 @@ impl RawNixl {
     /// A transfer failed.
     pub fn run(&mut self, direction: Direction, caller: Caller) -> Result<Duration, CopyError> {
         match caller {
-            Caller::Direct => self.drive(|indices| Direct::start(self, direction, indices), Direct::is_over),
+            Caller::Direct => {
+                self.drive(|indices| Direct::start(self, direction, indices), Direct::is_over)
+            }
             Caller::Layered => self.drive(
                 |indices| {
-                    let mut request =
-                        NixlRequest::new(direction, (&self.near, indices), (&self.far, indices), None)?;
-                    // SAFETY: nobody else has a slot handle to any slot, and `run` borrows all of them.
+                    let mut request = NixlRequest::new(
+                        direction,
+                        (&self.near, indices),
+                        (&self.far, indices),
+                        None,
+                    )?;
+                    // SAFETY: nothing else has a slot handle to any slot, and `run` borrows all of
+                    // them.
                     unsafe { request.post() }?;
                     Ok(request)
                 },
@@ -167,8 +181,8 @@ impl<'a> Direct<'a> {
         };
         let (at, count) = (indices.as_ptr(), indices.len());
         let (near, far) = (raw.near.as_ptr(), raw.far.as_ptr());
-        // SAFETY: agent and lists live as long as `raw`, and the indices are positions in both lists; nobody else
-        // has a slot handle to any slot.
+        // SAFETY: agent and lists live as long as `raw`, and the indices are positions in both
+        // lists; nothing else has a slot handle to any slot.
         let status = unsafe {
             let api = agent.api();
             let made = (api.make_xfer_req)(
@@ -183,7 +197,11 @@ impl<'a> Direct<'a> {
                 &raw mut handle,
                 null_mut(),
             );
-            if made == sys::SUCCESS { (api.post_xfer_req)(agent.handle(), handle, null_mut()) } else { made }
+            if made == sys::SUCCESS {
+                (api.post_xfer_req)(agent.handle(), handle, null_mut())
+            } else {
+                made
+            }
         };
         if status < 0 { Err(failed(status)) } else { Ok(Self { agent, handle }) }
     }
@@ -202,7 +220,8 @@ impl Drop for Direct<'_> {
     fn drop(&mut self) {
         // SAFETY: ours. One that is still under way when another failed is left to itself.
         unsafe {
-            if (self.agent.api().get_xfer_status)(self.agent.handle(), self.handle) == sys::SUCCESS {
+            if (self.agent.api().get_xfer_status)(self.agent.handle(), self.handle) == sys::SUCCESS
+            {
                 (self.agent.api().release_xfer_req)(self.agent.handle(), self.handle);
                 (self.agent.api().destroy_xfer_req)(self.handle);
             }
@@ -225,7 +244,8 @@ impl RawNixlPeer {
         let ucx = start("UCX", &[])?;
         let memory: Arc<dyn Memory> = Arc::new(DramRegion::host(memory)?);
         let registration = Registration::memory(&ucx, &memory)?;
-        // SAFETY: nobody has a slot handle to any slot here: the other process may do with them what it likes.
+        // SAFETY: nothing has a slot handle to any slot here: the other process may do with them
+        // what it likes.
         let metadata = unsafe { ucx.agent().metadata() }?;
         let base = memory.base().addr().get().to_le_bytes();
         let unfinished = place.with_extension("unfinished");
@@ -257,11 +277,15 @@ fn await_introduction(place: &Path) -> Result<(usize, Vec<u8>), SetupError> {
 fn start(plugin: &str, parameters: &[(&str, &str)]) -> Result<Arc<BackendHandle>, SetupError> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let name = format!("raw-{}-{}", process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
-    let parameters = parameters.iter().map(|&(key, value)| (key.to_owned(), value.to_owned())).collect();
+    let parameters =
+        parameters.iter().map(|&(key, value)| (key.to_owned(), value.to_owned())).collect();
     Ok(Arc::new(Agent::new(Library::load(None)?, &name)?.backend(plugin, &parameters)?))
 }
 
-fn near(plugin: &Arc<BackendHandle>, options: DramOptions) -> Result<(Arc<SegmentList>, usize), SetupError> {
+fn near(
+    plugin: &Arc<BackendHandle>,
+    options: DramOptions,
+) -> Result<(Arc<SegmentList>, usize), SetupError> {
     let memory: Arc<dyn Memory> = Arc::new(DramRegion::host(options)?);
     let registration = Registration::memory(plugin, &memory)?;
     Ok((SegmentList::near(&registration, segments(&*memory))?, memory.stride()))

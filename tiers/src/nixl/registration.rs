@@ -14,8 +14,8 @@ use crate::disk::DiskRegion;
 use crate::error::SetupError;
 use crate::memory::Memory;
 
-/// Something that is registered with a backend, and kept alive as long as it is. Lists that name parts of it
-/// hold it in turn.
+/// Something that is registered with a backend, and kept alive as long as it is. Lists that name
+/// parts of it hold it in turn.
 pub struct Registration {
     list: RegList,
     args: OptArgs,
@@ -24,8 +24,8 @@ pub struct Registration {
     _region: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: lists and arguments are not changed after the registration, and the agent's functions may be called
-// from any thread.
+// SAFETY: lists and arguments are not changed after the registration, and the agent's functions may
+// be called from any thread.
 unsafe impl Send for Registration {}
 // SAFETY: as above.
 unsafe impl Sync for Registration {}
@@ -45,8 +45,11 @@ impl Registration {
     /// All slots of a memory region.
     ///
     /// # Errors
-    /// `Unavailable`: the backend cannot register memory, or so much of it.
-    pub fn memory(backend: &Arc<BackendHandle>, memory: &Arc<dyn Memory>) -> Result<Arc<Self>, SetupError> {
+    /// `Unavailable`: the backend cannot register memory, or not that much of it.
+    pub fn memory(
+        backend: &Arc<BackendHandle>,
+        memory: &Arc<dyn Memory>,
+    ) -> Result<Arc<Self>, SetupError> {
         let address = memory.base().addr().get();
         let whole = RegisteredRange { address, bytes: memory.geometry().bytes(), device: 0 };
         let what = [(whole, String::new())];
@@ -57,9 +60,13 @@ impl Registration {
     ///
     /// # Errors
     /// `Unavailable`: the backend cannot register files.
-    pub fn files(backend: &Arc<BackendHandle>, disk: &Arc<DiskRegion>) -> Result<Arc<Self>, SetupError> {
+    pub fn files(
+        backend: &Arc<BackendHandle>,
+        disk: &Arc<DiskRegion>,
+    ) -> Result<Arc<Self>, SetupError> {
         let bytes = disk.file_bytes() as usize;
-        let whole = |file: &std::fs::File| RegisteredRange { address: 0, bytes, device: device_of(file) };
+        let whole =
+            |file: &std::fs::File| RegisteredRange { address: 0, bytes, device: device_of(file) };
         let files: Vec<_> = disk.files().map(|file| (whole(file), String::new())).collect();
         Self::new(backend, sys::MEM_FILE, files, Arc::clone(disk) as _)
     }
@@ -89,8 +96,10 @@ impl Registration {
             list.push(segment, &name)?;
         }
         let args = OptArgs::new(agent)?.with_backend(backend)?;
-        // SAFETY: agent, list and arguments live; the region is kept until the registration is undone.
-        let status = unsafe { (agent.api().register_mem)(agent.handle(), list.handle, args.as_ptr()) };
+        // SAFETY: agent, list and arguments live; the region is kept until the registration is
+        // undone.
+        let status =
+            unsafe { (agent.api().register_mem)(agent.handle(), list.handle, args.as_ptr()) };
         done(status, &format!("register it with {}", backend.plugin()))?;
         Ok(Arc::new(Self { list, args, backend: Arc::clone(backend), _region: region }))
     }
@@ -114,9 +123,11 @@ impl fmt::Debug for Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         let agent = self.backend.agent();
-        // SAFETY: it was registered with this list, and no list or request names a part of it any more.
-        let status =
-            unsafe { (agent.api().deregister_mem)(agent.handle(), self.list.handle, self.args.as_ptr()) };
+        // SAFETY: it was registered with this list, and no list or request names a part of it any
+        // more.
+        let status = unsafe {
+            (agent.api().deregister_mem)(agent.handle(), self.list.handle, self.args.as_ptr())
+        };
         if let Err(error) = done(status, "undo a registration") {
             tracing::warn!(%error, "memory or files stay registered");
         }
@@ -148,7 +159,14 @@ impl RegList {
         // SAFETY: the list is ours, and it copies the name.
         let status = unsafe {
             let name = (name.as_ptr().cast(), name.len());
-            (self.agent.api().reg_dlist_add_desc)(self.handle, address, bytes, device, name.0, name.1)
+            (self.agent.api().reg_dlist_add_desc)(
+                self.handle,
+                address,
+                bytes,
+                device,
+                name.0,
+                name.1,
+            )
         };
         done(status, "hold a list")
     }

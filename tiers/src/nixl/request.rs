@@ -18,7 +18,8 @@ use super::sys::{self, MemType, Status, XferDlistHandleS, XferDlistS, XferReqS, 
 use crate::copy::{CopyError, CopyErrorKind};
 use crate::error::{SetupError, SetupErrorKind};
 
-/// Segments that were looked up once, to be named by their position in requests. Holds what they are part of.
+/// Segments that were looked up once, to be named by their position in requests. Holds what they
+/// are part of.
 pub struct SegmentList {
     agent: Agent,
     handle: NonNull<XferDlistHandleS>,
@@ -26,7 +27,8 @@ pub struct SegmentList {
     owner: ListOwner,
 }
 
-// SAFETY: the list is not changed after it was prepared, and the agent's functions may be called from any thread.
+// SAFETY: the list is not changed after it was prepared, and the agent's functions may be called
+// from any thread.
 unsafe impl Send for SegmentList {}
 // SAFETY: as above.
 unsafe impl Sync for SegmentList {}
@@ -42,13 +44,20 @@ impl SegmentList {
     /// Memory of this agent: the near end of a transfer.
     ///
     /// # Errors
-    /// `Invalid`: more than 2³¹ − 1 segments. `Unavailable`: a segment is not part of the registration.
+    /// `Invalid`: more than 2³¹ − 1 segments. `Unavailable`: a segment is not part of the
+    /// registration.
     pub fn near(
         registration: &Arc<Registration>,
         segments: impl IntoIterator<Item = RegisteredRange>,
     ) -> Result<Arc<Self>, SetupError> {
         let agent = registration.backend().agent();
-        Self::new(agent, c"", registration.kind(), segments, ListOwner::Own(Arc::clone(registration)))
+        Self::new(
+            agent,
+            c"",
+            registration.kind(),
+            segments,
+            ListOwner::Own(Arc::clone(registration)),
+        )
     }
 
     /// Files, objects or memory of this agent: the far end of a transfer.
@@ -72,7 +81,13 @@ impl SegmentList {
         peer: &Arc<RemotePeer>,
         segments: impl IntoIterator<Item = RegisteredRange>,
     ) -> Result<Arc<Self>, SetupError> {
-        Self::new(peer.agent(), peer.c_name(), sys::MEM_DRAM, segments, ListOwner::Peer(Arc::clone(peer)))
+        Self::new(
+            peer.agent(),
+            peer.c_name(),
+            sys::MEM_DRAM,
+            segments,
+            ListOwner::Peer(Arc::clone(peer)),
+        )
     }
 
     fn new(
@@ -95,14 +110,22 @@ impl SegmentList {
             ));
         }
         let args = match &owner {
-            ListOwner::Own(registration) => Some(OptArgs::new(agent)?.with_backend(registration.backend())?),
+            ListOwner::Own(registration) => {
+                Some(OptArgs::new(agent)?.with_backend(registration.backend())?)
+            }
             ListOwner::Peer(_) => None,
         };
         let args = args.as_ref().map_or(null_mut(), OptArgs::as_ptr);
         let mut handle = null_mut();
         // SAFETY: agent, list and arguments live; what the segments are part of is kept by `owner`.
         let status = unsafe {
-            (agent.api().prep_xfer_dlist)(agent.handle(), name.as_ptr(), list.handle, &raw mut handle, args)
+            (agent.api().prep_xfer_dlist)(
+                agent.handle(),
+                name.as_ptr(),
+                list.handle,
+                &raw mut handle,
+                args,
+            )
         };
         done(status, "prepare segments: are they all registered?")?;
         let handle = NonNull::new(handle)
@@ -150,7 +173,9 @@ impl fmt::Debug for SegmentList {
 impl Drop for SegmentList {
     fn drop(&mut self) {
         // SAFETY: ours; requests, which hold the list, are gone.
-        unsafe { (self.agent.api().release_xfer_dlist_handle)(self.agent.handle(), self.handle.as_ptr()) };
+        unsafe {
+            (self.agent.api().release_xfer_dlist_handle)(self.agent.handle(), self.handle.as_ptr())
+        };
     }
 }
 
@@ -163,11 +188,11 @@ pub enum Direction {
     Write,
 }
 
-/// A transfer of some segments of two lists, one to one, of equal lengths. It may be started again when it has
-/// ended.
+/// A transfer of some segments of two lists, one to one, of equal lengths. It may be started again
+/// when it has ended.
 ///
-/// A request that is dropped before its end is left to itself: it, and all that it touches, stays for the rest
-/// of the process, since nothing can stop the hardware.
+/// A request that is dropped before its end is left to itself: it, and all that it touches, stays
+/// for the rest of the process, since nothing can stop the hardware.
 pub struct NixlRequest {
     /// `None` only while dropping.
     held: Option<HeldLists>,
@@ -183,7 +208,8 @@ struct HeldLists {
     far: Arc<SegmentList>,
 }
 
-// SAFETY: a request is used by one thread at a time, through `&mut`; which one does not matter to the agent.
+// SAFETY: a request is used by one thread at a time, through `&mut`; which one does not matter to
+// the agent.
 unsafe impl Send for NixlRequest {}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -195,12 +221,12 @@ enum RequestState {
 }
 
 impl NixlRequest {
-    /// Moves segment `near_indices[i]` of the one list to or from segment `far_indices[i]` of the other, and
-    /// then sends `notification` to the peer.
+    /// Moves segment `near_indices[i]` of the one list to or from segment `far_indices[i]` of the
+    /// other, and then sends `notification` to the peer.
     ///
     /// # Errors
-    /// `Refused`: an index is out of range, the numbers of indices differ or are zero, the lists are of
-    /// different agents, or no backend moves such segments.
+    /// `Refused`: an index is out of range, the numbers of indices differ or are zero, the lists
+    /// are of different agents, or no backend moves such segments.
     pub fn new(
         direction: Direction,
         (near, near_indices): (&Arc<SegmentList>, &[c_int]),
@@ -208,7 +234,9 @@ impl NixlRequest {
         notification: Option<&[u8]>,
     ) -> Result<Self, CopyError> {
         let fits = |list: &SegmentList, indices: &[c_int]| {
-            indices.iter().all(|&index| usize::try_from(index).is_ok_and(|index| index < list.segments))
+            indices
+                .iter()
+                .all(|&index| usize::try_from(index).is_ok_and(|index| index < list.segments))
         };
         let agent = &near.agent;
         if near_indices.len() != far_indices.len()
@@ -229,7 +257,8 @@ impl NixlRequest {
             Direction::Write => sys::XFER_WRITE,
         };
         let mut handle = null_mut();
-        // SAFETY: agent, lists and arguments live, and the indices, as many as said, are positions in the lists.
+        // SAFETY: agent, lists and arguments live, and the indices, as many as said, are positions
+        // in the lists.
         let status = unsafe {
             let (near, far) = (near.handle.as_ptr(), far.handle.as_ptr());
             let (near_at, far_at) = (near_indices.as_ptr(), far_indices.as_ptr());
@@ -250,7 +279,12 @@ impl NixlRequest {
         match NonNull::new(handle).filter(|_| status == sys::SUCCESS) {
             Some(handle) => {
                 let held = HeldLists { handle, near: Arc::clone(near), far: Arc::clone(far) };
-                Ok(Self { held: Some(held), direction, state: RequestState::Idle, span: Span::none() })
+                Ok(Self {
+                    held: Some(held),
+                    direction,
+                    state: RequestState::Idle,
+                    span: Span::none(),
+                })
             }
             None => Err(refused(status_name(status))),
         }
@@ -259,19 +293,21 @@ impl NixlRequest {
     /// Starts the transfer.
     ///
     /// # Errors
-    /// `Refused`: it is under way, or the peer was forgotten; nothing happened. `TimedOut`: the library failed
-    /// half-way, and what the request touches may be touched for ever.
+    /// `Refused`: it is under way, or the peer was forgotten; nothing happened. `TimedOut`: the
+    /// library failed half-way, and what the request touches may be touched for ever.
     ///
     /// # Safety
-    /// Until [`poll`](Self::poll) says that it ended, nobody writes the segments that are read, and nobody
-    /// touches those that are written. After an error of kind `TimedOut` that holds for ever.
+    /// Until [`poll`](Self::poll) says that it ended, nothing writes the segments that are read,
+    /// and nothing touches those that are written. After an error of kind `TimedOut` that holds for
+    /// ever.
     pub unsafe fn post(&mut self) -> Result<(), CopyError> {
         if self.state != RequestState::Idle {
             return Err(refused("it is under way"));
         }
         self.span = span(self.direction);
         let (agent, handle) = self.parts();
-        // SAFETY: agent and request live; the caller answers for the segments, which the lists keep alive.
+        // SAFETY: agent and request live; the caller answers for the segments, which the lists keep
+        // alive.
         let status = unsafe { (agent.api().post_xfer_req)(agent.handle(), handle, null_mut()) };
         match status {
             // It was over before it was asked about.
@@ -295,8 +331,9 @@ impl NixlRequest {
     /// Whether the transfer has ended. One that was not started has.
     ///
     /// # Errors
-    /// `Io`: it failed, and nothing moves any more. `TimedOut`: it failed, and the segments may still be
-    /// touched: a read from a peer that is gone, for example. `Unavailable`: the peer is gone.
+    /// `Io`: it failed, and nothing moves any more. `TimedOut`: it failed, and the segments may
+    /// still be touched: a read from a peer that is gone, for example. `Unavailable`: the peer is
+    /// gone.
     pub fn poll(&mut self) -> Poll<Result<(), CopyError>> {
         match self.state {
             RequestState::Idle => return Poll::Ready(Ok(())),
@@ -327,7 +364,8 @@ impl NixlRequest {
         let (agent, handle) = self.parts();
         let mut measured = XferTelemetry::default();
         // SAFETY: agent and request live, and the structure is that of the header.
-        let status = unsafe { (agent.api().get_xfer_telemetry)(agent.handle(), handle, &raw mut measured) };
+        let status =
+            unsafe { (agent.api().get_xfer_telemetry)(agent.handle(), handle, &raw mut measured) };
         if status == sys::SUCCESS {
             span.record("bytes", measured.total_bytes);
             span.record("descriptors", measured.desc_count);
@@ -339,7 +377,8 @@ impl NixlRequest {
     /// It ended badly. Bytes of a peer that is gone may still be arriving.
     fn fail(&mut self, status: Status) -> CopyError {
         let peer = self.held.as_ref().and_then(|held| held.far.peer());
-        let may_move = status == sys::ERROR_NOT_FOUND || peer.is_some() && self.direction == Direction::Read;
+        let may_move =
+            status == sys::ERROR_NOT_FOUND || peer.is_some() && self.direction == Direction::Read;
         let error = match peer {
             _ if may_move => unclear(status),
             Some(peer) => {
@@ -372,13 +411,16 @@ impl Drop for NixlRequest {
     fn drop(&mut self) {
         let Some(held) = self.held.take() else { return };
         if self.state != RequestState::Idle {
-            tracing::error!("a NIXL request is dropped before its end: what it touches stays as it is");
+            tracing::error!(
+                "a NIXL request is dropped before its end: what it touches stays as it is"
+            );
             std::mem::forget(held);
             return;
         }
         let agent = &held.near.agent;
         // SAFETY: the request is ours, and nothing is in flight.
-        let released = unsafe { (agent.api().release_xfer_req)(agent.handle(), held.handle.as_ptr()) };
+        let released =
+            unsafe { (agent.api().release_xfer_req)(agent.handle(), held.handle.as_ptr()) };
         if released == sys::SUCCESS {
             // SAFETY: released just now, and used no more.
             unsafe { (agent.api().destroy_xfer_req)(held.handle.as_ptr()) };
@@ -405,7 +447,8 @@ impl XferList {
         RegisteredRange { address, bytes, device }: RegisteredRange,
     ) -> Result<(), SetupError> {
         // SAFETY: the list is ours.
-        let status = unsafe { (self.agent.api().xfer_dlist_add_desc)(self.handle, address, bytes, device) };
+        let status =
+            unsafe { (self.agent.api().xfer_dlist_add_desc)(self.handle, address, bytes, device) };
         done(status, "hold a list")
     }
 }
@@ -440,7 +483,10 @@ fn refused(why: &str) -> CopyError {
 }
 
 fn failed(kind: CopyErrorKind, status: Status) -> CopyError {
-    CopyError::new(kind, format!("a NIXL transfer failed ({}): see what it printed", status_name(status)))
+    CopyError::new(
+        kind,
+        format!("a NIXL transfer failed ({}): see what it printed", status_name(status)),
+    )
 }
 
 fn unclear(status: Status) -> CopyError {

@@ -14,8 +14,8 @@ pub(super) type PrepareFn = dyn Fn(Range<u32>) -> Result<Arc<SegmentList>, Setup
 /// Whether a slot is there: a region may do without some of its directories.
 type IsThere = dyn Fn(SlotId) -> bool + Send;
 
-/// A region's slots in lists of equal length, each prepared when a slot of it is first used: a list takes time
-/// and memory in proportion to its slots, and some tiers have a thousand million.
+/// A region's slots in lists of equal length, each prepared when a slot of it is first used: a list
+/// takes time and memory in proportion to its slots, and some tiers have a thousand million.
 pub(super) struct SlotLists {
     slots: u32,
     span: u32,
@@ -67,11 +67,21 @@ mod tests {
 
     #[test]
     fn a_slot_that_is_not_there_has_no_position() {
-        let prepare = |_| Err(SetupError::new(SetupErrorKind::Unavailable, "nobody moves anything here"));
+        let prepare =
+            |_| Err(SetupError::new(SetupErrorKind::Unavailable, "nobody moves anything here"));
         // The directory of every third slot is away.
         let spans = SlotLists::new(8, 4, Box::new(prepare)).only(|slot| slot.0 % 3 != 1);
         let found = (0..10).map(|slot| spans.position(SlotId(slot)).map(|at| (at.span, at.index)));
-        let there = [Some((0, 0)), None, Some((0, 2)), Some((0, 3)), None, Some((1, 1)), Some((1, 2)), None];
+        let there = [
+            Some((0, 0)),
+            None,
+            Some((0, 2)),
+            Some((0, 3)),
+            None,
+            Some((1, 1)),
+            Some((1, 2)),
+            None,
+        ];
         assert_eq!(found.collect::<Vec<_>>(), [&there[..], &[None, None]].concat());
     }
 }

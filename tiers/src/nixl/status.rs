@@ -1,4 +1,4 @@
-//! What calls of the library take for a text, and what they answer.
+//! The text that the library's calls take, and what they answer.
 
 use std::ffi::CString;
 
@@ -6,8 +6,9 @@ use super::sys::{self, Status};
 use crate::error::{SetupError, SetupErrorKind};
 
 pub(super) fn c_string(text: &str, what: &str) -> Result<CString, SetupError> {
-    CString::new(text)
-        .map_err(|e| SetupError::caused(SetupErrorKind::Invalid, format!("{what} holds a zero byte"), e))
+    CString::new(text).map_err(|e| {
+        SetupError::caused(SetupErrorKind::Invalid, format!("{what} holds a zero byte"), e)
+    })
 }
 
 /// Whether a call that sets something up succeeded.

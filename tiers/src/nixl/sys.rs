@@ -1,7 +1,8 @@
-//! The C interface of NIXL, as far as it is used here, bound to a library that is loaded at run time.
+//! The C interface of NIXL, as far as it is used here, bound to a library that is loaded at run
+//! time.
 //!
-//! Names, types and signatures are transcribed from `wrapper.h` of the crate `nixl-sys`, version 1.5.2, whose
-//! notice is:
+//! Names, types and signatures are transcribed from `wrapper.h` of the crate `nixl-sys`, version
+//! 1.5.2, whose notice is:
 //!
 //! ```text
 //! SPDX-FileCopyrightText: Copyright (c) 2025-2026 NVIDIA CORPORATION & AFFILIATES. All rights reserved.
@@ -24,7 +25,8 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use libloading::os::unix::Library;
 
-/// A function that NIXL has since 1.5.0, and 1.4.1 lacks: it tells the versions apart however the library came here.
+/// A function that NIXL has since 1.5.0, and 1.4.1 lacks: it tells the versions apart however the
+/// library came here.
 pub(super) const SINCE_1_5: &[u8] = b"nixl_capi_create_remote_dlist\0";
 
 /// `nixl_capi_status_t`.
@@ -121,7 +123,8 @@ macro_rules! functions {
             /// `library` is NIXL's C interface, and is never unloaded.
             pub(super) unsafe fn resolve(library: &Library) -> Result<Self, &'static str> {
                 Ok(Self {$(
-                    // SAFETY: the type is that of the header; the caller promises that it is this library.
+                    // SAFETY: the type is that of the header; the caller promises that it is this
+                    // library.
                     $name: *unsafe { library.get(concat!("nixl_capi_", stringify!($name))) }
                         .map_err(|_| concat!("nixl_capi_", stringify!($name)))?,
                 )*})

@@ -35,7 +35,11 @@ fn agent(library: &'static Library) -> Agent {
     Agent::new(library, &name).unwrap()
 }
 
-fn plugin(library: &'static Library, name: &str, parameters: &[(&str, &str)]) -> Arc<BackendHandle> {
+fn plugin(
+    library: &'static Library,
+    name: &str,
+    parameters: &[(&str, &str)],
+) -> Arc<BackendHandle> {
     let parameters: BTreeMap<_, _> =
         parameters.iter().map(|&(key, value)| (key.to_owned(), value.to_owned())).collect();
     Arc::new(agent(library).backend(name, &parameters).unwrap())
@@ -43,8 +47,13 @@ fn plugin(library: &'static Library, name: &str, parameters: &[(&str, &str)]) ->
 
 fn disk(dirs: &[PathBuf], o_direct: bool, slots: u32, block_bytes: usize) -> Arc<DiskRegion> {
     let geometry = Geometry::new(slots, block_bytes).unwrap();
-    let options =
-        DiskOptions { geometry, dirs: dirs.to_vec(), o_direct, zerofill_fallback: true, keep: None };
+    let options = DiskOptions {
+        geometry,
+        dirs: dirs.to_vec(),
+        o_direct,
+        zerofill_fallback: true,
+        keep: None,
+    };
     Arc::new(DiskRegion::open(&options).unwrap())
 }
 
@@ -84,7 +93,8 @@ fn a_short_file_fails_its_blocks_and_no_others() {
     let memory = Arc::new(host(8, BLOCK));
     let disk = disk(&[home.path().to_owned()], true, 8, BLOCK);
     let posix = plugin(library, "POSIX", &[("use_uring", "true")]);
-    let backend = NixlBackend::disk(&posix, Arc::clone(&memory) as _, Arc::clone(&disk), 8).unwrap();
+    let backend =
+        NixlBackend::disk(&posix, Arc::clone(&memory) as _, Arc::clone(&disk), 8).unwrap();
     let mut frames = memory.frames().unwrap();
     let here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
     let mut others = crate::FramePool::new(Tier::Disk, 8);
@@ -116,7 +126,8 @@ impl Bed {
         let posix = plugin(library, "POSIX", &[("use_uring", "true")]);
         let backend = NixlBackend::disk(&posix, Arc::clone(&memory) as _, disk, depth).unwrap();
         let all = |mut pool: crate::FramePool| std::iter::from_fn(|| pool.take()).collect();
-        let (here, there) = (all(memory.frames().unwrap()), all(crate::FramePool::new(Tier::Disk, slots)));
+        let (here, there) =
+            (all(memory.frames().unwrap()), all(crate::FramePool::new(Tier::Disk, slots)));
         Self { backend, memory, here, there, _home: home }
     }
 
@@ -129,7 +140,8 @@ impl Bed {
     }
 }
 
-/// Of many operations one way and one the other way behind them: how many had ended when the one did.
+/// Of many operations one way and one the other way behind them: how many had ended when the one
+/// did.
 fn ended_before(bed: &Bed, many: Vec<CopyOp>, one: CopyOp) -> usize {
     let (report, reports) = std::sync::mpsc::channel();
     let done = |is_one: bool| {
@@ -158,7 +170,7 @@ fn loads_wait_for_no_flushes_and_starve_none() {
     assert!(before < MANY / 4, "a write waited for {before} of {MANY} reads");
 }
 
-/// What the disk holds, the thread still moves: nobody else could tell when the hardware is done.
+/// The thread still moves what the disk holds: nothing else could tell when the hardware is done.
 #[test]
 fn a_panic_in_a_completion_loses_no_other_operation() {
     const COUNT: usize = 64;
@@ -170,7 +182,10 @@ fn a_panic_in_a_completion_loses_no_other_operation() {
     let (report, reports) = std::sync::mpsc::channel();
     let done = Done::new(move |ended| {
         ended.iter().for_each(|&(index, _)| report.send(index).unwrap());
-        assert!(ended.iter().all(|(index, _)| index % 7 != 3), "a listener panics, as this test wants it");
+        assert!(
+            ended.iter().all(|(index, _)| index % 7 != 3),
+            "a listener panics, as this test wants it"
+        );
     });
     bed.backend.submit((0..COUNT).map(|slot| bed.out(slot)).collect(), done);
     let mut reported: Vec<_> = reports.iter().collect();
@@ -182,21 +197,28 @@ fn a_panic_in_a_completion_loses_no_other_operation() {
         assert!(run(&bed.backend, batch).iter().all(Result::is_ok));
     }
     let blocks = bed.here.iter().enumerate();
-    assert!(blocks.into_iter().all(|(number, frame)| has_pattern(number, bed.memory.read(frame).unwrap())));
+    assert!(
+        blocks
+            .into_iter()
+            .all(|(number, frame)| has_pattern(number, bed.memory.read(frame).unwrap()))
+    );
 }
 
 /// The library of an old version, to see it refused.
 const OLD_LIBRARY: &str = "KVBM_TEST_NIXL_1_4";
 
 #[test]
-fn a_library_before_1_5_is_refused_with_the_way_to_upgrade() {
+fn a_library_before_1_5_is_refused_with_a_remedy() {
     let Some(path) = std::env::var_os(OLD_LIBRARY) else {
         return skip("nixl 1.4", &format!("{OLD_LIBRARY} is not set"));
     };
     let error = Library::load(Some(Path::new(&path))).unwrap_err();
     assert_eq!(error.kind(), SetupErrorKind::Unavailable);
     let message = error.to_string();
-    assert!(message.contains("is NIXL 1.4") && message.contains("pip install 'nixl-cu12>=1.5'"), "{message}");
+    assert!(
+        message.contains("is NIXL 1.4") && message.contains("pip install 'nixl-cu12>=1.5'"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -271,7 +293,9 @@ impl Side {
 
     fn holds(&self, first: usize) -> bool {
         let frames = self.frames.iter().enumerate();
-        frames.into_iter().all(|(i, frame)| has_pattern(first + i, self.memory.read(frame).unwrap()))
+        frames
+            .into_iter()
+            .all(|(i, frame)| has_pattern(first + i, self.memory.read(frame).unwrap()))
     }
 
     fn near(&self) -> Arc<SegmentList> {
@@ -280,7 +304,8 @@ impl Side {
 }
 
 fn segments(base: usize) -> Vec<RegisteredRange> {
-    let segment = |slot| RegisteredRange { address: base + slot as usize * BLOCK, bytes: BLOCK, device: 0 };
+    let segment =
+        |slot| RegisteredRange { address: base + slot as usize * BLOCK, bytes: BLOCK, device: 0 };
     (0..SLOTS).map(segment).collect()
 }
 
@@ -343,8 +368,11 @@ fn two_agents_of_a_process_exchange_blocks_and_messages() {
 fn what_does_not_fit_is_refused() {
     let Some(library) = library() else { return };
     let (ours, theirs) = (Side::new(library), Side::new(library));
-    let beyond =
-        RegisteredRange { address: ours.memory.base().addr().get() + (1 << 40), bytes: BLOCK, device: 0 };
+    let beyond = RegisteredRange {
+        address: ours.memory.base().addr().get() + (1 << 40),
+        bytes: BLOCK,
+        device: 0,
+    };
     let error = SegmentList::near(&ours.registration, [beyond]).unwrap_err();
     assert_eq!(error.kind(), SetupErrorKind::Unavailable);
     let (near, other) = (ours.near(), theirs.near());
@@ -393,7 +421,10 @@ fn introduce(side: &Side, place: &Path, name: &str) {
 fn load_remote_metadata(side: &Side, place: &Path, name: &str) -> (Arc<RemotePeer>, usize) {
     let bytes = await_file(place, name);
     let (base, metadata) = bytes.split_first_chunk().unwrap();
-    (Arc::new(side.ucx.agent().load_remote_metadata(metadata).unwrap()), usize::from_le_bytes(*base))
+    (
+        Arc::new(side.ucx.agent().load_remote_metadata(metadata).unwrap()),
+        usize::from_le_bytes(*base),
+    )
 }
 
 /// The other process of the tests below: it is written to, checks what arrived, and says so.
@@ -418,7 +449,9 @@ struct PeerProcess(Child);
 impl PeerProcess {
     fn start(place: &Path) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "nixl::tests::peer_process", "--ignored"]).env(MEETING_PLACE, place);
+        command
+            .args(["--exact", "nixl::tests::peer_process", "--ignored"])
+            .env(MEETING_PLACE, place);
         Self(command.spawn().unwrap())
     }
 
@@ -464,16 +497,23 @@ fn two_processes_exchange_blocks_and_one_survives_the_other() {
     killer.join().unwrap();
 }
 
-/// An S3-compatible store to test with, `http://host:port`, with a bucket `kvbm` and the keys `test` and `test`.
+/// An S3-compatible store to test with, `http://host:port`, with a bucket `kvbm` and the keys
+/// `test` and `test`.
 const STORE: &str = "KVBM_TEST_S3";
 
 #[test]
 fn objects_conform() {
     let Some(library) = library() else { return };
-    let Ok(endpoint) = std::env::var(STORE) else { return skip("s3", &format!("{STORE} is not set")) };
+    let Ok(endpoint) = std::env::var(STORE) else {
+        return skip("s3", &format!("{STORE} is not set"));
+    };
     let key = Some("test".to_owned());
-    let options =
-        StoreOptions { endpoint: Some(endpoint), region: None, access_key: key.clone(), secret_key: key };
+    let options = StoreOptions {
+        endpoint: Some(endpoint),
+        region: None,
+        access_key: key.clone(),
+        secret_key: key,
+    };
     let url = "s3://kvbm/conformance";
     let parameters = object_parameters(url, &options, 8).unwrap();
     let obj = Arc::new(agent(library).backend("OBJ", &parameters).unwrap());
@@ -481,7 +521,8 @@ fn objects_conform() {
         let store = Store::open(url, &options).unwrap();
         let memory = Arc::new(host(slots, block_bytes));
         let options = NixlObjectOptions { namespace: "test".into(), slots, concurrency: 8 };
-        let backend = NixlBackend::objects(&obj, Arc::clone(&memory) as _, store, &options).unwrap();
+        let backend =
+            NixlBackend::objects(&obj, Arc::clone(&memory) as _, store, &options).unwrap();
         Pair { memory, other: Tier::Object, backend: Arc::new(backend) }
     });
     let store = Store::open(url, &options).unwrap();

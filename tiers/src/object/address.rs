@@ -10,12 +10,11 @@ use crate::error::{SetupError, SetupErrorKind};
 
 pub(super) const URL: &str = "object.url (DYN_KVBM_OBJECT_URL)";
 pub(super) const ENDPOINT: &str = "object.endpoint (DYN_KVBM_OBJECT_ENDPOINT)";
-pub(super) const KEYS: &str =
-    "object.access_key and object.secret_key (DYN_KVBM_OBJECT_ACCESS_KEY, DYN_KVBM_OBJECT_SECRET_KEY)";
+pub(super) const KEYS: &str = "object.access_key and object.secret_key (DYN_KVBM_OBJECT_ACCESS_KEY, DYN_KVBM_OBJECT_SECRET_KEY)";
 pub(super) const FORMS: &str = "use file:///directory, s3://bucket/prefix or memory:///";
 
-/// How an S3-compatible store is reached. Without keys, keys and everything else that is `None` come from the
-/// `AWS_*` variables, else from the instance that this runs on.
+/// How an S3-compatible store is reached. Without keys, keys and everything else that is `None`
+/// come from the `AWS_*` variables, else from the instance that this runs on.
 #[derive(Clone, Default)]
 pub struct StoreOptions {
     /// `http://…` or `https://…`; `None`: AWS.

@@ -34,8 +34,9 @@ use crate::fork::MakerProcess;
 use crate::geometry::MAX_SLOTS;
 use crate::memory::{Memory, forget_checksum};
 
-/// How long the last handle's owner waits for a store that gets on with it: many segments, or a machine that is busy
-/// with other things. Half a minute is what supervisors of services give all of a shutdown.
+/// How long the last handle's owner waits for a store that gets on with it: many segments, or a
+/// machine that is busy with other things. Half a minute is what supervisors of services give all
+/// of a shutdown.
 const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 /// How long it waits for a store that gets on with nothing. What takes longer goes on without it.
 const CLOSE_STALL: Duration = Duration::from_secs(1);
@@ -43,7 +44,7 @@ const CLOSE_STALL: Duration = Duration::from_secs(1);
 const CLOSE_LOOK: Duration = Duration::from_millis(50);
 /// A new epoch is announced within this time, or in the background.
 const ANNOUNCEMENT_LIMIT: Duration = Duration::from_secs(5);
-/// Of the requests in flight one in so many may compact: each holds up to three segments in memory.
+/// One request in flight out of this number may compact: each holds up to three segments in memory.
 const COMPACTIONS_SHARE: usize = 4;
 
 /// How blocks are laid out in the store.
@@ -55,8 +56,9 @@ pub struct ObjectOptions {
     pub segment_bytes: u64,
     /// Requests in flight, reads and writes together.
     pub concurrency: u32,
-    /// An operation ends so long after it was submitted at the latest: waiting for others, retries and all.
-    /// Only a file system that hangs can take longer, because nobody else can stop what it does to a slot.
+    /// The most time from an operation's submission to its end, with waiting for others and
+    /// retries. Only a file system that hangs can take longer, because nothing else can stop what
+    /// it does to a slot.
     pub operation_limit: Duration,
     /// What requests may come to.
     pub budgets: Budgets,
@@ -64,7 +66,7 @@ pub struct ObjectOptions {
     pub keep: bool,
     /// What authenticates footers, where blocks are encrypted.
     pub keys: Option<FooterKeys>,
-    /// With whom; `None`: what is written here is read by nobody else.
+    /// With which workers; `None`: no one else reads what is written here.
     pub sharing: Option<Sharing>,
 }
 
@@ -79,8 +81,8 @@ pub struct ObjectStats {
     pub live_blocks: u64,
     /// Blocks that compactions wrote again.
     pub moved_blocks: u64,
-    /// Segments that nobody needs and that are, or may be, still in the store: they are deleted soon, or when
-    /// the store is well again.
+    /// Segments that no worker needs and that are, or may be, still in the store: they are deleted
+    /// soon, or when the store is well again.
     pub undeleted: u64,
     /// Blocks in segments that others wrote which are the content of a slot.
     pub found_blocks: u64,
@@ -92,9 +94,9 @@ pub struct ObjectStats {
 
 /// Moves blocks between a memory region and an object store, both ways.
 ///
-/// Dropping it refuses what has not begun and, unless told to keep them, deletes the segments that it wrote. It
-/// waits for that as long as something ends every second, ten seconds at most; what takes longer goes on as long as the
-/// process lives, with the region kept alive.
+/// Dropping it refuses what has not begun and, unless told to keep them, deletes the segments that
+/// it wrote. It waits for that as long as something ends every second, ten seconds at most; what
+/// takes longer goes on as long as the process lives, with the region kept alive.
 pub struct ObjectBackend {
     shared: Arc<StoreContext>,
     memory: Arc<dyn Memory>,
@@ -106,8 +108,8 @@ pub struct ObjectBackend {
 impl ObjectBackend {
     /// Between `memory` and segments in `store`.
     ///
-    /// `checksums`: those that a [`Verified`](crate::verify::Verified) around this backend records; `None`:
-    /// they are computed here.
+    /// `checksums`: those that a [`Verified`](crate::verify::Verified) around this backend records;
+    /// `None`: they are computed here.
     ///
     /// # Errors
     /// `Invalid`: no request may be in flight, or none may take any time.
@@ -118,10 +120,12 @@ impl ObjectBackend {
         options: &ObjectOptions,
     ) -> Result<Self, SetupError> {
         let traffic = Arc::new(Traffic::new(&options.budgets));
-        let store = store.map_client(|client| Arc::new(CountedRequests::new(client, Arc::clone(&traffic))));
+        let store =
+            store.map_client(|client| Arc::new(CountedRequests::new(client, Arc::clone(&traffic))));
         let concurrency = options.concurrency as usize;
         if !(1..=Semaphore::MAX_PERMITS).contains(&concurrency) {
-            let message = "object.concurrency (DYN_KVBM_OBJECT_CONCURRENCY) is 0: allow at least one request";
+            let message =
+                "object.concurrency (DYN_KVBM_OBJECT_CONCURRENCY) is 0: allow at least one request";
             return Err(SetupError::new(SetupErrorKind::Invalid, message));
         }
         if options.operation_limit.is_zero() {
@@ -129,13 +133,17 @@ impl ObjectBackend {
             return Err(SetupError::new(SetupErrorKind::Invalid, message));
         }
         let block_bytes = memory.block_bytes();
-        let blocks_per_segment = (options.segment_bytes / block_bytes as u64).clamp(1, u64::from(u32::MAX));
+        let blocks_per_segment =
+            (options.segment_bytes / block_bytes as u64).clamp(1, u64::from(u32::MAX));
         let namespace = Path::from(options.namespace.as_str());
         let namespace = store.root.parts().chain(namespace.parts()).collect::<Path>();
         let names = SegmentNames::new();
-        let share =
-            options.sharing.clone().map(|sharing| BucketShare::new(sharing, &namespace, names.next()));
-        let provenance = options.sharing.as_ref().map(|sharing| sharing.provenance).unwrap_or_default();
+        let share = options
+            .sharing
+            .clone()
+            .map(|sharing| BucketShare::new(sharing, &namespace, names.next()));
+        let provenance =
+            options.sharing.as_ref().map(|sharing| sharing.provenance).unwrap_or_default();
         let shared = StoreContext {
             store,
             block_bytes,
@@ -169,10 +177,12 @@ impl ObjectBackend {
         })
     }
 
-    /// Finds what this process, in an earlier life, and others have left in the namespace, and has slots below `slots`
-    /// stand for it. Nothing may have been written yet. From here on this worker says what it relies on, and collects
-    /// garbage. This takes ten seconds at most: a store that fails or is slow until then leaves the worker without
-    /// [knowledge](EpochStanding::Unknown), and so without a use for the store until it has found out.
+    /// Finds what this process, in an earlier life, and others have left in the namespace, and has
+    /// slots below `slots` stand for it. Nothing may have been written yet. From here on this
+    /// worker says what it relies on, and collects garbage. This takes ten seconds at most: a store
+    /// that fails or is slow until then leaves the worker without
+    /// [knowledge](EpochStanding::Unknown), and so without a use for the store until it has found
+    /// out.
     ///
     /// Without [`Sharing`] there is nothing to be found.
     pub fn discover(&self, slots: u32) -> Discovered {
@@ -191,32 +201,33 @@ impl ObjectBackend {
         let standing = share.map(|share| *share.standing.lock());
         let own = self.shared.provenance().epoch;
         // It is that of the epoch before until the bucket knows of the present one.
-        let of_another =
-            |standing: &EpochStanding| !matches!(standing, EpochStanding::Current(epoch) if *epoch != own);
+        let of_another = |standing: &EpochStanding| !matches!(standing, EpochStanding::Current(epoch) if *epoch != own);
         standing.map_or(EpochStanding::Current(own), |standing| {
             Some(standing).filter(of_another).unwrap_or(EpochStanding::Unknown)
         })
     }
 
-    /// A tenant was forgotten for the `life`-th time: what others have stored for it is not what it stores from here on.
+    /// A tenant was forgotten for the `life`-th time: what others have stored for it is not what it
+    /// stores from here on.
     pub fn forget_tenant(&self, tenant: u32, life: u32) {
         if let Some(share) = &self.shared.share {
             share.known.lock().forget_tenant(tenant, life, now_ms());
         }
     }
 
-    /// From here on `into` takes in what others store: it is looked for at the interval that [`Sharing::look`] says.
-    /// Without [`Sharing`] there is nothing to be looked for.
+    /// From here on `into` takes in what others store: it is looked for at the interval that
+    /// [`Sharing::look`] says. Without [`Sharing`] there is nothing to be looked for.
     pub fn keep_looking(&self, into: Arc<dyn TakeIn>) {
         keep_looking(&self.shared, into);
     }
 
-    /// Writes blocks by the names of another epoch from here on, forgets all that the slots hold, and tells later workers,
-    /// before it returns, that it has begun: none of them goes on in an earlier one unasked. Where nothing is shared,
-    /// nothing happens.
+    /// Writes blocks by the names of another epoch from here on, forgets all that the slots hold,
+    /// and tells later workers, before it returns, that it has begun: none of them goes on in an
+    /// earlier one unasked. Where nothing is shared, nothing happens.
     ///
     /// # Errors
-    /// `Unavailable`: the store did not take it, or is in a later epoch. Until it takes it nothing is stored or found.
+    /// `Unavailable`: the store did not take it, or is in a later epoch. Until it takes it nothing
+    /// is stored or found.
     pub fn begin_epoch(&self, epoch: u64, forgotten: u64) -> Result<(), CopyError> {
         let Some(share) = &self.shared.share else { return Ok(()) };
         let present = self.shared.provenance();
@@ -239,7 +250,8 @@ impl ObjectBackend {
             Some(Err(why)) => why,
             None => "no answer in time".to_owned(),
         };
-        let message = format!("cannot tell {} that epoch {epoch} has begun: {why}", self.shared.store);
+        let message =
+            format!("cannot tell {} that epoch {epoch} has begun: {why}", self.shared.store);
         Err(CopyError::new(CopyErrorKind::Unavailable, message))
     }
 
@@ -287,7 +299,9 @@ impl ObjectBackend {
         };
         let ticket = self.shared.work.ticket();
         let pending = (object.0 < MAX_SLOTS)
-            .then(|| PendingBlock::new((index, done.clone()), (&self.memory, memory), op, object, ticket))
+            .then(|| {
+                PendingBlock::new((index, done.clone()), (&self.memory, memory), op, object, ticket)
+            })
             .flatten();
         pending.ok_or_else(|| {
             let message = format!("the object tier cannot copy {} to {}", op.from, op.to);
@@ -314,10 +328,11 @@ impl ObjectBackend {
     }
 }
 
-// SAFETY: a `PendingBlock` completes its operation exactly once, when it is dropped. A write's are owned by every
-// `Bytes` that shows the client a slot, so they go when nobody can read the slots any more; a read's by the only
-// task or thread that writes to the slots. Each holds the region, also after this backend has gone. Destinations
-// are written through slices of one block, and finished with `Ok` only when filled to the end.
+// SAFETY: a `PendingBlock` completes its operation exactly once, when it is dropped. A write's are
+// owned by every `Bytes` that shows the client a slot, so they go when nothing can read the slots
+// any more; a read's by the only task or thread that writes to the slots. Each holds the region,
+// also after this backend has gone. Destinations are written through slices of one block, and
+// finished with `Ok` only when filled to the end.
 unsafe impl Backend for ObjectBackend {
     fn name(&self) -> &'static str {
         "object_store"
@@ -357,7 +372,8 @@ impl Drop for ObjectBackend {
             shared.close(keep).await;
             drop(ended);
         });
-        // The last report may have held the last handle: the thread that makes it cannot wait for its end.
+        // The last report may have held the last handle: the thread that makes it cannot wait for
+        // its end.
         if !StoreRuntime::is_own_thread() && !self.has_closed(&end) {
             let store = &self.shared.store;
             tracing::warn!(%store, "the object store is slow: requests and deletions go on in the background");

@@ -1,4 +1,5 @@
-//! The memory side of one operation: whose bytes they are, until when, and to whom the end is reported.
+//! The memory side of one operation: whose bytes they are, until when, and where the end is
+//! reported.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -8,8 +9,8 @@ use super::executor::WorkTicket;
 use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Done, Endings, Owner, SlotId};
 use crate::memory::Memory;
 
-/// An operation that was accepted and not reported yet. Dropping it reports it, as refused unless it was
-/// finished: however a task ends, its operations are completed exactly once.
+/// An operation that was accepted and not reported yet. Dropping it reports it, as refused unless
+/// it was finished: however a task ends, its operations are completed exactly once.
 pub(super) struct PendingBlock {
     index: usize,
     done: Done,
@@ -33,8 +34,9 @@ pub(super) struct PendingBlock {
     pub(super) object: SlotId,
 }
 
-// SAFETY: `start` points into a region that is itself `Send` and `Sync` and is kept alive by `_region`; the
-// callers of `Backend::submit` promise that nobody else uses the slot until the operation is completed.
+// SAFETY: `start` points into a region that is itself `Send` and `Sync` and is kept alive by
+// `_region`; the callers of `Backend::submit` promise that nothing else uses the slot until the
+// operation is completed.
 unsafe impl Send for PendingBlock {}
 // SAFETY: as above; through `&PendingBlock` the bytes are only read.
 unsafe impl Sync for PendingBlock {}
@@ -77,21 +79,22 @@ impl PendingBlock {
 
     /// The block's bytes, as the source of a write.
     pub(super) fn source(&self) -> &[u8] {
-        // SAFETY: the slot holds at least `bytes` bytes, stays mapped as long as `self`, and is written by
-        // nobody until the operation is completed, which takes `self`.
+        // SAFETY: the slot holds at least `bytes` bytes, stays mapped as long as `self`, and is not
+        // written until the operation is completed, which takes `self`.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }
     }
 
     /// The block's bytes, as the destination of a read.
     pub(super) fn destination(&mut self) -> &mut [u8] {
-        // SAFETY: as for `source`; the destination is read by nobody either, and `&mut self` is unique.
+        // SAFETY: as for `source`; nothing reads the destination either, and `&mut self` is unique.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
     }
 }
 
 impl Drop for PendingBlock {
     fn drop(&mut self) {
-        self.done.report(self.result.take().map(|result| (self.index, result)).into_iter().collect());
+        self.done
+            .report(self.result.take().map(|result| (self.index, result)).into_iter().collect());
     }
 }
 
@@ -105,7 +108,10 @@ impl fmt::Debug for PendingBlock {
 }
 
 /// Reports the same end for all, together.
-pub(super) fn finish_all(blocks: impl IntoIterator<Item = PendingBlock>, result: &Result<(), CopyError>) {
+pub(super) fn finish_all(
+    blocks: impl IntoIterator<Item = PendingBlock>,
+    result: &Result<(), CopyError>,
+) {
     let (mut blocks, mut ended): (Vec<_>, _) = (blocks.into_iter().collect(), Endings::default());
     for block in &mut blocks {
         block.result = None;

@@ -1,8 +1,8 @@
-//! What a store may cost: requests and bytes in a period, of which some is there again with every second.
+//! What a store may cost: requests and bytes in a period, which refill with every second.
 //!
-//! Stores charge for requests by class. What blocks need is refused when a budget is spent; what a worker must say to
-//! stay among the living is not, and neither is what is under way: the debt is paid back before anything else is
-//! bought. Deleting costs nothing.
+//! Stores charge for requests by class. What blocks need is refused when a budget is spent; what
+//! keeps a worker's manifest alive is not, and neither is what is under way: the debt is paid back
+//! before anything else is bought. Deleting costs nothing.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use super::traffic::RequestKind;
 use crate::clock;
 
-/// What there is to spend in a period; `None`: as much as there is need of.
+/// What may be spent in a period; `None`: no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budgets {
     /// Requests that write or list.
@@ -21,7 +21,7 @@ pub struct Budgets {
     pub gets: Option<u64>,
     /// Bytes of objects, sent and received.
     pub bytes: Option<u64>,
-    /// In which it is to be spent.
+    /// The period.
     pub period: Duration,
 }
 
@@ -70,7 +70,7 @@ impl Default for Budgets {
 pub(super) struct RequestBudget {
     accounts: [Option<BudgetAccount>; 3],
     refused: [AtomicU64; 3],
-    /// It was said that they are spent.
+    /// That they are spent was logged.
     told: [AtomicBool; 3],
 }
 
@@ -104,7 +104,7 @@ impl RequestBudget {
         }
     }
 
-    /// Whether all of these can be paid; what cannot be is counted otherwise.
+    /// Whether all of these can be paid; if not, what cannot be is counted.
     pub(super) fn affords(&self, expenses: &[Expense]) -> Result<(), Expense> {
         for &expense in expenses {
             let is_spent = self.is_spent(expense);
@@ -112,7 +112,10 @@ impl RequestBudget {
             if is_spent {
                 self.refused[expense as usize].fetch_add(1, Ordering::Relaxed);
                 if !was_told {
-                    tracing::warn!(budget = expense.name(), "a budget of the object tier is spent for now");
+                    tracing::warn!(
+                        budget = expense.name(),
+                        "a budget of the object tier is spent for now"
+                    );
                 }
                 return Err(expense);
             }
@@ -138,9 +141,13 @@ impl RequestBudget {
 
 impl BudgetAccount {
     fn new(most: u64, period: Duration) -> Self {
-        // A store that may be asked nothing is none: one request a period.
+        // A store that takes no requests is none: allow one a period.
         let most = most.max(1) as f64;
-        Self { most, period: period.as_secs_f64().max(1e-3), balance: Mutex::new((most, clock::now())) }
+        Self {
+            most,
+            period: period.as_secs_f64().max(1e-3),
+            balance: Mutex::new((most, clock::now())),
+        }
     }
 
     fn left(&self) -> f64 {
@@ -151,11 +158,12 @@ impl BudgetAccount {
         self.settle(amount);
     }
 
-    /// What is there after what time has brought and an expense. No debt is larger than a period's budget: else one that
-    /// is too small for what must be said would never end.
+    /// The balance after the refill up to now and an expense. No debt exceeds a period's budget:
+    /// else, where the budget is too small for the manifests, it would never end.
     fn settle(&self, expense: f64) -> f64 {
         let (mut balance, now) = (self.balance.lock(), clock::now());
-        let earned = now.saturating_duration_since(balance.1).as_secs_f64() * self.most / self.period;
+        let earned =
+            now.saturating_duration_since(balance.1).as_secs_f64() * self.most / self.period;
         *balance = ((balance.0 + earned).min(self.most) - expense, now);
         balance.0 = balance.0.max(-self.most);
         balance.0

@@ -1,7 +1,9 @@
-//! Garbage collection: removes segments that no living worker relies on, such as those of writers that crashed.
+//! Garbage collection: removes segments that no living worker relies on, such as those of writers
+//! that crashed.
 //!
-//! One worker does it, the one that has the [lease](super::lease), in pages: its memory does not grow with the bucket. A
-//! segment goes if it was nobody's in two collections in a row: one who has just found it has said so by then.
+//! One worker does it, the one that has the [lease](super::lease), in pages: its memory does not
+//! grow with the bucket. A segment goes if no worker relied on it in two collections in a row: a
+//! worker that has just found it has said so by then.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -18,12 +20,14 @@ use super::names::SegmentName;
 use super::share::{BucketShare, OtherWorkers};
 use super::shared::StoreContext;
 
-/// Segments that a collection notices, 300 bytes each: the oldest. The next one deletes them, and notices as many more.
+/// Segments that a collection notices, 300 bytes each: the oldest. The next one deletes them, and
+/// notices as many more.
 const MAX_CANDIDATES: usize = 1 << 16;
 /// Deletions at a time.
 const CONCURRENCY: usize = 16;
 
-/// Collects again and again. Apart from renewals: a large bucket takes longer than a worker may be silent.
+/// Collects again and again. Apart from renewals: a large bucket takes longer than a worker may be
+/// silent.
 pub(super) fn keep_collecting(shared: &Arc<StoreContext>) {
     let (own, mut ticket) = (Arc::clone(shared), shared.work.ticket());
     shared.store.executor.spawn(async move {
@@ -41,10 +45,11 @@ pub(super) fn keep_collecting(shared: &Arc<StoreContext>) {
 }
 
 impl StoreContext {
-    /// Deletes what was nobody's in the last collection and still is. A store that fails ends it; the next one goes on.
+    /// Deletes what no worker relied on in the last collection nor in this one. A store that fails
+    /// ends it; the next one goes on.
     pub(super) async fn collect(&self, share: &BucketShare) -> Result<(), StoreError> {
         self.afford(&Expense::ALL).map_err(|error| StoreError::new(&error.to_string()))?;
-        // Whoever collects may delete it from then on.
+        // The collector may delete it from then on.
         let oldest = share.sharing.collect_after.max(share.grace());
         share.known.lock().forget_older(u64::try_from(oldest.as_millis()).unwrap_or(u64::MAX));
         if !self.take_lease(share).await? {
@@ -52,7 +57,8 @@ impl StoreContext {
         }
         let suspects = std::mem::take(&mut *self.suspects.lock());
         let garbage = self.garbage(share, &suspects).await?;
-        let (sure, new): (Vec<_>, Vec<_>) = garbage.into_iter().partition(|old| suspects.contains(&old.name));
+        let (sure, new): (Vec<_>, Vec<_>) =
+            garbage.into_iter().partition(|old| suspects.contains(&old.name));
         *self.suspects.lock() = new.iter().chain(&sure).map(|old| old.name).collect();
         let files = self.store.files_below(&share.namespace);
         files.into_iter().for_each(|directory| remove_staged(&directory, share.grace()));
@@ -71,7 +77,8 @@ impl StoreContext {
         share: &BucketShare,
         suspects: &HashSet<SegmentName>,
     ) -> Result<Vec<ListedSegment>, StoreError> {
-        let own: HashSet<SegmentName> = self.locations.lock().segments().map(|id| id.name).collect();
+        let own: HashSet<SegmentName> =
+            self.locations.lock().segments().map(|id| id.name).collect();
         self.hear_others(share).await?;
         let (mut bytes, mut oldest, mut candidates) = (0, Least::new(MAX_CANDIDATES), Vec::new());
         for directory in [&self.directory, &self.former_directory] {
@@ -95,7 +102,7 @@ impl StoreContext {
                 }
             }
         }
-        // Once more: somebody may have said since that it relies on one of them.
+        // Once more: a worker may have said since that it relies on one of them.
         self.hear_others(share).await?;
         let others = share.others.lock().await;
         candidates.extend(oldest.into_sorted());
@@ -112,7 +119,7 @@ impl StoreContext {
 }
 
 impl OtherWorkers {
-    /// Whether nobody relies on a segment, and nobody who is about to say so still can.
+    /// Whether no worker relies on a segment, and it is too late for one to say that it does.
     fn may_go(&self, segment: &ListedSegment, share: &BucketShare) -> bool {
         self.is_older(segment, share.grace()) && !self.rely_on(segment.name)
     }

@@ -1,9 +1,10 @@
 //! Making room: the blocks of segments that are nearly empty move together.
 //!
-//! A segment's space comes back when its last block is gone. Where slots are written again in random order,
-//! that takes so long that segments would hold several times as many blocks as there are slots. So a write
-//! first compacts: it fetches what is left of the emptiest segments and writes it as one new segment. Readers
-//! find the new places at once; those that read an old segment keep it until they have done.
+//! A segment's space comes back when its last block is gone. Where slots are written again in
+//! random order, that takes so long that segments would hold several times as many blocks as there
+//! are slots. So a write first compacts: it fetches what is left of the emptiest segments and
+//! writes it as one new segment. Readers find the new places at once; those that read an old
+//! segment keep it until they are done.
 //!
 //! A compaction that fails changes nothing, and the next write tries again.
 
@@ -37,15 +38,18 @@ struct MovedBlocks {
     bytes: Bytes,
 }
 
-/// Makes room for so many blocks, as far as that can be done with bounded work before the deadline.
+/// Makes room for `blocks` blocks, as far as that can be done with bounded work before the
+/// deadline.
 pub(super) async fn make_room(shared: &Arc<StoreContext>, blocks: usize, deadline: Instant) {
     for _ in 0..MAX_COMPACTIONS {
-        // What is asked for goes before what is tidy.
+        // Requests go before tidying.
         if shared.afford(&Expense::ALL).is_err() {
             return;
         }
-        // What is moved lies in memory of its own, so few may do it at a time.
-        let Ok(Ok(_turn)) = timeout_at(deadline, shared.compactions.acquire()).await else { return };
+        // What is moved lies in memory of its own, so only a few may do it at a time.
+        let Ok(Ok(_turn)) = timeout_at(deadline, shared.compactions.acquire()).await else {
+            return;
+        };
         let victims = shared.locations.lock().victims(blocks, shared.blocks_per_segment);
         // Nothing to gain, or other writes are compacting all that there is.
         if victims.is_empty() {
@@ -58,21 +62,24 @@ pub(super) async fn make_room(shared: &Arc<StoreContext>, blocks: usize, deadlin
     }
 }
 
-/// Writes what is left of the victims as one segment. That one of them cannot be read is no failure; that the
-/// store does not answer is, and then nothing moves.
+/// Writes what is left of the victims as one segment. A victim that cannot be read is no failure; a
+/// store that does not answer is, and then nothing moves.
 async fn compact(
     shared: &Arc<StoreContext>,
     victims: Vec<CompactionVictim>,
     deadline: Instant,
 ) -> Result<(), CopyError> {
-    // Pinned until the new places stand: a write may vacate the last live block of a victim meanwhile.
-    let pins: Vec<_> = victims.iter().map(|victim| SegmentPin::new(shared, victim.number)).collect();
+    // Pinned until the new places stand: a write may vacate the last live block of a victim
+    // meanwhile.
+    let pins: Vec<_> =
+        victims.iter().map(|victim| SegmentPin::new(shared, victim.number)).collect();
     let fetched = join_all(victims.iter().map(|victim| fetch(shared, victim, deadline))).await;
     let (mut moved, mut left, mut result) = (Vec::new(), Vec::new(), Ok(()));
     for (victim, fetched) in victims.iter().zip(fetched) {
         let is_whole = fetched.as_ref().is_ok_and(|blocks| blocks.len() == victim.live.len());
         let is_away = fetched.as_ref().is_err_and(|error| error.kind() != CopyErrorKind::Io);
-        // A store that is away says nothing of the segment: only one that answers and lacks it makes it worth less.
+        // An unreachable store says nothing of the segment: only one that answers and lacks it
+        // makes it worth less.
         left.push((victim.number, is_whole || is_away));
         match fetched {
             Ok(blocks) => moved.extend(blocks),
@@ -90,7 +97,7 @@ async fn compact(
     result
 }
 
-/// The victim's live blocks, without those that are corrupt: whoever reads them where they are is told so.
+/// The victim's live blocks, without those that are corrupt: a reader of the old place is told so.
 async fn fetch(
     shared: &Arc<StoreContext>,
     victim: &CompactionVictim,
@@ -104,7 +111,9 @@ async fn fetch(
     let context = format!("cannot compact {path} of {}", shared.store);
     let tail = match timeout_at(deadline, shared.store.client.get_range(&path, start..end)).await {
         Ok(Ok(tail)) => tail,
-        Ok(Err(error)) => return Err(shared.store.read_error(&path, end, context, &error, deadline).await),
+        Ok(Err(error)) => {
+            return Err(shared.store.read_error(&path, end, context, &error, deadline).await);
+        }
         Err(_) => return Err(shared.too_late(&context)),
     };
     let Footer { provenance, entries } = decode(&tail, end, shared.footer_key(victim.segment.name))
@@ -113,9 +122,16 @@ async fn fetch(
         let entry = *entries.get(from.position as usize)?;
         // The object may be shorter than it was when it was stored, and its footer speak of more.
         let at = usize::try_from(entry.offset.checked_sub(start)?).ok()?;
-        let end = at.checked_add(usize::try_from(entry.length).ok()?).filter(|&end| end <= tail.len())?;
+        let end =
+            at.checked_add(usize::try_from(entry.length).ok()?).filter(|&end| end <= tail.len())?;
         let bytes = tail.slice(at..end);
-        (checksum(&bytes) == entry.crc32c).then_some(MovedBlocks { from, slot, provenance, entry, bytes })
+        (checksum(&bytes) == entry.crc32c).then_some(MovedBlocks {
+            from,
+            slot,
+            provenance,
+            entry,
+            bytes,
+        })
     });
     Ok(moved.collect())
 }
@@ -127,13 +143,15 @@ async fn write(
 ) -> Result<(), CopyError> {
     let _request = shared.request(deadline).await?;
     let offsets = (0..).step_by(shared.block_bytes);
-    let entries = moved.iter().zip(offsets).map(|(block, offset)| SegmentEntry { offset, ..block.entry });
-    // What is left of an earlier epoch is found by nobody, under whatever label.
+    let entries =
+        moved.iter().zip(offsets).map(|(block, offset)| SegmentEntry { offset, ..block.entry });
+    // What is left of an earlier epoch is never found, under whatever label.
     let provenance = moved.iter().map(|block| block.provenance).max().unwrap_or_default();
     let id = SegmentId { epoch: provenance.epoch, name: shared.names.next() };
     let footer = encode(&provenance, &entries.collect::<Vec<_>>(), shared.footer_key(id.name));
     let copied: Vec<_> = moved.iter().map(|block| (block.from, block.slot)).collect();
-    let payload = moved.into_iter().map(|block| block.bytes).chain([footer.clone()]).collect::<PutPayload>();
+    let payload =
+        moved.into_iter().map(|block| block.bytes).chain([footer.clone()]).collect::<PutPayload>();
     create(shared, id, payload, &footer, deadline).await?;
     shared.moved_blocks.fetch_add(copied.len() as u64, Ordering::Relaxed);
     let unneeded = shared.locations.lock().relocate(id, &copied);

@@ -21,7 +21,7 @@ use super::shared::{StoreContext, now_ms};
 use crate::copy::{BlockKey, SlotId};
 use crate::index::IndexEntry;
 
-/// At start-up somebody waits: what was not found by then is looked for later.
+/// At start-up an engine waits: what was not found by then is looked for later.
 pub(super) const DISCOVERY_LIMIT: Duration = Duration::from_secs(10);
 /// Footers that are fetched at a time.
 const CONCURRENCY: usize = 32;
@@ -41,7 +41,8 @@ pub(super) const TAIL: u64 = 16 << 10;
 /// What a bucket holds already.
 #[derive(Clone, Debug)]
 pub struct Discovered {
-    /// Blocks with all blocks before them, each behind its parent, and the slots that stand for them now.
+    /// Blocks with all blocks before them, each behind its parent, and the slots that stand for
+    /// them now.
     pub blocks: Vec<IndexEntry>,
     /// Where it is not [`Current`](EpochStanding::Current) nothing was looked for.
     pub standing: EpochStanding,
@@ -66,17 +67,17 @@ pub(super) struct KnownFooters {
     pub(super) read: Vec<ReadFooter>,
     /// Blocks in them.
     blocks: usize,
-    /// How many could not be had or understood.
+    /// How many could not be fetched or understood.
     unread: u64,
     /// Segments of which that will not change.
     pub(super) looked_at: Vec<SegmentName>,
-    /// Those that could not be had now.
+    /// Those that could not be fetched now.
     pub(super) away: Vec<SegmentName>,
     /// When the newest segment was written, in milliseconds since 1970.
     newest_ms: Option<u64>,
 }
 
-/// Finds out how the epoch stands, then what there is of it, and has the first slots stand for that.
+/// Finds out how the epoch stands, then what it has, and has the first slots stand for that.
 pub(super) async fn discover(shared: Arc<StoreContext>, slots: u32) -> Discovered {
     let Some(share) = &shared.share else {
         return Discovered::nothing(EpochStanding::Current(0), 0);
@@ -121,8 +122,8 @@ struct Newest {
 }
 
 impl StoreContext {
-    /// Footers of the present epoch's segments, newest first, until there are blocks enough or no time is left. What
-    /// could not be looked at is for later looks.
+    /// Footers of the present epoch's segments, newest first, until there are blocks enough or no
+    /// time is left. What could not be looked at is for later looks.
     pub(super) async fn survey(
         &self,
         share: &BucketShare,
@@ -147,9 +148,9 @@ impl StoreContext {
         footers
     }
 
-    /// Stores list names from the oldest on. So what was written in the last minute is listed first, then the time before
-    /// that, and so on: eight times as much of it where that held few segments, and as much as holds a page where it held
-    /// more. Returns whether that was all.
+    /// Stores list names from the oldest on. So what was written in the last minute is listed
+    /// first, then the time before that, and so on: eight times as much of it where that held few
+    /// segments, and as much as holds a page where it held more. Returns whether that was all.
     async fn survey_into(
         &self,
         footers: &mut KnownFooters,
@@ -160,7 +161,7 @@ impl StoreContext {
         let (mut width_ms, mut before) = (FIRST_WIDTH_MS, None::<SegmentName>);
         loop {
             let until_ms = before.map_or(now_ms, SegmentName::millis);
-            // Where nothing is in order a part takes as long as all.
+            // Without an order a part takes as long as all.
             let from = until_ms.checked_sub(width_ms).filter(|_| self.store.lists_in_order());
             let from = from.map(SegmentName::first_of);
             let newest = timeout_at(deadline, self.newest(epoch, from, before)).await;
@@ -192,7 +193,8 @@ impl StoreContext {
         before: Option<SegmentName>,
     ) -> Result<Newest, StoreError> {
         let after = from.map(|name| self.path(SegmentId { epoch, name }));
-        let mut listing = self.store.listing(&self.epoch_directory(epoch), after.as_ref(), self.limit);
+        let mut listing =
+            self.store.listing(&self.epoch_directory(epoch), after.as_ref(), self.limit);
         let mut newest = Least::new(MAX_LISTED);
         while let Some(meta) = listing.next().await? {
             let Some(segment) = ListedSegment::new(meta) else { continue };
@@ -207,7 +209,7 @@ impl StoreContext {
         Ok(Newest { listed, has_more })
     }
 
-    /// Says once what an operator would wonder about.
+    /// Logs once what an operator would wonder about.
     async fn warn_of_former_layout(&self, deadline: Instant) {
         let mut former = self.store.listing(&self.former_directory, None, self.limit);
         if let Ok(Ok(Some(_))) = timeout_at(deadline, former.next()).await {
@@ -227,9 +229,10 @@ impl StoreContext {
         listed: Vec<ListedSegment>,
         deadline: Instant,
     ) {
-        let answers = futures::stream::iter(listed).map(|ListedSegment { name, meta }| async move {
-            (name, self.read_footer(name, &meta, deadline).await)
-        });
+        let answers =
+            futures::stream::iter(listed).map(|ListedSegment { name, meta }| async move {
+                (name, self.read_footer(name, &meta, deadline).await)
+            });
         let mut answers = answers.buffered(CONCURRENCY);
         let before = footers.unread;
         while footers.blocks < MAX_BLOCKS
@@ -266,7 +269,8 @@ impl StoreContext {
         meta: &ObjectMeta,
         deadline: Instant,
     ) -> Result<Footer, FooterError> {
-        let (usual, key) = (TAIL.max(self.footer_bytes(self.blocks_per_segment)), self.footer_key(name));
+        let (usual, key) =
+            (TAIL.max(self.footer_bytes(self.blocks_per_segment)), self.footer_key(name));
         let footer = fetch_footer(&self.store, meta, (usual, key), deadline).await?;
         // Blocks are found by their position.
         let lies_well = |(at, entry): (u64, &SegmentEntry)| {
@@ -280,15 +284,29 @@ impl StoreContext {
     }
 
     /// Has slots from 0 on stand for blocks, root first.
-    fn adopt(&self, KnownFooters { read, unread, .. }: &KnownFooters, epoch: u64, slots: u32) -> Discovered {
+    fn adopt(
+        &self,
+        KnownFooters { read, unread, .. }: &KnownFooters,
+        epoch: u64,
+        slots: u32,
+    ) -> Discovered {
         let chosen = ChainClosure::new(read).choose(slots as usize);
-        let mut taken: Vec<_> = read.iter().map(|read| vec![None; read.footer.entries.len()]).collect();
+        let mut taken: Vec<_> =
+            read.iter().map(|read| vec![None; read.footer.entries.len()]).collect();
         let mut blocks = Vec::with_capacity(chosen.len());
         for (slot, (segment, position)) in (0..).map(SlotId).zip(chosen) {
-            let SegmentEntry { block, parent, crc32c, tenant, .. } = read[segment].footer.entries[position];
+            let SegmentEntry { block, parent, crc32c, tenant, .. } =
+                read[segment].footer.entries[position];
             taken[segment][position] = Some(slot);
             self.checksums.iter().for_each(|checksums| checksums.record(slot, crc32c));
-            blocks.push(IndexEntry { slot, generation: 0, block, parent, checksum: crc32c, tenant });
+            blocks.push(IndexEntry {
+                slot,
+                generation: 0,
+                block,
+                parent,
+                checksum: crc32c,
+                tenant,
+            });
         }
         let mut locations = self.locations.lock();
         read.iter().zip(&taken).for_each(|(read, slots)| locations.adopt(read.id, slots));
@@ -303,7 +321,7 @@ pub(super) enum FooterError {
     /// The segment was deleted.
     #[error("the segment is gone")]
     Gone,
-    /// It cannot be had.
+    /// It cannot be fetched.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// It is none.
@@ -320,7 +338,7 @@ impl FooterError {
     }
 }
 
-/// What a segment says of itself. So many bytes of its end are fetched, and more if it takes more.
+/// What a segment says of itself. Fetches `usual` bytes of its end, and more if it takes more.
 pub(super) async fn fetch_footer(
     store: &Store,
     meta: &ObjectMeta,
@@ -342,7 +360,7 @@ async fn fetch_tail(
     deadline: Instant,
 ) -> Result<Bytes, FooterError> {
     let range = meta.size.saturating_sub(bytes)..meta.size;
-    // An empty range is none that a store knows.
+    // Stores know no empty range.
     if range.is_empty() {
         return Ok(Bytes::new());
     }
@@ -350,13 +368,18 @@ async fn fetch_tail(
     let tail = timeout_at(deadline, store.client.get_range(&meta.location, range)).await;
     let tail = tail.map_err(StoreError::from)?.map_err(|error| FooterError::of(store, &error))?;
     // Part of an answer says nothing of the segment.
-    if tail.len() as u64 == wanted { Ok(tail) } else { Err(StoreError::new("the answer was cut off").into()) }
+    if tail.len() as u64 == wanted {
+        Ok(tail)
+    } else {
+        Err(StoreError::new("the answer was cut off").into())
+    }
 }
 
 /// Which segment of those that were read, and which of its blocks.
 type SegmentSpot = (usize, usize);
 
-/// Chooses blocks, each with all those before it: newest first, since they are the likeliest to be asked for.
+/// Chooses blocks, each with all those before it: newest first, since they are the likeliest to be
+/// asked for.
 struct ChainClosure<'a> {
     read: &'a [ReadFooter],
     /// A block in two segments: either is good.
@@ -393,7 +416,8 @@ impl<'a> ChainClosure<'a> {
         chosen
     }
 
-    /// A block and those before it that are not chosen yet, upwards; none if the chain is not whole.
+    /// A block and those before it that are not chosen yet, upwards; none if the chain is not
+    /// whole.
     fn missing(&mut self, block: BlockKey) -> Vec<(BlockKey, SegmentSpot)> {
         let (mut path, mut next) = (Vec::new(), Some(block));
         while let Some(block) = next.filter(|block| !self.chosen.contains(block)) {

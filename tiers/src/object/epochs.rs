@@ -1,8 +1,9 @@
 //! Which epochs a bucket knows of, and how a worker's own stands to them.
 //!
-//! A marker tells of each epoch that has begun. **Nothing is stored, linked or taken in by a worker that does not know
-//! that its epoch is the bucket's latest and has a marker**: a store that refuses, is slow or answers in part is no store
-//! without epochs. Such a worker tries until it knows.
+//! A marker tells of each epoch that has begun. **Nothing is stored, linked or taken in by a worker
+//! that does not know that its epoch is the bucket's latest and has a marker**: a store that
+//! refuses, is slow or answers in part is no store without epochs. Such a worker tries until it
+//! knows.
 
 use std::time::Duration;
 
@@ -18,7 +19,8 @@ use super::shared::StoreContext;
 
 /// Ends the names of markers.
 pub(super) const EXTENSION: &str = ".kvepoch";
-/// The first pause of a worker that does not know of the bucket's epochs. Later ones double, up to a renewal.
+/// The first pause of a worker that does not know of the bucket's epochs. Later ones double, up to
+/// a renewal.
 pub(super) const FIRST_PAUSE: Duration = Duration::from_millis(500);
 
 /// How a worker's epoch stands to those that a bucket knows of.
@@ -35,7 +37,7 @@ pub enum EpochStanding {
 /// What becomes of a worker whose epoch is older than the bucket's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OlderEpoch {
-    /// It is not to share the bucket: whoever starts it must say what is meant.
+    /// It is not to share the bucket: its operator must say what is meant.
     #[default]
     Refuse,
     /// It goes on in the bucket's.
@@ -49,16 +51,21 @@ pub(super) fn parse_marker(path: &Path) -> Option<u64> {
 }
 
 impl StoreContext {
-    /// Under what blocks are stored and found now; `None`: not before it is known how the epoch stands.
+    /// The provenance under which blocks are stored and found now; `None`: it is not known yet how
+    /// the epoch stands.
     pub(super) fn present(&self) -> Option<Provenance> {
         let provenance = self.provenance();
-        let is_current =
-            |share: &BucketShare| *share.standing.lock() == EpochStanding::Current(provenance.epoch);
+        let is_current = |share: &BucketShare| {
+            *share.standing.lock() == EpochStanding::Current(provenance.epoch)
+        };
         self.share.as_ref().is_none_or(is_current).then_some(provenance)
     }
 
-    /// Finds out how the present epoch stands, and has it marked where nobody has.
-    pub(super) async fn join_epoch(&self, share: &BucketShare) -> Result<EpochStanding, StoreError> {
+    /// Finds out how the present epoch stands, and has it marked where no worker has.
+    pub(super) async fn join_epoch(
+        &self,
+        share: &BucketShare,
+    ) -> Result<EpochStanding, StoreError> {
         let own = self.provenance().epoch;
         let latest = self.latest_epoch(share).await?;
         let standing = if latest > Some(own) && share.sharing.older_epoch != OlderEpoch::Keep {

@@ -1,6 +1,7 @@
 //! What a store's errors mean for a copy.
 //!
-//! A caller drops a block that is not there, and keeps one that cannot be had for now. So an error says which:
+//! A caller drops a block that is not there, and keeps one that is unavailable for now. So an error
+//! says which:
 //!
 //! | the store says | kind | the block |
 //! |---|---|---|
@@ -21,7 +22,8 @@ use tokio::time::error::Elapsed;
 
 use crate::copy::CopyErrorKind;
 
-/// The text of a store's error, without credentials. Servers quote parts of a request that they refuse.
+/// The text of a store's error, without credentials. Servers quote parts of a request that they
+/// refuse.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(super) struct StoreError(String);
@@ -38,7 +40,7 @@ impl From<Elapsed> for StoreError {
     }
 }
 
-/// Texts that no message may contain.
+/// Strings that no message may contain.
 #[derive(Clone, Default)]
 pub(super) struct UrlSecrets(Vec<String>);
 
@@ -53,9 +55,10 @@ impl UrlSecrets {
     }
 }
 
-/// Whether the service said more than that it refuses us.
+/// Whether the service said more than that it refuses the request.
 pub(super) fn is_an_answer(error: &object_store::Error) -> bool {
-    matches!(error, object_store::Error::Generic { .. }) && !causes(error).any(<dyn Error>::is::<HttpError>)
+    matches!(error, object_store::Error::Generic { .. })
+        && !causes(error).any(<dyn Error>::is::<HttpError>)
 }
 
 pub(super) fn remote_kind(error: &object_store::Error) -> CopyErrorKind {
@@ -96,7 +99,8 @@ mod tests {
     #[test]
     fn secrets_are_hidden_wherever_they_are() {
         let secrets = UrlSecrets::new(["AKIA".to_owned(), "s3cr3t".to_owned(), String::new()]);
-        let error = object_store::Error::Generic { store: "S3", source: "AKIA signed with s3cr3t".into() };
+        let error =
+            object_store::Error::Generic { store: "S3", source: "AKIA signed with s3cr3t".into() };
         let text = secrets.scrub(&error).to_string();
         assert_eq!(text, "Generic S3 error: <hidden> signed with <hidden>");
     }

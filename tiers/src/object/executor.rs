@@ -11,12 +11,14 @@ use tokio::sync::watch;
 
 use crate::error::{SetupError, SetupErrorKind};
 
-/// Enough to keep a fast link and one decryption going: the copies to files run on threads of their own.
+/// Enough to keep a fast link and one decryption going: the copies to files run on threads of their
+/// own.
 const WORKERS: usize = 2;
 
 const THREAD_NAME: &str = "kvbm-object";
 
-/// A small tokio runtime that may be used and dropped from any thread, also from one of another runtime.
+/// A small tokio runtime that may be used and dropped from any thread, also from one of another
+/// runtime.
 #[derive(Debug)]
 pub(super) struct StoreRuntime {
     /// `None` only while dropping.
@@ -32,7 +34,8 @@ impl StoreRuntime {
             .enable_all()
             .build()
             .map_err(|e| {
-                let message = "cannot start the threads of the object tier: raise the limit on processes";
+                let message =
+                    "cannot start the threads of the object tier: raise the limit on processes";
                 SetupError::caused(SetupErrorKind::Unavailable, message, e)
             })?;
         Ok(Self { handle: runtime.handle().clone(), runtime: Some(runtime) })
@@ -57,7 +60,7 @@ impl StoreRuntime {
         self.caller().wait(limit, task)
     }
 
-    /// For somebody who may outlive this, and gets no answers then.
+    /// For a caller that may outlive this, and gets no answers then.
     pub(super) fn caller(&self) -> TaskCaller {
         TaskCaller(self.handle.clone())
     }
@@ -68,7 +71,8 @@ impl StoreRuntime {
 pub(super) struct TaskCaller(Handle);
 
 impl TaskCaller {
-    /// As [`StoreRuntime::wait`]. Not `block_on`, which panics on a thread that belongs to a runtime.
+    /// As [`StoreRuntime::wait`]. Not `block_on`, which panics on a thread that belongs to a
+    /// runtime.
     pub(super) fn wait<T: Send + 'static>(
         &self,
         limit: Duration,
@@ -98,12 +102,12 @@ impl Drop for StoreRuntime {
 pub(super) struct WorkInProgress(watch::Sender<bool>);
 
 impl WorkInProgress {
-    /// To hold while at work.
+    /// A ticket to hold while at work.
     pub(super) fn ticket(&self) -> WorkTicket {
         WorkTicket(self.0.subscribe())
     }
 
-    /// Asks everybody to come to an end.
+    /// Asks all tasks to come to an end.
     pub(super) fn hurry(&self) {
         self.0.send_replace(true);
     }
@@ -113,7 +117,7 @@ impl WorkInProgress {
         self.0.receiver_count()
     }
 
-    /// Waits until nobody is at work.
+    /// Waits until no task is at work.
     pub(super) async fn ended(&self) {
         self.0.closed().await;
     }
@@ -124,7 +128,7 @@ impl WorkInProgress {
 pub(super) struct WorkTicket(watch::Receiver<bool>);
 
 impl WorkTicket {
-    /// Works, but not on when closing waits: then `None`, and what was begun is dropped.
+    /// Runs the work, but stops once closing waits: then `None`, and the rest is dropped.
     pub(super) async fn unless_hurried<T>(&mut self, work: impl Future<Output = T>) -> Option<T> {
         let hurry = self.0.wait_for(|hurry| *hurry);
         match futures::future::select(pin!(hurry), pin!(work)).await {

@@ -1,7 +1,8 @@
-//! A store in files that nobody but their owner may read: prompts can be guessed from KV blocks.
+//! A store in files that only their owner may read: prompts can be guessed from KV blocks.
 //!
-//! What others may have put into its directory is not read: links, and files of other users. Epochs, keys and the end of a
-//! key outlive a loss of power, since they are promised to; segments may not, and are found to be torn then.
+//! What others may have put into its directory is not read: links, and files of other users.
+//! Epochs, keys and the end of a key outlive a loss of power, since they are promised to; segments
+//! may not, and are found to be torn then.
 
 use std::fmt;
 use std::fs::{DirBuilder, File, OpenOptions};
@@ -18,26 +19,30 @@ use futures::stream::{BoxStream, StreamExt};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, Error, Extensions, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload,
-    ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult,
-    RenameOptions, Result,
+    CopyOptions, Error, Extensions, GetOptions, GetResult, GetResultPayload, ListResult,
+    MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions,
+    PutOptions, PutPayload, PutResult, RenameOptions, Result,
 };
 
 use crate::clock;
 
-/// Directories vanish with their last file, possibly between our making one and a file in it; on a busy machine many
-/// times in a row.
+/// Directories vanish with their last file, possibly between our making one and a file in it; on a
+/// busy machine many times in a row.
 const MAX_ATTEMPTS: u32 = 256;
 
 /// Deletions at a time.
 const DELETIONS: usize = 16;
-/// Ends the names of what must be on the medium when it is said to be stored, or deleted: epochs and keys.
+/// Ends the names of what must be on the medium when it is said to be stored, or deleted: epochs
+/// and keys.
 const DURABLE: [&str; 2] = [super::epochs::EXTENSION, super::keys::EXTENSION];
 
-/// Whether a file's name is that of one which is being written: [`LocalFileSystem`] takes it for no object.
+/// Whether a file's name is that of one which is being written: [`LocalFileSystem`] takes it for no
+/// object.
 pub(super) fn is_staged(name: &str) -> bool {
     let number = name.rsplit_once('#').map(|(_, number)| number);
-    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|digit| digit.is_ascii_digit()))
+    number.is_some_and(|number| {
+        !number.is_empty() && number.bytes().all(|digit| digit.is_ascii_digit())
+    })
 }
 
 /// Makes a directory and those above it, unless they are there, for the owner alone.
@@ -45,8 +50,8 @@ pub(super) fn make_directory(path: &FilePath) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
-/// Makes files with mode 0600 in directories with mode 0700, wherever the first of them lies. All else is left
-/// to [`LocalFileSystem`], which does not make files here.
+/// Makes files with mode 0600 in directories with mode 0700, wherever the first of them lies. All
+/// else is left to [`LocalFileSystem`], which does not make files here.
 #[derive(Debug)]
 pub(super) struct PrivateFiles {
     files: Arc<LocalFileSystem>,
@@ -59,7 +64,7 @@ pub(super) struct PrivateFiles {
 pub(super) enum Trust {
     /// This user's: what is in them is used.
     OwnOnly,
-    /// Anybody's: it is only looked at.
+    /// Any user's: it is only looked at.
     Anybody,
 }
 
@@ -81,7 +86,12 @@ impl fmt::Display for PrivateFiles {
 #[deny(clippy::missing_trait_methods)]
 impl ObjectStore for PrivateFiles {
     /// When the future is dropped, the file goes, however far it was.
-    async fn put_opts(&self, location: &Path, payload: PutPayload, opts: PutOptions) -> Result<PutResult> {
+    async fn put_opts(
+        &self,
+        location: &Path,
+        payload: PutPayload,
+        opts: PutOptions,
+    ) -> Result<PutResult> {
         let replaces = match opts.mode {
             PutMode::Create => false,
             PutMode::Overwrite => true,
@@ -91,26 +101,40 @@ impl ObjectStore for PrivateFiles {
         let durable_below = is_durable(location).then(|| self.root.clone());
         let wanted = Arc::new(());
         let still_wanted = Arc::downgrade(&wanted);
-        let write = move || write_whole(&path, &payload, (replaces, durable_below.as_deref()), &still_wanted);
+        let write = move || {
+            write_whole(&path, &payload, (replaces, durable_below.as_deref()), &still_wanted)
+        };
         tokio::task::spawn_blocking(write).await??;
         drop(wanted);
         Ok(PutResult { e_tag: None, version: None, extensions: Extensions::default() })
     }
 
-    async fn put_multipart_opts(&self, _: &Path, _: PutMultipartOptions) -> Result<Box<dyn MultipartUpload>> {
+    async fn put_multipart_opts(
+        &self,
+        _: &Path,
+        _: PutMultipartOptions,
+    ) -> Result<Box<dyn MultipartUpload>> {
         Err(unsupported("put_multipart"))
     }
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
         let path = self.files.path_to_filesystem(location)?;
         let (root, trust) = (self.root.clone(), self.trust);
-        let opened =
-            tokio::task::spawn_blocking(move || open_ours(&root, &path, trust).map(|file| (file, path)));
+        let opened = tokio::task::spawn_blocking(move || {
+            open_ours(&root, &path, trust).map(|file| (file, path))
+        });
         let (file, path) = opened.await?.map_err(|error| not_read(location, error))?;
-        // Conditions and ranges are the client's affair; the content is that of the file which was looked at.
+        // Conditions and ranges are the client's affair; the content is that of the file which was
+        // looked at.
         let GetResult { meta, range, attributes, extensions, .. } =
             self.files.get_opts(location, options).await?;
-        Ok(GetResult { payload: GetResultPayload::File(file, path), meta, range, attributes, extensions })
+        Ok(GetResult {
+            payload: GetResultPayload::File(file, path),
+            meta,
+            range,
+            attributes,
+            extensions,
+        })
     }
 
     async fn get_ranges(&self, location: &Path, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
@@ -118,7 +142,10 @@ impl ObjectStore for PrivateFiles {
         futures::future::try_join_all(ranges).await
     }
 
-    fn delete_stream(&self, locations: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+    fn delete_stream(
+        &self,
+        locations: BoxStream<'static, Result<Path>>,
+    ) -> BoxStream<'static, Result<Path>> {
         let (files, root) = (Arc::clone(&self.files), self.root.clone());
         let deleted = locations.map(move |location| {
             let (files, root) = (Arc::clone(&files), root.clone());
@@ -126,7 +153,8 @@ impl ObjectStore for PrivateFiles {
                 let location = location?;
                 if is_durable(&location) {
                     let path = files.path_to_filesystem(&location)?;
-                    let deletion = tokio::task::spawn_blocking(move || delete_durably(&root, &path));
+                    let deletion =
+                        tokio::task::spawn_blocking(move || delete_durably(&root, &path));
                     deletion.await?.map_err(|error| not_read(&location, error))?;
                 } else {
                     files.delete(&location).await?;
@@ -164,7 +192,10 @@ impl ObjectStore for PrivateFiles {
 
 /// What would make files or directories that are not private.
 fn unsupported(operation: &str) -> Error {
-    Error::NotImplemented { operation: operation.to_owned(), implementer: "PrivateFiles".to_owned() }
+    Error::NotImplemented {
+        operation: operation.to_owned(),
+        implementer: "PrivateFiles".to_owned(),
+    }
 }
 
 fn is_durable(location: &Path) -> bool {
@@ -172,15 +203,18 @@ fn is_durable(location: &Path) -> bool {
     DURABLE.iter().any(|kind| name.ends_with(kind))
 }
 
-/// What is not ours is not there.
+/// A file that is not ours counts as absent.
 fn not_read(location: &Path, error: io::Error) -> Error {
     match error.kind() {
-        io::ErrorKind::NotFound => Error::NotFound { path: location.to_string(), source: Box::new(error) },
+        io::ErrorKind::NotFound => {
+            Error::NotFound { path: location.to_string(), source: Box::new(error) }
+        }
         _ => generic(error),
     }
 }
 
-/// Opens a file below `root` if no link leads to it and, where that matters, all of the way belongs to this user.
+/// Opens a file below `root` if no link leads to it and, where that matters, all of the way belongs
+/// to this user.
 fn open_ours(root: &FilePath, path: &FilePath, trust: Trust) -> io::Result<File> {
     let us = rustix::process::geteuid().as_raw();
     let is_trusted = |owner: u32| trust == Trust::Anybody || owner == us;
@@ -197,10 +231,12 @@ fn open_ours(root: &FilePath, path: &FilePath, trust: Trust) -> io::Result<File>
             return refuse(directory, "belongs to another user");
         }
     }
-    // O_NONBLOCK: somebody may have put a device or a pipe there.
+    // O_NONBLOCK: another user may have put a device or a pipe there.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
-        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => return refuse(path, "is a symbolic link"),
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
+            return refuse(path, "is a symbolic link");
+        }
         opened => opened?,
     };
     let found = file.metadata()?;
@@ -211,7 +247,8 @@ fn open_ours(root: &FilePath, path: &FilePath, trust: Trust) -> io::Result<File>
     }
 }
 
-/// Removes a file, and returns when the medium knows. One that is gone already may be so in memory only.
+/// Removes a file, and returns when the medium knows. One that is gone already may be so in memory
+/// only.
 fn delete_durably(root: &FilePath, path: &FilePath) -> io::Result<()> {
     let removed = std::fs::remove_file(path);
     if let Some(directory) = path.parent() {
@@ -220,15 +257,20 @@ fn delete_durably(root: &FilePath, path: &FilePath) -> io::Result<()> {
             synced => synced?,
         }
     }
-    // As for any other last file of a directory. One that comes back after a loss of power is empty.
+    // As for any other last file of a directory. One that comes back after a loss of power is
+    // empty.
     let emptied = path.ancestors().skip(1).take_while(|directory| *directory != root);
     emptied.map_while(|directory| std::fs::remove_dir(directory).ok()).for_each(drop);
     removed
 }
 
-/// Has the medium know of a new name: in its directory, and of those in theirs, up to that of `root`.
+/// Has the medium know of a new name: in its directory, and of those in theirs, up to that of
+/// `root`.
 fn sync_names(root: &FilePath, path: &FilePath) -> io::Result<()> {
-    path.ancestors().skip(1).take_while(|directory| directory.starts_with(root)).try_for_each(sync)?;
+    path.ancestors()
+        .skip(1)
+        .take_while(|directory| directory.starts_with(root))
+        .try_for_each(sync)?;
     // The root may be ours, in a directory that we may not open.
     let _ = root.parent().map(sync);
     Ok(())
@@ -242,8 +284,8 @@ fn sync(path: &FilePath) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Writes under a temporary name, then publishes, so that nobody finds half a file. Whatever happens, the
-/// temporary name goes; a new file goes too once nobody wants it.
+/// Writes under a temporary name, then publishes, so that no reader finds half a file. Whatever
+/// happens, the temporary name goes; a new file goes too once its caller has given up.
 fn write_whole(
     path: &FilePath,
     payload: &PutPayload,
@@ -266,7 +308,7 @@ fn write_whole(
         (_, Some(root)) => sync_names(root, path),
         (_, None) => Ok(()),
     };
-    // That it stays is worth no error: it is as private as the file.
+    // Its staying is worth no error: it is as private as the file.
     let _ = std::fs::remove_file(&staged);
     published.map_err(|error| match error.kind() {
         io::ErrorKind::AlreadyExists => {
@@ -275,7 +317,7 @@ fn write_whole(
         _ => generic(error),
     })?;
     synced.map_err(generic)?;
-    // Whoever replaces a file does so again; else whoever gives up after this deletes it.
+    // A caller that replaces a file does so again; any other that gives up after this deletes it.
     if replaces {
         return Ok(());
     }
@@ -285,8 +327,8 @@ fn write_whole(
     })
 }
 
-/// Removes what writers that were killed have left in a directory and below it: files under temporary names that nobody
-/// has written to for so long.
+/// Removes what writers that were killed have left in a directory and below it: files under
+/// temporary names that were not written to for longer than `grace`.
 pub(super) fn remove_staged(directory: &FilePath, grace: Duration) {
     for (path, written) in staged(directory) {
         let age = clock::since_1970().as_secs().saturating_sub(u64::try_from(written).unwrap_or(0));
@@ -296,7 +338,8 @@ pub(super) fn remove_staged(directory: &FilePath, grace: Duration) {
     }
 }
 
-/// The files under temporary names in a directory and below it, and when each was last written to, in seconds since 1970.
+/// The files under temporary names in a directory and below it, and when each was last written to,
+/// in seconds since 1970.
 pub(super) fn staged(directory: &FilePath) -> Vec<(PathBuf, i64)> {
     let (mut staged, mut left) = (Vec::new(), vec![directory.to_owned()]);
     while let Some(directory) = left.pop() {
@@ -305,21 +348,22 @@ pub(super) fn staged(directory: &FilePath) -> Vec<(PathBuf, i64)> {
             if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
                 left.push(entry.path());
             } else if entry.file_name().to_str().is_some_and(is_staged) {
-                staged.push((entry.path(), entry.metadata().map_or(0, |metadata| metadata.mtime())));
+                staged
+                    .push((entry.path(), entry.metadata().map_or(0, |metadata| metadata.mtime())));
             }
         }
     }
     staged
 }
 
-/// A new file beside `path`, under a name that [`LocalFileSystem`] takes for no object. Others may be writing the same
-/// object, or were killed when they were, so it is a name that nobody else has.
+/// A new file beside `path`, under a name that [`LocalFileSystem`] takes for no object. Others may
+/// be writing the same object, or were killed when they were, so no other writer has the name.
 fn stage(path: &FilePath) -> io::Result<(File, PathBuf)> {
     let mut attempt = 0;
     loop {
         attempt += 1;
         let mut staged = path.as_os_str().to_owned();
-        // Keys of the hasher are random, and others each time.
+        // Keys of the hasher are random, and differ each time.
         staged.push(format!("#{}", RandomState::new().hash_one((std::process::id(), attempt))));
         let staged = PathBuf::from(staged);
         match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&staged) {
@@ -327,8 +371,14 @@ fn stage(path: &FilePath) -> io::Result<(File, PathBuf)> {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists && attempt < MAX_ATTEMPTS => {}
             Err(e) if e.kind() == io::ErrorKind::NotFound && attempt < MAX_ATTEMPTS => {
                 match path.parent().map_or(Ok(()), make_directory) {
-                    // One above was there when we came to make it, and was gone when we looked, or before we made the next.
-                    Err(e) if !matches!(e.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::NotFound) => {
+                    // One above was there when we came to make it, and was gone when we looked, or
+                    // before we made the next.
+                    Err(e)
+                        if !matches!(
+                            e.kind(),
+                            io::ErrorKind::AlreadyExists | io::ErrorKind::NotFound
+                        ) =>
+                    {
                         return Err(e);
                     }
                     _ => {}
@@ -380,9 +430,15 @@ mod tests {
         assert!(matches!(again, Err(Error::AlreadyExists { .. })));
         let stored = files.get(&Path::from("a/b/object")).await.unwrap().bytes().await.unwrap();
         assert_eq!(stored, "text");
-        files.put_opts(&Path::from("a/b/object"), "new".into(), PutOptions::default()).await.unwrap();
+        files
+            .put_opts(&Path::from("a/b/object"), "new".into(), PutOptions::default())
+            .await
+            .unwrap();
         assert_eq!(modes(home.path()), [0o700, 0o700, 0o600]);
-        assert_eq!(files.get(&Path::from("a/b/object")).await.unwrap().bytes().await.unwrap(), "new");
+        assert_eq!(
+            files.get(&Path::from("a/b/object")).await.unwrap().bytes().await.unwrap(),
+            "new"
+        );
         files.delete(&Path::from("a/b/object")).await.unwrap();
         assert!(modes(home.path()).is_empty());
     }
@@ -424,14 +480,17 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_written_though_its_directory_goes_again_and_again() {
+    fn a_file_is_written_though_its_directory_keeps_going() {
         let dir = tempfile::tempdir().unwrap();
         let place = dir.path().join("a/b/c");
         let remover = place.clone();
         // As the store does with the last file of a directory, and with those above.
         let remover = std::thread::spawn(move || {
             for _ in 0..500 {
-                remover.ancestors().take(3).for_each(|directory| _ = std::fs::remove_dir(directory));
+                remover
+                    .ancestors()
+                    .take(3)
+                    .for_each(|directory| _ = std::fs::remove_dir(directory));
                 std::thread::sleep(Duration::from_micros(500));
             }
         });
@@ -446,10 +505,11 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_writer_left_goes_after_a_while_and_nothing_else() {
+    fn only_what_a_killed_writer_left_goes_later() {
         let home = tempfile::tempdir().unwrap();
         std::fs::create_dir(home.path().join("epochs")).unwrap();
-        let paths = ["a.kvseg", "epochs/a.kvepoch#12", "b.kvseg#1"].map(|name| home.path().join(name));
+        let paths =
+            ["a.kvseg", "epochs/a.kvepoch#12", "b.kvseg#1"].map(|name| home.path().join(name));
         paths.iter().for_each(|path| std::fs::write(path, "text").unwrap());
         let old = File::options().write(true).open(&paths[1]).unwrap();
         old.set_modified(std::time::UNIX_EPOCH + Duration::from_secs(1_000_000)).unwrap();
@@ -471,12 +531,13 @@ mod tests {
     }
 
     #[test]
-    fn epochs_and_keys_are_on_the_medium_before_anybody_is_told() {
+    fn epochs_and_keys_are_durable_before_anybody_is_told() {
         let home = tempfile::tempdir().unwrap();
         let (root, wanted) = (home.path().canonicalize().unwrap(), Arc::new(()));
         let directories: Vec<_> = ["ns/epochs", "ns", ""].map(|name| root.join(name)).into();
         let path = root.join("ns/epochs/9.kvepoch");
-        let write = || write_whole(&path, &"kvbm".into(), (false, Some(&root)), &Arc::downgrade(&wanted));
+        let write =
+            || write_whole(&path, &"kvbm".into(), (false, Some(&root)), &Arc::downgrade(&wanted));
         write().unwrap();
         let mut told = synced();
         assert!(
@@ -514,7 +575,8 @@ mod tests {
         let files = PrivateFiles::open(home.path(), Trust::OwnOnly).unwrap();
         let elsewhere = tempfile::tempdir().unwrap();
         std::fs::write(elsewhere.path().join("object"), "somebody's").unwrap();
-        std::os::unix::fs::symlink(elsewhere.path().join("object"), home.path().join("link")).unwrap();
+        std::os::unix::fs::symlink(elsewhere.path().join("object"), home.path().join("link"))
+            .unwrap();
         std::os::unix::fs::symlink(elsewhere.path(), home.path().join("directory")).unwrap();
         for planted in ["link", "directory/object"] {
             let read = files.get(&Path::from(planted)).await;
@@ -522,15 +584,16 @@ mod tests {
             let part = files.get_range(&Path::from(planted), 0..4).await;
             assert!(matches!(part, Err(Error::NotFound { .. })), "{planted}");
         }
-        let replaced = files.put_opts(&Path::from("link"), "ours".into(), PutOptions::default()).await;
+        let replaced =
+            files.put_opts(&Path::from("link"), "ours".into(), PutOptions::default()).await;
         replaced.unwrap();
         assert_eq!(files.get(&Path::from("link")).await.unwrap().bytes().await.unwrap(), "ours");
         assert_eq!(std::fs::read_to_string(elsewhere.path().join("object")).unwrap(), "somebody's");
     }
 
     #[test]
-    fn another_user_s_files_are_not_read_but_to_be_looked_at() {
-        // Every system has a file of its administrator's, and tests of an administrator another one's.
+    fn files_of_others_are_read_only_to_look() {
+        // Every system has a file of root's; tests that run as root need another user's.
         let root = FilePath::new("/");
         let file = FilePath::new("/etc/passwd");
         let is_ours = file.metadata().unwrap().uid() == rustix::process::geteuid().as_raw();

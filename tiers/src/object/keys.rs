@@ -18,16 +18,18 @@ use crate::sealed::{
     FoundKey, KeyId, KeyStore, RECORD_BYTES, TENANT_BYTES, WrappedKey, id_prefix, tenant_prefix,
 };
 
-/// A start, and whoever forgets a tenant, waits so long at most.
+/// The most that a start, or forgetting a tenant, waits.
 const LIMIT: Duration = Duration::from_secs(10);
 /// Requests at a time.
 const CONCURRENCY: usize = 32;
-/// Keys of one tenant that are looked at to find one to go on with. Each worker may have made one, under each main key.
+/// Keys of one tenant that are looked at to find one to go on with. Each worker may have made one,
+/// under each main key.
 const MAX_OF_TENANT: usize = 64;
 pub(super) const EXTENSION: &str = ".kvkey";
 
-/// Objects `<url>/<namespace>/keys/<tenant>/<name>.kvkey`: the key's name in 32 hexadecimal digits, of which the first 10 are
-/// the tenant. So one key, and the keys of one tenant, are found without a look at all.
+/// Objects `<url>/<namespace>/keys/<tenant>/<name>.kvkey`: the key's name in 32 hexadecimal digits,
+/// of which the first 10 are the tenant. So one key, and the keys of one tenant, are found without
+/// listing all.
 pub struct ObjectKeys {
     client: Arc<dyn ObjectStore>,
     directory: Path,
@@ -104,7 +106,11 @@ impl ObjectKeys {
 }
 
 /// The keys in a directory, by their names.
-async fn list(client: &dyn ObjectStore, directory: &Path, most: usize) -> object_store::Result<Vec<Path>> {
+async fn list(
+    client: &dyn ObjectStore,
+    directory: &Path,
+    most: usize,
+) -> object_store::Result<Vec<Path>> {
     let all = client.list(Some(directory)).map_ok(|meta| meta.location);
     all.try_filter(|path| std::future::ready(is_key(path))).take(most).try_collect().await
 }
@@ -128,7 +134,10 @@ async fn read(client: &dyn ObjectStore, path: &Path) -> object_store::Result<Opt
     Ok(WrappedKey::parse(record))
 }
 
-async fn read_all(client: &dyn ObjectStore, directory: &Path) -> object_store::Result<Vec<WrappedKey>> {
+async fn read_all(
+    client: &dyn ObjectStore,
+    directory: &Path,
+) -> object_store::Result<Vec<WrappedKey>> {
     let paths = list(client, directory, MAX_OF_TENANT).await?;
     let keys = futures::stream::iter(&paths).then(|path| read(client, path));
     keys.try_filter_map(|key| std::future::ready(Ok(key))).try_collect().await
@@ -141,7 +150,7 @@ impl KeyStore for ObjectKeys {
         Ok(found.map_or(FoundKey::Absent, |key| FoundKey::Live(vec![key])))
     }
 
-    /// All within one limit: of those that the store did not come to nobody knows.
+    /// All within one limit: those that the store did not come to are unknown.
     fn of_tenants(&self, tenants: &[Option<u32>]) -> Vec<io::Result<Vec<WrappedKey>>> {
         let client = Arc::clone(&self.client);
         let directories: Vec<_> =
@@ -149,13 +158,16 @@ impl KeyStore for ObjectKeys {
         let answers = self.caller.wait(2 * LIMIT, async move {
             let deadline = Instant::now() + LIMIT;
             let client = &*client;
-            let ask = |directory| async move { timeout_at(deadline, read_all(client, &directory)).await };
+            let ask =
+                |directory| async move { timeout_at(deadline, read_all(client, &directory)).await };
             futures::stream::iter(directories.into_iter().map(ask))
                 .buffered(CONCURRENCY)
                 .collect::<Vec<_>>()
                 .await
         });
-        let Some(answers) = answers else { return tenants.iter().map(|_| Err(no_answer())).collect() };
+        let Some(answers) = answers else {
+            return tenants.iter().map(|_| Err(no_answer())).collect();
+        };
         let answer = |answer: Result<object_store::Result<_>, _>| {
             answer.map_err(|_| no_answer())?.map_err(|error| self.failed(&error))
         };
@@ -165,11 +177,13 @@ impl KeyStore for ObjectKeys {
     fn add(&self, key: &WrappedKey) -> io::Result<()> {
         let (client, path) = (Arc::clone(&self.client), self.path_of(key.id()));
         let bytes = key.bytes().to_vec();
-        self.wait(async move { client.put_opts(&path, bytes.into(), PutMode::Create.into()).await }).map(drop)
+        self.wait(async move { client.put_opts(&path, bytes.into(), PutMode::Create.into()).await })
+            .map(drop)
     }
 
     fn destroy(&self, tenant: u32, spared: &[KeyId]) -> io::Result<usize> {
-        let (client, directory) = (Arc::clone(&self.client), self.directory_of(id_prefix(Some(tenant))));
+        let (client, directory) =
+            (Arc::clone(&self.client), self.directory_of(id_prefix(Some(tenant))));
         let spared: Vec<_> = spared.iter().map(|&id| self.path_of(id)).collect();
         self.wait(async move {
             let mut paths = list(&*client, &directory, usize::MAX).await?;
@@ -188,8 +202,8 @@ mod tests {
     use futures::stream::BoxStream;
     use object_store::memory::InMemory;
     use object_store::{
-        CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, PutMultipartOptions,
-        PutOptions, PutPayload, PutResult,
+        CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta,
+        PutMultipartOptions, PutOptions, PutPayload, PutResult,
     };
     use parking_lot::Mutex;
 
@@ -198,7 +212,7 @@ mod tests {
     use crate::index::IndexEntry;
     use crate::sealed::{Cipher, KeyRing, SEAL_BYTES, TenantKeys};
 
-    /// A client that notes what it is asked, how many objects it named, and refuses while it is told to.
+    /// A client that records its requests and how many objects it named, and refuses while told to.
     #[derive(Debug, Default)]
     struct Noting {
         inner: InMemory,
@@ -252,7 +266,11 @@ mod tests {
             self.inner.put_multipart_opts(at, options).await
         }
 
-        async fn get_opts(&self, at: &Path, options: GetOptions) -> object_store::Result<GetResult> {
+        async fn get_opts(
+            &self,
+            at: &Path,
+            options: GetOptions,
+        ) -> object_store::Result<GetResult> {
             self.ask("get")?;
             self.inner.get_opts(at, options).await
         }
@@ -267,7 +285,10 @@ mod tests {
             }
         }
 
-        fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, object_store::Result<ObjectMeta>> {
+        fn list(
+            &self,
+            prefix: Option<&Path>,
+        ) -> BoxStream<'static, object_store::Result<ObjectMeta>> {
             if let Err(error) = self.ask("list") {
                 return futures::stream::iter([Err(error)]).boxed();
             }
@@ -275,11 +296,19 @@ mod tests {
             self.inner.list(prefix).inspect(move |_| *named.lock() += 1).boxed()
         }
 
-        async fn list_with_delimiter(&self, prefix: Option<&Path>) -> object_store::Result<ListResult> {
+        async fn list_with_delimiter(
+            &self,
+            prefix: Option<&Path>,
+        ) -> object_store::Result<ListResult> {
             self.inner.list_with_delimiter(prefix).await
         }
 
-        async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> object_store::Result<()> {
+        async fn copy_opts(
+            &self,
+            from: &Path,
+            to: &Path,
+            options: CopyOptions,
+        ) -> object_store::Result<()> {
             self.inner.copy_opts(from, to, options).await
         }
     }
@@ -306,13 +335,15 @@ mod tests {
     }
 
     #[test]
-    fn a_key_and_a_tenants_keys_are_found_without_a_look_at_others() {
+    fn a_tenants_keys_are_found_without_reading_others() {
         let client = Arc::new(Noting::default());
         let (_, writer, store) = keys(&client);
         let objects = store.keys("ns");
         // As many as stopped listings once: written as they lie there.
         for other in 100..20_100_u32 {
-            let path = objects.directory_of(id_prefix(Some(other))).join(format!("{other:032x}{EXTENSION}"));
+            let path = objects
+                .directory_of(id_prefix(Some(other)))
+                .join(format!("{other:032x}{EXTENSION}"));
             client.inner.put(&path, vec![0; RECORD_BYTES].into()).now_or_never().unwrap().unwrap();
         }
         let block = seal(&writer, 7).unwrap();
@@ -321,7 +352,11 @@ mod tests {
         assert_eq!(open(&reader, &block), Ok(1));
         assert_eq!(client.told(), (vec!["get"], 0));
         assert!(seal(&reader, 7).is_ok());
-        assert_eq!(client.told(), (vec!["list", "get"], 1), "it goes on with the key that is there");
+        assert_eq!(
+            client.told(),
+            (vec!["list", "get"], 1),
+            "it goes on with the key that is there"
+        );
         let entry = |tenant| IndexEntry {
             slot: crate::copy::SlotId(0),
             generation: 0,
@@ -365,13 +400,15 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_in_a_keys_place_and_is_none_costs_its_blocks_alone() {
+    fn a_false_key_costs_its_blocks_alone() {
         let client = Arc::new(Noting::default());
         let (_, writer, store) = keys(&client);
         let (block, other) = (seal(&writer, 7).unwrap(), seal(&writer, 8).unwrap());
         let header = &block[64 + 4 + 16 + 4..];
         let path = store.keys("ns").path_of(std::array::from_fn(|byte| header[byte]));
-        for garbage in [vec![], vec![0; RECORD_BYTES - 1], vec![0; RECORD_BYTES], vec![0; RECORD_BYTES + 1]] {
+        for garbage in
+            [vec![], vec![0; RECORD_BYTES - 1], vec![0; RECORD_BYTES], vec![0; RECORD_BYTES + 1]]
+        {
             client.inner.put(&path, garbage.into()).now_or_never().unwrap().unwrap();
             let (_, reader, _store) = keys(&client);
             assert_eq!(open(&reader, &block), Err(CopyErrorKind::Corrupt));

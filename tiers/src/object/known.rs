@@ -10,13 +10,15 @@ use crate::copy::BlockKey;
 
 /// Blocks that are remembered: 100 bytes each.
 const MAX_BLOCKS: usize = 1 << 20;
-/// Clocks of workers differ by less, in milliseconds: names that are so much older than the newest may be new.
+/// Clocks of workers differ by less, in milliseconds: names that are this much older than the
+/// newest may be new.
 const OVERLAP_MS: u64 = 10 * 60 * 1_000;
 
 /// Blocks of other workers that fill no slot here. All of it is of one epoch.
 #[derive(Debug, Default)]
 pub(super) struct SegmentCatalog {
-    /// The newest segments were looked at; from there on a look is for what is new, and for what that left out.
+    /// The newest segments were looked at; from there on a look is for what is new, and for what
+    /// that left out.
     pub(super) is_surveyed: bool,
     /// When the newest segment that was seen was written, in milliseconds since 1970.
     newest_ms: Option<u64>,
@@ -27,7 +29,7 @@ pub(super) struct SegmentCatalog {
     /// The oldest of those that could not be looked at.
     missed: Option<SegmentName>,
     blocks: HashMap<BlockKey, ForeignSpot>,
-    /// Those that nobody was asked to take in yet, or nobody could take in, parents first.
+    /// Those that were not offered yet, or could not be taken in, parents first.
     waiting: VecDeque<BlockKey>,
     forgotten: ForgottenTenants,
 }
@@ -68,11 +70,12 @@ impl ForgottenTenants {
         life > before
     }
 
-    /// Whether a block may be one of those that were forgotten. Clocks differ, so some that came soon after are taken for
-    /// such too: they are stored once more.
+    /// Whether a block may be one of those that were forgotten. Clocks differ, so some that came
+    /// soon after are taken for such too: they are stored once more.
     fn may_hold(&self, spot: &ForeignSpot) -> bool {
         let forgotten = spot.tenant.and_then(|tenant| self.0.get(&tenant));
-        forgotten.is_some_and(|forgotten| spot.segment.name.millis() <= forgotten.at_ms + OVERLAP_MS)
+        forgotten
+            .is_some_and(|forgotten| spot.segment.name.millis() <= forgotten.at_ms + OVERLAP_MS)
     }
 }
 
@@ -80,7 +83,10 @@ impl SegmentCatalog {
     /// Segments with names behind this one may be new; `None`: all may.
     pub(super) fn horizon(&self) -> Option<SegmentName> {
         let recent = SegmentName::first_of(self.newest_ms?.saturating_sub(OVERLAP_MS));
-        Some(self.missed.map_or(recent, |missed| recent.min(SegmentName(missed.0.saturating_sub(1)))))
+        Some(
+            self.missed
+                .map_or(recent, |missed| recent.min(SegmentName(missed.0.saturating_sub(1)))),
+        )
     }
 
     /// A look at what is new begins behind this one; `None`: it looks at all.
@@ -88,7 +94,8 @@ impl SegmentCatalog {
         self.next.or_else(|| self.horizon())
     }
 
-    /// A look got as far as this, or to the end (`None`), and could not look at some of what there is.
+    /// A look got as far as this, or to the end (`None`), and could not look at some of what there
+    /// is.
     pub(super) fn looked_until(&mut self, last: Option<SegmentName>, away: &[SegmentName]) {
         let before = self.missed.filter(|_| self.next.is_some());
         self.missed = away.iter().copied().chain(before).min();
@@ -100,7 +107,11 @@ impl SegmentCatalog {
     }
 
     /// These were looked at, and the newest was written then.
-    pub(super) fn see(&mut self, names: impl IntoIterator<Item = SegmentName>, newest_ms: Option<u64>) {
+    pub(super) fn see(
+        &mut self,
+        names: impl IntoIterator<Item = SegmentName>,
+        newest_ms: Option<u64>,
+    ) {
         self.seen.extend(names);
         self.newest_ms = self.newest_ms.max(newest_ms);
         let from = self.look_from();
@@ -114,7 +125,8 @@ impl SegmentCatalog {
             for (position, entry) in (0..).zip(&read.footer.entries) {
                 if self.blocks.len() < MAX_BLOCKS {
                     let SegmentEntry { block, parent, crc32c, tenant, .. } = *entry;
-                    let spot = ForeignSpot { parent, segment: read.id, position, blocks, crc32c, tenant };
+                    let spot =
+                        ForeignSpot { parent, segment: read.id, position, blocks, crc32c, tenant };
                     if self.forgotten.may_hold(&spot) {
                         continue;
                     }
@@ -136,7 +148,7 @@ impl SegmentCatalog {
         self.waiting.len()
     }
 
-    /// The next ones to be taken in, at most so many.
+    /// The next ones to be taken in, at most `most`.
     pub(super) fn next_waiting(&mut self, most: usize) -> Vec<(BlockKey, ForeignSpot)> {
         let next: Vec<_> = self.waiting.drain(..most.min(self.waiting.len())).collect();
         next.into_iter().filter_map(|block| Some((block, *self.blocks.get(&block)?))).collect()
@@ -147,15 +159,16 @@ impl SegmentCatalog {
         self.waiting.push_back(block);
     }
 
-    /// Blocks in segments that are so much older than the newest, in milliseconds, may be collected any time.
+    /// Blocks in segments that are this much older than the newest, in milliseconds, may be
+    /// collected any time.
     pub(super) fn forget_older(&mut self, than_ms: u64) {
         let Some(newest) = self.newest_ms else { return };
         let oldest = SegmentName::first_of(newest.saturating_sub(than_ms));
         self.blocks.retain(|_, spot| spot.segment.name >= oldest);
     }
 
-    /// A tenant was forgotten for the `life`-th time: what was known of it, and what is yet to be found of that time, may
-    /// be under a key that is destroyed.
+    /// A tenant was forgotten for the `life`-th time: what was known of it, and what is yet to be
+    /// found of that time, may be under a key that is destroyed.
     pub(super) fn forget_tenant(&mut self, tenant: u32, life: u32, now_ms: u64) {
         if self.forgotten.forget(tenant, life, now_ms) {
             self.blocks.retain(|_, spot| !self.forgotten.may_hold(spot));
@@ -169,8 +182,8 @@ impl SegmentCatalog {
 }
 
 impl ListedSegment {
-    /// When it was written, in milliseconds since 1970. A clock that is ahead must not hide what others write, so the
-    /// earliest of three counts: its writer's, the store's and this worker's.
+    /// When it was written, in milliseconds since 1970. A clock that is ahead must not hide what
+    /// others write, so the earliest of three counts: its writer's, the store's and this worker's.
     pub(super) fn written_ms(&self, now_ms: u64) -> u64 {
         let stored = u64::try_from(self.meta.last_modified.timestamp_millis()).unwrap_or_default();
         self.name.millis().min(stored).min(now_ms)
@@ -204,11 +217,20 @@ mod tests {
     #[test]
     fn a_block_is_had_once() {
         let block = BlockKey { hash: 1, group: 0 };
-        let entry = SegmentEntry { block, parent: None, offset: 0, length: 64, crc32c: 9, tenant: None };
+        let entry =
+            SegmentEntry { block, parent: None, offset: 0, length: 64, crc32c: 9, tenant: None };
         let footer = Footer { provenance: Provenance::default(), entries: vec![entry] };
-        let (mut known, id) = (SegmentCatalog::default(), SegmentId { epoch: 3, name: SegmentName(5) });
+        let (mut known, id) =
+            (SegmentCatalog::default(), SegmentId { epoch: 3, name: SegmentName(5) });
         known.learn(&[ReadFooter { id, footer }]);
-        let spot = ForeignSpot { parent: None, segment: id, position: 0, blocks: 1, crc32c: 9, tenant: None };
+        let spot = ForeignSpot {
+            parent: None,
+            segment: id,
+            position: 0,
+            blocks: 1,
+            crc32c: 9,
+            tenant: None,
+        };
         assert_eq!(known.next_waiting(8), [(block, spot)]);
         known.wait(block);
         assert_eq!(known.take(block), Some(spot));
@@ -216,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_have_been_forgotten_with_its_tenant_is_told_by_its_age() {
+    fn age_tells_what_may_be_forgotten_with_its_tenant() {
         let at = |minute: u128| SegmentId { epoch: 3, name: SegmentName((minute * 60_000) << 80) };
         let spot = |tenant, segment| ForeignSpot {
             parent: None,

@@ -1,8 +1,10 @@
-//! Who collects garbage: one worker at a time, by a lease in the bucket, so that a thousand of them do not all list it.
+//! Who collects garbage: one worker at a time, by a lease in the bucket, so that a thousand of them
+//! do not all list it.
 //!
-//! A term of the lease is an object, made with a conditional put: of those who want the next one a store lets one have it.
-//! Its holder makes the next term before this one is over, others when it is. Nothing is lost where two collect at once, as
-//! when one was asleep for a term: what may go is asked of the manifests, not of the lease.
+//! A term of the lease is an object, made with a conditional put: a store gives the next one to one
+//! of those that ask. Its holder makes the next term before this one is over, others when it is.
+//! Nothing is lost where two collect at once, as when one was asleep for a term: the manifests, not
+//! the lease, say what may go.
 
 use std::time::Duration;
 
@@ -49,8 +51,10 @@ impl StoreContext {
     pub(super) async fn take_lease(&self, share: &BucketShare) -> Result<bool, StoreError> {
         let lease = &share.lease;
         let listed = self.store.listing(&lease.directory, None, self.limit).rest().await?;
-        let mut terms: Vec<_> =
-            listed.into_iter().filter_map(|meta| Some((parse_term(&meta.location)?, meta))).collect();
+        let mut terms: Vec<_> = listed
+            .into_iter()
+            .filter_map(|meta| Some((parse_term(&meta.location)?, meta)))
+            .collect();
         terms.sort_unstable_by_key(|&(term, _)| term);
         let held = *lease.held.lock();
         if let Some((term, meta)) = terms.last()

@@ -1,4 +1,5 @@
-//! Listing objects in pages: a bucket may hold any number of them, and memory does not grow with it.
+//! Listing objects in pages: a bucket may hold any number of them, and memory does not grow with
+//! it.
 
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
@@ -26,7 +27,12 @@ pub(super) struct Listing<'a> {
 
 impl Store {
     /// The objects in a directory and below it; `after`: those with greater names.
-    pub(super) fn listing(&self, directory: &Path, after: Option<&Path>, limit: Duration) -> Listing<'_> {
+    pub(super) fn listing(
+        &self,
+        directory: &Path,
+        after: Option<&Path>,
+        limit: Duration,
+    ) -> Listing<'_> {
         let names = match after {
             Some(after) => self.client.list_with_offset(Some(directory), after),
             None => self.client.list(Some(directory)),
@@ -38,7 +44,9 @@ impl Store {
 impl Listing<'_> {
     /// `None`: that were all.
     pub(super) async fn next(&mut self) -> Result<Option<ObjectMeta>, StoreError> {
-        timeout(self.limit, self.names.try_next()).await?.map_err(|error| self.store.secrets.scrub(&error))
+        timeout(self.limit, self.names.try_next())
+            .await?
+            .map_err(|error| self.store.secrets.scrub(&error))
     }
 
     /// The next ones; empty: that were all.
@@ -97,7 +105,7 @@ impl PartialEq for ListedSegment {
 
 impl Eq for ListedSegment {}
 
-/// The least of many, of which no more than so many are in memory.
+/// The least of many, with a bounded number of them in memory.
 #[derive(Debug)]
 pub(super) struct Least<T> {
     most: usize,

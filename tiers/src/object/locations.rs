@@ -1,4 +1,5 @@
-//! Which block of which segment fills a slot, which segments are worth compacting, and which nobody needs.
+//! Which block of which segment fills a slot, which segments are worth compacting, and which are
+//! not needed.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -8,8 +9,8 @@ use crate::copy::SlotId;
 /// Slots whose locations are allocated together: 16 KiB.
 const CHUNK: usize = 2048;
 
-/// Segments may hold so many blocks for every hundred that fill a slot. Less space would cost more copying
-/// (figures: `docs/object-format.md`).
+/// Blocks that segments may hold for every hundred that fill a slot. Less space would cost more
+/// copying (figures: `docs/object-format.md`).
 const MAX_SPACE_PERCENT: u64 = 130;
 
 /// Slot → place. Slots are numbers only: memory grows with those that were used, 12 bytes each.
@@ -35,7 +36,7 @@ pub(super) struct BlockCounts {
     pub(super) live: u64,
 }
 
-/// Where a block is that somebody reads.
+/// Where a block is that is being read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct BlockPlace {
     pub(super) segment: SegmentId,
@@ -56,7 +57,7 @@ impl BlockLocation {
     const NOWHERE: Self = Self { segment: u32::MAX, position: 0 };
 }
 
-/// A segment to compact. Until it is released it stays, and nobody else compacts it.
+/// A segment to compact. Until it is released it stays, and no other task compacts it.
 #[derive(Debug)]
 pub(super) struct CompactionVictim {
     pub(super) segment: SegmentId,
@@ -70,7 +71,7 @@ pub(super) struct CompactionVictim {
 /// Share of a segment's blocks that fill a slot, in millionths, and its number.
 type SegmentGarbage = (u64, u32);
 
-/// A segment that could not be read counts as so much fuller each time: soon others go first.
+/// A segment that could not be read counts as this much fuller each time: soon others go first.
 const FAILURE: u64 = 100_000;
 
 #[derive(Debug)]
@@ -80,11 +81,12 @@ struct StoredSegment {
     slots: Box<[SlotId]>,
     /// Slots that lie in it.
     live: u32,
-    /// It is not deleted while somebody reads it.
+    /// It is not deleted while it is read.
     readers: u32,
-    /// Another worker wrote it, or this one in an earlier life: it is neither compacted nor deleted here.
+    /// Another worker wrote it, or this one in an earlier life: it is neither compacted nor deleted
+    /// here.
     found: bool,
-    /// Nobody compacts it.
+    /// No task compacts it.
     compactable: bool,
     /// How often it could not be read when it was to be compacted.
     failures: u32,
@@ -108,12 +110,14 @@ impl BlockLocations {
         Some(BlockPlace { segment: segment.id, location })
     }
 
-    /// One reader of a segment less. Returns the segment if nobody here needs it any more, and it is ours.
+    /// One reader of a segment less. Returns the segment if nothing here needs it any more, and it
+    /// is ours.
     pub(super) fn release(&mut self, number: u32) -> Option<SegmentId> {
         self.change(number, |segment| segment.readers -= 1)
     }
 
-    /// Forgets the content of `slot`. Returns its segment if nobody here needs that any more, and it is ours.
+    /// Forgets the content of `slot`. Returns its segment if nothing here needs that any more, and
+    /// it is ours.
     pub(super) fn vacate(&mut self, slot: SlotId) -> Option<SegmentId> {
         let location = self.find(slot)?;
         self.set(slot, BlockLocation::NOWHERE);
@@ -129,8 +133,8 @@ impl BlockLocations {
         self.change(number, |segment| segment.live = slots.len() as u32);
     }
 
-    /// Blocks of the segment `id`, which was found in the store, are the content of these slots, each of which is
-    /// vacant. `None`: a block that fills none.
+    /// Blocks of the segment `id`, which was found in the store, are the content of these slots,
+    /// each of which is vacant. `None`: a block that fills none.
     pub(super) fn adopt(&mut self, id: SegmentId, slots: &[Option<SlotId>]) {
         let number = self.add(id, slots.iter().map(|slot| slot.unwrap_or(NO_SLOT)).collect(), true);
         let adopted = (0..).zip(slots).filter_map(|(position, slot)| Some((position, (*slot)?)));
@@ -140,7 +144,8 @@ impl BlockLocations {
         self.change(number, |segment| segment.live = live as u32);
     }
 
-    /// Block `position` of a segment of so many, which another worker wrote, is the content of `slot`, which is vacant.
+    /// Block `position` of a segment of `blocks`, which another worker wrote, is the content of
+    /// `slot`, which is vacant.
     pub(super) fn link(&mut self, slot: SlotId, (id, position): (SegmentId, u32), blocks: u32) {
         let number = match self.found.get(&id) {
             Some(&number) => number,
@@ -150,8 +155,9 @@ impl BlockLocations {
         self.change(number, |segment| segment.live += 1);
     }
 
-    /// The blocks of the new segment `id` are copies of those that are, or were, at these locations. They
-    /// replace those that are still the content of these slots. Returns `id` if none is.
+    /// The blocks of the new segment `id` are copies of those that are, or were, at these
+    /// locations. They replace those that are still the content of these slots. Returns `id` if
+    /// none is.
     pub(super) fn relocate(
         &mut self,
         id: SegmentId,
@@ -170,8 +176,8 @@ impl BlockLocations {
         self.change(number, |segment| segment.live = live)
     }
 
-    /// Segments to compact before `more` blocks are written: the emptiest ones, whose blocks fill at most one
-    /// segment of `most`. None where space is not wasted.
+    /// Segments to compact before `more` blocks are written: the emptiest ones, whose blocks fill
+    /// at most one segment of `most`. None where space is not wasted.
     pub(super) fn victims(&mut self, more: usize, most: usize) -> Vec<CompactionVictim> {
         let mut victims: Vec<CompactionVictim> = Vec::new();
         let mut room = most;
@@ -190,7 +196,8 @@ impl BlockLocations {
         victims
     }
 
-    /// A victim was not compacted, or not wholly. It is worth another try, if it could be read before others.
+    /// A victim was not compacted, or not wholly. It is worth another try, if it could be read
+    /// before others.
     pub(super) fn spare(&mut self, number: u32, could_be_read: bool) {
         self.change(number, |segment| {
             segment.compactable = true;
@@ -205,7 +212,8 @@ impl BlockLocations {
 
     /// All slots that have content.
     pub(super) fn slots(&self) -> Vec<SlotId> {
-        let chunks = self.chunks.iter().enumerate().filter_map(|(at, chunk)| Some((at, chunk.as_ref()?)));
+        let chunks =
+            self.chunks.iter().enumerate().filter_map(|(at, chunk)| Some((at, chunk.as_ref()?)));
         let slots = chunks.flat_map(|(at, chunk)| (at * CHUNK..).zip(chunk.iter()));
         let full = slots.filter(|(_, location)| **location != BlockLocation::NOWHERE);
         full.map(|(slot, _)| SlotId(slot as u32)).collect()
@@ -251,7 +259,8 @@ impl BlockLocations {
         if self.chunks.len() <= chunk {
             self.chunks.resize_with(chunk + 1, || None);
         }
-        self.chunks[chunk].get_or_insert_with(|| Box::new([BlockLocation::NOWHERE; CHUNK]))[at] = location;
+        self.chunks[chunk].get_or_insert_with(|| Box::new([BlockLocation::NOWHERE; CHUNK]))[at] =
+            location;
     }
 
     /// A segment without live blocks yet.
@@ -259,8 +268,15 @@ impl BlockLocations {
         if !found {
             self.blocks.stored += slots.len() as u64;
         }
-        let segment =
-            Some(StoredSegment { id, slots, live: 0, readers: 0, found, compactable: true, failures: 0 });
+        let segment = Some(StoredSegment {
+            id,
+            slots,
+            live: 0,
+            readers: 0,
+            found,
+            compactable: true,
+            failures: 0,
+        });
         // There are fewer segments than slots, and those are numbered with 32 bits.
         let number = self.vacant.pop().unwrap_or(self.segments.len() as u32);
         match self.segments.get_mut(number as usize) {
@@ -273,9 +289,13 @@ impl BlockLocations {
         number
     }
 
-    /// Changes a segment and whatever follows from that. If nobody here needs it any more, forgets it, and returns which
-    /// one it was if it is ours.
-    fn change(&mut self, number: u32, change: impl FnOnce(&mut StoredSegment)) -> Option<SegmentId> {
+    /// Changes a segment and whatever follows from that. If nothing here needs it any more, forgets
+    /// it, and returns which one it was if it is ours.
+    fn change(
+        &mut self,
+        number: u32,
+        change: impl FnOnce(&mut StoredSegment),
+    ) -> Option<SegmentId> {
         let entry = self.segments.get_mut(number as usize)?;
         let segment = entry.as_mut()?;
         let (before, live) = (segment.emptiness(number), segment.live);
@@ -293,7 +313,8 @@ impl BlockLocations {
             return None;
         }
         let dead = entry.take()?;
-        // Numbers come again only here, where nobody reads the segment: a reader's `BlockPlace` names the segment by number.
+        // Numbers come again only here, where nothing reads the segment: a reader's `BlockPlace`
+        // names the segment by number.
         self.vacant.push(number);
         if dead.found {
             self.found.remove(&dead.id);
@@ -329,8 +350,12 @@ mod tests {
         fn bury(&mut self, name: SegmentId) {
             let blocks = self.segments.remove(&name).expect("it was not dead yet");
             for (slot, version) in blocks {
-                let is_elsewhere = || self.segments.values().flatten().any(|block| *block == (slot, version));
-                assert!(self.content.get(&slot) != Some(&version) || is_elsewhere(), "its last copy is dead");
+                let is_elsewhere =
+                    || self.segments.values().flatten().any(|block| *block == (slot, version));
+                assert!(
+                    self.content.get(&slot) != Some(&version) || is_elsewhere(),
+                    "its last copy is dead"
+                );
             }
         }
 
@@ -360,7 +385,8 @@ mod tests {
         victims: &[CompactionVictim],
         name: SegmentId,
     ) {
-        let copied: Vec<_> = victims.iter().flat_map(|victim| victim.live.iter().copied()).collect();
+        let copied: Vec<_> =
+            victims.iter().flat_map(|victim| victim.live.iter().copied()).collect();
         let blocks = victims.iter().flat_map(|victim| {
             let blocks = &model.segments[&victim.segment];
             victim.live.iter().map(|(location, _)| blocks[location.position as usize])
@@ -413,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_that_is_written_during_a_compaction_keeps_its_new_content() {
+    fn a_slot_written_amid_compaction_keeps_its_new_content() {
         let (mut locations, old) = wasteful();
         let [victim] = &locations.victims(0, 4)[..] else { panic!("one segment") };
         assert!(locations.victims(0, 4).is_empty(), "it is under way");
@@ -437,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_that_could_not_be_compacted_is_tried_again_if_told_so() {
+    fn a_failed_compaction_is_tried_again_if_told_so() {
         let (mut locations, _) = wasteful();
         let victims = locations.victims(0, 4);
         assert_eq!(locations.release(victims[0].number), None);
@@ -447,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_found_is_neither_counted_nor_compacted_nor_deleted_here() {
+    fn found_segments_are_not_counted_compacted_or_deleted_here() {
         let mut locations = BlockLocations::default();
         let found = next_id();
         locations.adopt(found, &[Some(SlotId(5)), None, Some(SlotId(6)), None]);

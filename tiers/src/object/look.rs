@@ -1,8 +1,9 @@
-//! What others have stored since this worker began: it is found in the background, and slots stand for it.
+//! What others have stored since this worker began: finds it in the background, and has slots stand
+//! for it.
 //!
-//! A look is a listing from a little before the newest segment that was seen, and the footers of those that are new:
-//! at most so many of each that a bucket into which a thousand workers write is not asked without end. What is left is
-//! for the next look.
+//! A look is a listing from a little before the newest segment that was seen, and the footers of
+//! those that are new: a bounded number of each, so that a bucket into which a thousand workers
+//! write is not asked without end. What is left is for the next look.
 
 use std::sync::Arc;
 
@@ -59,8 +60,8 @@ pub enum Discovery {
 
 /// Who knows which slots are free, and makes blocks resident in them.
 pub trait TakeIn: Send + Sync {
-    /// Makes blocks of `provenance` resident. Before that `stand_for(i, slot)` is called for each that is, whereupon
-    /// `slot` holds the `i`-th of them. Must not call the backend otherwise.
+    /// Makes blocks of `provenance` resident. Before that `stand_for(i, slot)` is called for each
+    /// that is, whereupon `slot` holds the `i`-th of them. Must not call the backend otherwise.
     fn take_in(
         &self,
         provenance: Provenance,
@@ -68,12 +69,13 @@ pub trait TakeIn: Send + Sync {
         stand_for: &mut dyn FnMut(usize, SlotId),
     ) -> Vec<Discovery>;
 
-    /// The bucket is in a later epoch, which was not known at the start, and the worker is to go on there: from here on
-    /// blocks have the names of that epoch. Returns whether they do. Must not call the backend.
+    /// The bucket is in a later epoch, which was not known at the start, and the worker is to go on
+    /// there: from here on blocks have the names of that epoch. Returns whether they do. Must not
+    /// call the backend.
     fn follow(&self, epoch: u64) -> bool;
 }
 
-/// Looks again and again, for as long as `into` can take in.
+/// Looks again and again, as long as `into` can take blocks in.
 pub(super) fn keep_looking(shared: &Arc<StoreContext>, into: Arc<dyn TakeIn>) {
     let (own, mut ticket) = (Arc::clone(shared), shared.work.ticket());
     shared.store.executor.spawn(async move {
@@ -82,7 +84,7 @@ pub(super) fn keep_looking(shared: &Arc<StoreContext>, into: Arc<dyn TakeIn>) {
             let look = async {
                 own.follow_late(share, &*into);
                 own.look(share).await?;
-                // Who deletes asks who relies on what.
+                // A worker that deletes asks who relies on what.
                 if own.offer(share, &*into) { own.renew(share).await } else { Ok(()) }
             };
             match ticket.unless_hurried(look).await {
@@ -136,7 +138,7 @@ impl StoreContext {
         footers.read.retain(|read| read.footer.provenance == provenance);
         if self.learn(share, provenance, &footers.read) {
             let mut known = share.known.lock();
-            // What could not be had is listed again.
+            // What could not be fetched is listed again.
             known.looked_until(until, &footers.away);
             known.see(footers.looked_at, newest_ms);
         }
@@ -160,7 +162,8 @@ impl StoreContext {
 
     async fn list_new(&self, share: &BucketShare, epoch: u64) -> Result<NewSegments, StoreError> {
         let after = share.known.lock().look_from().map(|name| self.path(SegmentId { epoch, name }));
-        let mut listing = self.store.listing(&self.epoch_directory(epoch), after.as_ref(), self.limit);
+        let mut listing =
+            self.store.listing(&self.epoch_directory(epoch), after.as_ref(), self.limit);
         let (mut new, mut last, mut names) = (Least::new(MAX_NAMES), None, 0);
         while let Some(meta) = listing.next().await? {
             names += 1;
@@ -191,7 +194,7 @@ impl StoreContext {
             let found: Vec<_> = offered.iter().map(|&(block, spot)| spot.found(block)).collect();
             let mut stand_for = |at: usize, slot| {
                 let (block, spot) = offered[at];
-                // What lay there before is nobody's any more.
+                // Nothing needs what lay there before.
                 self.forget_slots([slot]);
                 self.stand_for(slot, spot);
                 share.known.lock().take(block);

@@ -31,7 +31,8 @@ pub(super) const MAX_BYTES: u64 = 16 << 20;
 /// What a worker relies on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
-    /// How often it is written again. A worker that did not for [`LAPSES`] times as long is taken for gone.
+    /// How often it is written again. A worker that did not for [`LAPSES`] times as long is taken
+    /// for gone.
     renewal: Duration,
     /// In order: 16 bytes each is all that a million of them take.
     names: Vec<SegmentName>,
@@ -79,7 +80,8 @@ impl Manifest {
 
     /// As it is written.
     pub fn encode(&self) -> Bytes {
-        let mut out = BytesMut::with_capacity(HEAD_BYTES + self.names.len() * NAME_BYTES + CRC_BYTES);
+        let mut out =
+            BytesMut::with_capacity(HEAD_BYTES + self.names.len() * NAME_BYTES + CRC_BYTES);
         out.put_slice(&MAGIC);
         out.put_u32_le(VERSION);
         out.put_u32_le(u32::try_from(self.renewal.as_millis()).unwrap_or(u32::MAX));

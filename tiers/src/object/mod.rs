@@ -1,9 +1,9 @@
 //! The object tier: blocks in an S3-compatible store, or in files where there is none.
 //!
-//! Requests to a store are slow to begin and fast once they run, so blocks that are written together share a
-//! *segment* object (format: [`segment`]), and blocks that are read together and lie side by side share a
-//! request. An object cannot be changed: writing a slot again puts its block into a new segment, and a segment
-//! is deleted when its last slot is gone.
+//! Requests to a store are slow to begin and fast once they run, so blocks that are written
+//! together share a *segment* object (format: [`segment`]), and blocks that are read together and
+//! lie side by side share a request. An object cannot be changed: writing a slot again puts its
+//! block into a new segment, and a segment is deleted when its last slot is gone.
 //!
 //! ```text
 //! <url>/<namespace>/blocks/<epoch>/<name>.kvseg   blocks
@@ -12,10 +12,10 @@
 //! <url>/<namespace>/collector/<term>.kvlease      who collects garbage
 //! ```
 //!
-//! The slots of this tier are mere numbers. [`ObjectBackend`] remembers which block of which segment each one
-//! stands for, and moves blocks between them and a memory region: received bytes go straight into the region's
-//! slots; what is sent to a service is copied first, so that no operation has to wait until a service that
-//! stopped reading has let go of it.
+//! The slots of this tier are mere numbers. [`ObjectBackend`] remembers which block of which
+//! segment each one stands for, and moves blocks between them and a memory region: received bytes
+//! go straight into the region's slots; what is sent to a service is copied first, so that no
+//! operation has to wait until a service that stopped reading has let go of it.
 //!
 //! | modules | hold |
 //! |---|---|

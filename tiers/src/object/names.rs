@@ -1,6 +1,7 @@
 //! Names of objects: no two writers choose the same, and they sort by age.
 //!
-//! A segment lies in the directory of its epoch, so whoever looks into one epoch's never meets another's blocks.
+//! A segment lies in the directory of its epoch, so a look into one epoch's never meets another's
+//! blocks.
 
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
@@ -10,8 +11,8 @@ use crate::clock;
 
 const SEGMENT: &str = ".kvseg";
 
-/// Name of a segment: 48 bits of milliseconds since 1970, 48 random bits of the writer, 32 bits of its count.
-/// Sorts by age.
+/// Name of a segment: 48 bits of milliseconds since 1970, 48 random bits of the writer, 32 bits of
+/// its count. Sorts by age.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct SegmentName(pub(super) u128);
 
@@ -105,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn a_time_comes_before_the_names_of_it_and_after_earlier_ones() {
+    fn a_time_sorts_before_its_names_and_after_earlier_ones() {
         let name = SegmentNames::new().next();
         let time = SegmentName::first_of(name.millis());
         assert!(time <= name && SegmentName::first_of(name.millis() + 1) > name);
@@ -126,8 +127,14 @@ mod tests {
         let text = name.to_string();
         assert_eq!(SegmentName::parse(&text), Some(name));
         let upper = text.replace(SEGMENT, "").to_uppercase() + SEGMENT;
-        let strangers =
-            ["", ".kvseg", "0.kvseg", "+0000000000000000000000000000000.kvseg", "x.kvman", &text[1..]];
+        let strangers = [
+            "",
+            ".kvseg",
+            "0.kvseg",
+            "+0000000000000000000000000000000.kvseg",
+            "x.kvman",
+            &text[1..],
+        ];
         for stranger in strangers {
             assert_eq!(SegmentName::parse(stranger), None, "{stranger}");
         }

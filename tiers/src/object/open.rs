@@ -25,7 +25,7 @@ use crate::error::{SetupError, SetupErrorKind};
 /// Objects are deleted one by one, and at the end only.
 #[cfg(feature = "nixl")]
 const DELETION_LIMIT: Duration = Duration::from_mins(1);
-/// At start-up somebody is waiting for the answer.
+/// At start-up an engine waits for the answer.
 const PROBE_LIMIT: Duration = Duration::from_secs(8);
 
 /// An object store that answered and lets us write, and the threads that talk to it.
@@ -53,11 +53,13 @@ enum StorePlace {
 impl Store {
     /// Opens the store at `url` and writes, then deletes, a small object to see that it works.
     ///
-    /// `file:///directory` (created with mode 0700 if missing), `s3://bucket/prefix` or `memory:///`.
+    /// `file:///directory` (created with mode 0700 if missing), `s3://bucket/prefix` or
+    /// `memory:///`.
     ///
     /// # Errors
-    /// `Invalid`: the URL or an option is malformed. `NotWritable`: the directory cannot be created or written.
-    /// `Unavailable`: the store does not answer or refuses us. The message names the setting to change.
+    /// `Invalid`: the URL or an option is malformed. `NotWritable`: the directory cannot be created
+    /// or written. `Unavailable`: the store does not answer or refuses us. The message names the
+    /// setting to change.
     pub fn open(url: &str, options: &StoreOptions) -> Result<Self, SetupError> {
         let store = Self::reach(&parse(url, URL)?, url, options, true)?;
         store.probe()?;
@@ -71,26 +73,42 @@ impl Store {
     pub(super) fn attach(url: &str, options: &StoreOptions) -> Result<Self, SetupError> {
         let parsed = parse(url, "the URL")?;
         if parsed.scheme() == "memory" {
-            return Err(invalid(format!("'{url}' ends with the process that writes there: {FORMS}")));
+            return Err(invalid(format!(
+                "'{url}' ends with the process that writes there: {FORMS}"
+            )));
         }
         Self::reach(&parsed, url, options, false)
     }
 
-    fn reach(parsed: &Url, url: &str, options: &StoreOptions, make: bool) -> Result<Self, SetupError> {
+    fn reach(
+        parsed: &Url,
+        url: &str,
+        options: &StoreOptions,
+        make: bool,
+    ) -> Result<Self, SetupError> {
         let executor = StoreRuntime::start()?;
-        let (client, root, place): (Arc<dyn ObjectStore>, _, _) = match (parsed.scheme(), parsed.host()) {
-            ("file", None) => {
-                let (files, place) = open_directory(parsed, make)?;
-                (Arc::new(files), Path::default(), place)
-            }
-            ("memory", None) => (Arc::new(InMemory::new()), path_of(parsed)?, StorePlace::Memory),
-            ("s3", Some(_)) => (Arc::new(open_s3(parsed, options)?), path_of(parsed)?, StorePlace::Service),
-            _ => return Err(invalid(format!("{URL} is '{url}', which names no object store: {FORMS}"))),
-        };
+        let (client, root, place): (Arc<dyn ObjectStore>, _, _) =
+            match (parsed.scheme(), parsed.host()) {
+                ("file", None) => {
+                    let (files, place) = open_directory(parsed, make)?;
+                    (Arc::new(files), Path::default(), place)
+                }
+                ("memory", None) => {
+                    (Arc::new(InMemory::new()), path_of(parsed)?, StorePlace::Memory)
+                }
+                ("s3", Some(_)) => {
+                    (Arc::new(open_s3(parsed, options)?), path_of(parsed)?, StorePlace::Service)
+                }
+                _ => {
+                    return Err(invalid(format!(
+                        "{URL} is '{url}', which names no object store: {FORMS}"
+                    )));
+                }
+            };
         Ok(Self { client, root, executor, secrets: secrets(options), place, url: url.to_owned() })
     }
 
-    /// A store of somebody else's making, for tests.
+    /// A store that the caller made, for tests.
     #[cfg(any(test, feature = "testing"))]
     pub fn with_client(client: Arc<dyn ObjectStore>) -> Result<Self, SetupError> {
         Ok(Self {
@@ -143,7 +161,8 @@ impl Store {
         below.to_string()
     }
 
-    /// The store's own time, in milliseconds since 1970: that of an object which is written for it, and deleted.
+    /// The store's own time, in milliseconds since 1970: that of an object which is written for it,
+    /// and deleted.
     pub(super) async fn time_ms(&self, limit: Duration) -> Result<i64, StoreError> {
         let path = self.probe_path();
         let ask = async {
@@ -155,7 +174,8 @@ impl Store {
         timeout(limit, ask).await?.map_err(|error| self.secrets.scrub(&error))
     }
 
-    /// A name of its own: many workers start on one store at a time, and a probe creates conditionally.
+    /// A name of its own: many workers start on one store at a time, and a probe creates
+    /// conditionally.
     fn probe_path(&self) -> Path {
         self.root.clone().join(format!(".probe-{}", SegmentNames::new().next()))
     }
@@ -175,7 +195,7 @@ impl Store {
         self.root.parts().chain(namespace.parts()).collect::<Path>().join(kind).join(unique)
     }
 
-    /// Deletes everything in a directory. What cannot be deleted in a minute is left, and said.
+    /// Deletes everything in a directory. What cannot be deleted in a minute is left, and logged.
     #[cfg(feature = "nixl")]
     pub(crate) fn delete_directory(&self, directory: &Path) {
         let client = Arc::clone(&self.client);
@@ -192,7 +212,8 @@ impl Store {
     fn probe(&self) -> Result<(), SetupError> {
         let path = self.probe_path();
         let client = Arc::clone(&self.client);
-        // A file that is written may still be another user's, as on a network drive, and not be read for that.
+        // A file that is written may still be another user's, as on a network drive, and then it
+        // cannot be read.
         let reads = !self.is_remote();
         let write_and_delete = async move {
             client.put_opts(&path, "kvbm".into(), PutMode::Create.into()).await?;
@@ -221,7 +242,8 @@ impl Store {
     }
 
     fn unusable(&self, what: &str) -> String {
-        let more = if self.is_remote() { format!(", {ENDPOINT} and the keys") } else { String::new() };
+        let more =
+            if self.is_remote() { format!(", {ENDPOINT} and the keys") } else { String::new() };
         format!("the object store '{}' {what}: check {URL}{more}", self.url)
     }
 }
@@ -233,8 +255,8 @@ impl Store {
         CopyError::caused(kind, message, self.secrets.scrub(error))
     }
 
-    /// What the failure of a request for a range up to `end` means. The client does not tell an object that is
-    /// shorter from a service that refuses, so we look.
+    /// What the failure of a request for a range up to `end` means. The client does not tell an
+    /// object that is shorter from a service that refuses, so we look.
     pub(super) async fn read_error(
         &self,
         path: &Path,
@@ -269,9 +291,9 @@ impl fmt::Debug for Store {
 }
 
 fn open_directory(url: &Url, make: bool) -> Result<(PrivateFiles, StorePlace), SetupError> {
-    let path = url
-        .to_file_path()
-        .map_err(|()| invalid(format!("{URL} is '{url}', which is not an absolute path: {FORMS}")))?;
+    let path = url.to_file_path().map_err(|()| {
+        invalid(format!("{URL} is '{url}', which is not an absolute path: {FORMS}"))
+    })?;
     let created = !path.exists();
     let fail = |e: Box<dyn std::error::Error + Send + Sync>| {
         let verb = if make { "create" } else { "open" };
@@ -303,8 +325,15 @@ mod tests {
 
     #[test]
     fn urls_that_name_no_store_are_refused() {
-        let urls =
-            ["", "/tmp/x", "ftp://host/x", "file://host/x", "s3:///prefix", "memory://host/", "s3://b/x?y=z"];
+        let urls = [
+            "",
+            "/tmp/x",
+            "ftp://host/x",
+            "file://host/x",
+            "s3:///prefix",
+            "memory://host/",
+            "s3://b/x?y=z",
+        ];
         for url in urls {
             let error = open_error(url, &StoreOptions::default());
             assert_eq!(error.kind(), SetupErrorKind::Invalid, "{url}");

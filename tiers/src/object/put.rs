@@ -1,4 +1,4 @@
-//! One new segment into the store, under a name that nobody has used.
+//! One new segment into the store, under an unused name.
 
 use std::sync::Arc;
 
@@ -29,17 +29,25 @@ pub(super) async fn create(
             Err(e) => Err(shared.store.copy_error(context.clone(), &e)),
         }
     };
-    let result = timeout_at(deadline, attempt).await.unwrap_or_else(|_| Err(shared.too_late(&context)));
+    let result =
+        timeout_at(deadline, attempt).await.unwrap_or_else(|_| Err(shared.too_late(&context)));
     if result.is_err() {
-        // A request without an answer may arrive all the same, but not after a request's longest time.
+        // A request without an answer may still arrive, but not after a request's longest time.
         shared.discard(id, shared.limit);
     }
     result
 }
 
-/// Whether the segment is in the store although the client reports `error`: the answer to its first attempt
-/// got lost, and the second one met the object that the first had made. Then the end is our footer.
-async fn arrived(shared: &StoreContext, path: &Path, end: u64, footer: &Bytes, error: &Error) -> bool {
+/// Whether the segment is in the store although the client reports `error`: the answer to its first
+/// attempt got lost, and the second one met the object that the first had made. Then the end is our
+/// footer.
+async fn arrived(
+    shared: &StoreContext,
+    path: &Path,
+    end: u64,
+    footer: &Bytes,
+    error: &Error,
+) -> bool {
     if !matches!(error, Error::AlreadyExists { .. } | Error::Generic { .. }) {
         return false;
     }

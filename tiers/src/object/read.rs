@@ -23,10 +23,12 @@ use super::names::SegmentId;
 use super::shared::{SegmentPin, StoreContext};
 use crate::copy::{CopyError, CopyErrorKind};
 
-/// Bytes between two blocks that are fetched and thrown away rather than asked for separately: they take less
-/// time than another request (at 1 Gbit/s half a millisecond, and a request takes several).
+/// Bytes between two blocks that are fetched and thrown away rather than asked for separately: they
+/// take less time than another request (at 1 Gbit/s half a millisecond, and a request takes
+/// several).
 const MAX_GAP: u64 = 64 << 10;
-/// Bytes of one request, at least one block: long runs are split so that several connections share them.
+/// Bytes of one request, at least one block: long runs are split so that several connections share
+/// them.
 const MAX_RUN: u64 = 8 << 20;
 
 /// Blocks of one segment that are fetched together, in the order of their places.
@@ -72,7 +74,8 @@ fn find(shared: &StoreContext, blocks: Vec<PendingBlock>) -> Vec<(BlockPlace, Pe
             pending.finish(Err(CopyError::new(CopyErrorKind::Io, message)));
         }
     }
-    // Blocks come in the order of the chain, and neighbours in a segment are what one request can fetch.
+    // Blocks come in the order of the chain, and neighbours in a segment are what one request can
+    // fetch.
     found.sort_unstable_by_key(|(place, _)| *place);
     found
 }
@@ -98,7 +101,8 @@ impl WantedBlock {
         self.offset + self.pending.bytes() as u64
     }
 
-    /// Copies what `chunk`, which starts at `at`, holds of the block. Returns whether the block is complete.
+    /// Copies what `chunk`, which starts at `at`, holds of the block. Returns whether the block is
+    /// complete.
     fn take(&mut self, at: u64, chunk: &[u8]) -> bool {
         let skip = self.offset.saturating_sub(at).min(chunk.len() as u64) as usize;
         let room = &mut self.pending.destination()[self.filled..];
@@ -120,7 +124,9 @@ pub(super) async fn fetch(shared: Arc<StoreContext>, run: ReadRun, deadline: Ins
     };
     let (rest, result) = match request {
         Ok(request) => {
-            RangeFetch { shared: &shared, path, range, deadline, context }.copy(blocks, request).await
+            RangeFetch { shared: &shared, path, range, deadline, context }
+                .copy(blocks, request)
+                .await
         }
         Err(error) => (blocks, Err(error)),
     };
@@ -140,22 +146,30 @@ struct RangeFetch<'a> {
 type UnreportedBlocks = (VecDeque<WantedBlock>, Result<(), CopyError>);
 
 impl RangeFetch<'_> {
-    async fn copy(&self, blocks: VecDeque<WantedBlock>, request: OwnedSemaphorePermit) -> UnreportedBlocks {
-        let options = GetOptions { range: Some(self.range.clone().into()), ..GetOptions::default() };
-        match timeout_at(self.deadline, self.shared.store.client.get_opts(&self.path, options)).await {
+    async fn copy(
+        &self,
+        blocks: VecDeque<WantedBlock>,
+        request: OwnedSemaphorePermit,
+    ) -> UnreportedBlocks {
+        let options =
+            GetOptions { range: Some(self.range.clone().into()), ..GetOptions::default() };
+        match timeout_at(self.deadline, self.shared.store.client.get_opts(&self.path, options))
+            .await
+        {
             Ok(Ok(GetResult { payload: GetResultPayload::File(file, _), .. })) => {
                 self.copy_file(file, blocks, request).await
             }
-            Ok(Ok(GetResult { payload: GetResultPayload::Stream(stream), range: sent, .. })) => {
-                self.copy_body(stream, sent, blocks).await
-            }
+            Ok(Ok(GetResult {
+                payload: GetResultPayload::Stream(stream), range: sent, ..
+            })) => self.copy_body(stream, sent, blocks).await,
             Ok(Err(error)) => (blocks, Err(self.failed(&error).await)),
             Err(_) => (blocks, Err(self.shared.too_late(&self.context))),
         }
     }
 
-    /// A store in files lends us the file: read into the slots, without a buffer between. Nobody can stop a
-    /// read that hangs in the kernel: its block is reported, and its request over, when it ends.
+    /// A store in files lends us the file: read into the slots, without a buffer between. Nothing
+    /// can stop a read that hangs in the kernel: its block is reported, and its request over, when
+    /// it ends.
     async fn copy_file(
         &self,
         file: File,
@@ -165,7 +179,8 @@ impl RangeFetch<'_> {
         let rest = Arc::new(Mutex::new(blocks));
         let (waiting, context) = (Arc::clone(&rest), self.context.clone());
         let copy = move || {
-            // The lock is not held while a block is read: whoever gives up at the deadline takes what is still waiting.
+            // The lock is not held while a block is read: a task that gives up at the deadline
+            // takes what is still waiting.
             let next = || waiting.lock().pop_front();
             while let Some(mut wanted) = next() {
                 let read = file.read_exact_at(wanted.pending.destination(), wanted.offset);
@@ -187,7 +202,10 @@ impl RangeFetch<'_> {
     ) -> UnreportedBlocks {
         let mut at = sent.start;
         if at != self.range.start {
-            return (blocks, Err(self.error(CopyErrorKind::Unavailable, "the store sent another range")));
+            return (
+                blocks,
+                Err(self.error(CopyErrorKind::Unavailable, "the store sent another range")),
+            );
         }
         while !blocks.is_empty() {
             match timeout_at(self.deadline, stream.next()).await {
@@ -196,12 +214,20 @@ impl RangeFetch<'_> {
                     at += chunk.len() as u64;
                 }
                 Ok(Some(Err(error))) => {
-                    return (blocks, Err(self.shared.store.copy_error(self.context.clone(), &error)));
+                    return (
+                        blocks,
+                        Err(self.shared.store.copy_error(self.context.clone(), &error)),
+                    );
                 }
                 Ok(None) if at < sent.end => {
-                    return (blocks, Err(self.error(CopyErrorKind::Unavailable, "the answer was cut off")));
+                    return (
+                        blocks,
+                        Err(self.error(CopyErrorKind::Unavailable, "the answer was cut off")),
+                    );
                 }
-                Ok(None) => return (blocks, Err(self.error(CopyErrorKind::Io, "the object is too short"))),
+                Ok(None) => {
+                    return (blocks, Err(self.error(CopyErrorKind::Io, "the object is too short")));
+                }
                 Err(_) => return (blocks, Err(self.shared.too_late(&self.context))),
             }
         }
@@ -210,7 +236,10 @@ impl RangeFetch<'_> {
 
     async fn failed(&self, error: &object_store::Error) -> CopyError {
         let context = self.context.clone();
-        self.shared.store.read_error(&self.path, self.range.end, context, error, self.deadline).await
+        self.shared
+            .store
+            .read_error(&self.path, self.range.end, context, error, self.deadline)
+            .await
     }
 
     fn error(&self, kind: CopyErrorKind, why: &str) -> CopyError {
@@ -237,7 +266,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_that_cannot_be_read_any_more_is_no_outage() {
+    fn a_file_that_became_unreadable_is_no_outage() {
         // Nothing is mapped at address 0: the kernel answers EIO, as for a bad sector.
         let memory = File::open("/proc/self/mem").unwrap();
         let error = memory.read_exact_at(&mut [0], 0).unwrap_err();

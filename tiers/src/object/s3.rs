@@ -12,7 +12,8 @@ use crate::error::{SetupError, SetupErrorKind};
 
 /// A request that takes longer is given up. A segment of 32 MiB at 20 Mbit/s fits.
 const REQUEST_LIMIT: Duration = Duration::from_secs(15);
-/// No retry begins after this: a store that is down is noticed soon, and blocks are recomputed meanwhile.
+/// No retry begins after this: a store that is down is noticed soon, and blocks are recomputed
+/// meanwhile.
 const RETRY_LIMIT: Duration = Duration::from_secs(4);
 const CONNECT_LIMIT: Duration = Duration::from_secs(2);
 const MAX_RETRIES: usize = 3;
@@ -24,7 +25,8 @@ pub(super) fn open_s3(url: &Url, options: &StoreOptions) -> Result<AmazonS3, Set
         Some(endpoint) => {
             let plain_http = is_plain_http(&parse(&endpoint, ENDPOINT)?)?;
             // The more specific of the two keys, so that no variable prevails over a setting.
-            builder = builder.with_config(AmazonS3ConfigKey::S3Endpoint, endpoint.trim_end_matches('/'));
+            builder =
+                builder.with_config(AmazonS3ConfigKey::S3Endpoint, endpoint.trim_end_matches('/'));
             plain_http
         }
         None => false,
@@ -43,16 +45,17 @@ pub(super) fn open_s3(url: &Url, options: &StoreOptions) -> Result<AmazonS3, Set
         .with_disable_bulk_delete(true)
         .build()
         .map_err(|e| {
-            let message = format!("cannot use the object store '{url}': check {URL} and {ENDPOINT}");
+            let message =
+                format!("cannot use the object store '{url}': check {URL} and {ENDPOINT}");
             SetupError::caused(SetupErrorKind::Invalid, message, secrets(options).scrub(&e))
         })
 }
 
 fn builder(options: &StoreOptions) -> Result<AmazonS3Builder, SetupError> {
     match (&options.access_key, &options.secret_key) {
-        (Some(access_key), Some(secret_key)) => {
-            Ok(AmazonS3Builder::new().with_access_key_id(access_key).with_secret_access_key(secret_key))
-        }
+        (Some(access_key), Some(secret_key)) => Ok(AmazonS3Builder::new()
+            .with_access_key_id(access_key)
+            .with_secret_access_key(secret_key)),
         (None, None) => Ok(AmazonS3Builder::from_env()),
         _ => Err(invalid(format!("only one of {KEYS} is set: set both or neither"))),
     }
@@ -101,7 +104,8 @@ fn retries() -> RetryConfig {
     RetryConfig { backoff, max_retries: MAX_RETRIES, retry_timeout: RETRY_LIMIT }
 }
 
-/// The HTTP client takes the process's cryptography; where nobody chose one, ours needs no `CMake` to build.
+/// The HTTP client takes the process's cryptography; where none was chosen, ours needs no `CMake`
+/// to build.
 fn choose_cryptography() {
     // An error means that there is one already.
     let _ = rustls::crypto::ring::default_provider().install_default();

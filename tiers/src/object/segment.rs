@@ -20,11 +20,12 @@
 //!
 //! The last 24 bytes are the same in all versions, so that one which is not known can be named.
 //!
-//! Where blocks are encrypted, the footer is of version 3: an entry has 8 bytes more, its tenant, and the trailer 40 more
-//! before these 24, the number of a main key and a code that nobody makes without it.
+//! Where blocks are encrypted, the footer is of version 3: an entry has 8 bytes more, its tenant,
+//! and the trailer 40 more before these 24, the number of a main key and a code that cannot be made
+//! without it.
 //!
-//! Integers are little-endian. crc32c is the Castagnoli polynomial (RFC 3720). The trailer comes last, so
-//! that a reader who knows only an object's name finds everything from its end.
+//! Integers are little-endian. crc32c is the Castagnoli polynomial (RFC 3720). The trailer comes
+//! last, so that a reader who knows only an object's name finds everything from its end.
 
 use std::sync::Arc;
 
@@ -59,7 +60,8 @@ const UNCHECKED_BYTES: usize = 12;
 /// Whose blocks a segment holds: those of one fingerprint, by the names that they had at that time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Provenance {
-    /// Digest of the fingerprint; 0: nothing tells the blocks' models apart, and nobody else may read them.
+    /// Digest of the fingerprint; 0: nothing tells the blocks' models apart, and no one else may
+    /// read them.
     pub fingerprint: u128,
     /// Epoch of its names.
     pub epoch: u64,
@@ -133,7 +135,7 @@ impl FooterKey<'_> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FormatError {
-    /// The footer starts before the bytes given. Read so many from the segment's end.
+    /// The footer starts before the bytes given. Read `needed` bytes from the segment's end.
     #[error("the footer takes the last {needed} bytes of the segment")]
     Incomplete {
         /// Bytes of the footer.
@@ -156,7 +158,7 @@ pub enum FormatError {
         /// Its number.
         number: u32,
     },
-    /// Written, changed or moved by somebody who has not the key.
+    /// Written, changed or moved by someone without the key.
     #[error("the footer was not written with its key for this segment")]
     NotAuthentic,
     /// A checksum or a range does not hold.
@@ -164,14 +166,18 @@ pub enum FormatError {
     Corrupt,
 }
 
-/// Bytes of the footer of a segment with so many blocks.
+/// Bytes of the footer of a segment with `blocks` blocks.
 pub(super) const fn footer_bytes(blocks: usize, is_sealed: bool) -> usize {
     let (entry, trailer) = sizes(is_sealed);
     blocks * entry + trailer
 }
 
 const fn sizes(is_sealed: bool) -> (usize, usize) {
-    if is_sealed { (SEALED_ENTRY_BYTES, SEALED_TRAILER_BYTES) } else { (ENTRY_BYTES, TRAILER_BYTES) }
+    if is_sealed {
+        (SEALED_ENTRY_BYTES, SEALED_TRAILER_BYTES)
+    } else {
+        (ENTRY_BYTES, TRAILER_BYTES)
+    }
 }
 
 /// The footer of a segment with these blocks.
@@ -180,7 +186,11 @@ pub fn encode_footer(provenance: &Provenance, entries: &[SegmentEntry]) -> Bytes
 }
 
 /// The same, authenticated where there is a key for the segment.
-pub(super) fn encode(provenance: &Provenance, entries: &[SegmentEntry], key: Option<FooterKey<'_>>) -> Bytes {
+pub(super) fn encode(
+    provenance: &Provenance,
+    entries: &[SegmentEntry],
+    key: Option<FooterKey<'_>>,
+) -> Bytes {
     let footer_bytes = footer_bytes(entries.len(), key.is_some());
     let mut out = BytesMut::with_capacity(footer_bytes);
     for entry in entries {
@@ -258,9 +268,13 @@ pub(super) fn decode(
         return Err(FormatError::Corrupt);
     }
     let entries = entries.chunks_exact(entry_bytes);
-    let entries = entries.map(|entry| decode_entry(entry, payload_bytes)).collect::<Result<_, _>>()?;
+    let entries =
+        entries.map(|entry| decode_entry(entry, payload_bytes)).collect::<Result<_, _>>()?;
     let (epoch, forgotten) = (u64_at(trailer, 16), u64_at(trailer, 24));
-    Ok(Footer { provenance: Provenance { fingerprint: u128_at(trailer, 0), epoch, forgotten }, entries })
+    Ok(Footer {
+        provenance: Provenance { fingerprint: u128_at(trailer, 0), epoch, forgotten },
+        entries,
+    })
 }
 
 /// The footer is at least as long as a sealed trailer.
@@ -311,12 +325,12 @@ fn array_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     std::array::from_fn(|i| bytes[at + i])
 }
 
-/// Reads bytes as the authenticated end of an object of so many bytes as the first eight say, as they are and with a code
-/// and a trailer that fit: else nothing that is wrong otherwise would be looked at. For fuzzing: whatever they are, there is
-/// an answer.
+/// Reads bytes as the authenticated end of an object whose length the first eight give, both as
+/// they are and with a code and a trailer that fit: else no other fault would be reached. For
+/// fuzzing: whatever they are, there is an answer.
 ///
 /// # Panics
-/// If something else is written than was read, or what somebody else signed is taken.
+/// If something else is written than was read, or another signer's bytes are taken.
 #[cfg(any(test, feature = "testing"))]
 pub fn read_sealed_in_every_way(bytes: &[u8]) {
     let Some((object_bytes, tail)) = bytes.split_first_chunk() else { return };
@@ -327,7 +341,10 @@ pub fn read_sealed_in_every_way(bytes: &[u8]) {
     let fitting = with_fitting_trailer(tail, keys.of(FUZZED_SEGMENT));
     read_sealed(&fitting, object_bytes, &keys);
     let other = keys.of(FUZZED_SEGMENT + 1);
-    assert!(decode(&fitting, object_bytes, Some(other)).is_err(), "another segment's footer is taken");
+    assert!(
+        decode(&fitting, object_bytes, Some(other)).is_err(),
+        "another segment's footer is taken"
+    );
 }
 
 #[cfg(any(test, feature = "testing"))]
@@ -405,7 +422,8 @@ mod tests {
             prop_assert!(decode_footer(&tail, object_bytes).is_err());
         }
 
-        /// A footer of nonsense whose checksum holds: written by a faulty program, not by a faulty disk.
+        /// A footer of nonsense whose checksum holds: written by a faulty program, not by a faulty
+        /// disk.
         #[test]
         fn no_entry_reaches_outside(mut tail: Vec<u8>, object_bytes in 0u64..1 << 12) {
             tail.extend((tail.len() as u64 + TRAILER_BYTES as u64).to_le_bytes());
@@ -446,24 +464,29 @@ mod tests {
 
     fn keys(text: &str, namespace: &str) -> FooterKeys {
         let digits = |digits: &str| digits.repeat(4);
-        let text = text.replace('A', &digits("0123456789abcdef")).replace('B', &digits("fedcba9876543210"));
+        let text = text
+            .replace('A', &digits("0123456789abcdef"))
+            .replace('B', &digits("fedcba9876543210"));
         FooterKeys::new(Arc::new(KeyRing::parse(&text).unwrap()), namespace)
     }
 
     fn of_tenants(blocks: u32) -> Vec<SegmentEntry> {
         let mut entries = entries(&vec![(1, None, 0, 2); blocks as usize], 64);
-        (0..).zip(&mut entries).for_each(|(n, entry)| entry.tenant = (n > 0).then_some(u32::MAX - n));
+        (0..)
+            .zip(&mut entries)
+            .for_each(|(n, entry)| entry.tenant = (n > 0).then_some(u32::MAX - n));
         entries
     }
 
     #[test]
-    fn an_authenticated_footer_comes_back_to_those_who_have_the_key() {
+    fn an_authenticated_footer_comes_back_with_its_key() {
         let entries = of_tenants(3);
         let ours = keys("1:A", "here");
         let footer = encode(&PROVENANCE, &entries, Some(ours.of(7)));
         assert_eq!(footer.len(), footer_bytes(3, true));
         let object_bytes = 3 * 64 + footer.len() as u64;
-        let read = |keys: &FooterKeys, segment| decode(&footer, object_bytes, Some(keys.of(segment)));
+        let read =
+            |keys: &FooterKeys, segment| decode(&footer, object_bytes, Some(keys.of(segment)));
         let whole = Footer { provenance: PROVENANCE, entries };
         assert_eq!(read(&ours, 7).as_ref(), Ok(&whole));
         assert_eq!(read(&keys("2:B,1:A", "here"), 7).as_ref(), Ok(&whole));
@@ -487,7 +510,8 @@ mod tests {
             let crc = checksum(&forged[..crc_at]);
             forged[crc_at..crc_at + 4].copy_from_slice(&crc.to_le_bytes());
             let read = decode(&forged, object_bytes, Some(ours.of(7)));
-            let refused = matches!(read, Err(FormatError::NotAuthentic | FormatError::NoKey { .. }));
+            let refused =
+                matches!(read, Err(FormatError::NotAuthentic | FormatError::NoKey { .. }));
             assert!(refused, "bit {bit}: {read:?}");
         }
         // Nor put one there that asks for no key.

@@ -1,8 +1,8 @@
-//! Workers that share a bucket: what each says that it relies on, and what it hears of the others.
+//! Workers that share a bucket: what each says that it relies on, and what it learns of the others.
 //!
-//! A worker writes a *manifest* with the names of the segments that it reads from, and writes it again and again. Nobody
-//! deletes a segment that the manifest of a living worker names. Whether one is alive is told by the store's clock alone:
-//! how much older its manifest is than one's own.
+//! A worker writes a *manifest* with the names of the segments that it reads from, and writes it
+//! again and again. No worker deletes a segment that the manifest of a living worker names. The
+//! store's clock alone tells whether one is alive: how much older its manifest is than one's own.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -28,16 +28,17 @@ use super::shared::StoreContext;
 pub struct Sharing {
     /// Whose blocks are written and found.
     pub provenance: Provenance,
-    /// What if the bucket is in a later epoch.
+    /// What to do if the bucket is in a later epoch.
     pub older_epoch: OlderEpoch,
-    /// How often a worker says what it relies on. One that has not for ten times as long is taken for gone.
+    /// How often a worker says what it relies on. One that has not for ten times as long is taken
+    /// for gone.
     pub renewal: Duration,
     /// How often a worker looks what others have stored since.
     pub look: Duration,
     /// How old a segment becomes that no worker relies on; at least ten renewals.
     pub collect_after: Duration,
-    /// Bytes of all segments of the namespace above which those that no worker relies on go sooner, oldest first, but
-    /// not before ten renewals; `None`: any number.
+    /// Bytes of all segments of the namespace above which those that no worker relies on go sooner,
+    /// oldest first, but not before ten renewals; `None`: any number.
     pub collect_above: Option<u64>,
 }
 
@@ -95,7 +96,8 @@ impl BucketShare {
         }
     }
 
-    /// So long after its manifest was written a worker is taken for gone, and what is younger is nobody's to delete.
+    /// A worker whose manifest is older than this is taken for gone, and what is younger may not be
+    /// deleted.
     pub(super) fn grace(&self) -> Duration {
         self.sharing.renewal * LAPSES
     }
@@ -105,7 +107,9 @@ impl OtherWorkers {
     /// Whether a living worker relies on a segment, or may.
     pub(super) fn rely_on(&self, name: SegmentName) -> bool {
         let living = self.manifests.values().filter(|known| !known.has_lapsed(self.now_ms));
-        living.into_iter().any(|known| known.manifest.as_ref().is_none_or(|manifest| manifest.holds(name)))
+        living
+            .into_iter()
+            .any(|known| known.manifest.as_ref().is_none_or(|manifest| manifest.holds(name)))
     }
 
     /// The manifests of workers that are gone.
@@ -133,12 +137,14 @@ const MANIFEST: &str = ".kvman";
 /// The number that the worker drew whose manifest this is; `None`: it is something else.
 pub(super) fn worker_of(path: &Path) -> Option<u64> {
     let digits = path.filename()?.strip_suffix(MANIFEST)?;
-    let is_name =
-        digits.len() == 32 && digits.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
-    is_name.then(|| u128::from_str_radix(digits, 16).ok().map(SegmentName))?.map(SegmentName::writer)
+    let is_name = digits.len() == 32
+        && digits.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
+    is_name
+        .then(|| u128::from_str_radix(digits, 16).ok().map(SegmentName))?
+        .map(SegmentName::writer)
 }
 
-/// A manifest that cannot be understood holds everything back for so long.
+/// A manifest that cannot be understood holds everything back for this long.
 pub(super) const UNREADABLE: Duration = Duration::from_hours(24);
 
 impl StoreContext {
@@ -147,7 +153,8 @@ impl StoreContext {
         let began = Instant::now();
         let names: Vec<_> = self.locations.lock().segments().map(|id| id.name).collect();
         let manifest = Manifest::new(share.sharing.renewal, names).encode();
-        let put = self.store.client.put_opts(&share.own, manifest.into(), PutMode::Overwrite.into());
+        let put =
+            self.store.client.put_opts(&share.own, manifest.into(), PutMode::Overwrite.into());
         match timeout(self.limit, put).await?.map_err(|error| self.store.secrets.scrub(&error)) {
             Ok(_) => {
                 *share.renewed.lock() = Some(began);
@@ -189,7 +196,8 @@ impl StoreContext {
         Ok(())
     }
 
-    /// The store's time, in milliseconds since 1970: that of this worker's manifest, and what has passed since.
+    /// The store's time, in milliseconds since 1970: that of this worker's manifest, and what has
+    /// passed since.
     pub(super) async fn store_now_ms(&self, share: &BucketShare) -> Result<i64, StoreError> {
         if share.renewed.lock().is_none() {
             self.renew(share).await?;
@@ -203,7 +211,11 @@ impl StoreContext {
             .saturating_add(i64::try_from(since.as_millis()).unwrap_or(i64::MAX)))
     }
 
-    async fn read_others(&self, share: &BucketShare, others: &mut OtherWorkers) -> Result<(), StoreError> {
+    async fn read_others(
+        &self,
+        share: &BucketShare,
+        others: &mut OtherWorkers,
+    ) -> Result<(), StoreError> {
         let began = Instant::now();
         if share.renewed.lock().is_none() {
             self.renew(share).await?;
@@ -211,8 +223,12 @@ impl StoreContext {
         let mut listed = self.store.listing(&share.manifests, None, self.limit).rest().await?;
         listed.retain(|meta| meta.location.filename().is_some_and(|name| name.ends_with(MANIFEST)));
         let own = listed.iter().position(|meta| meta.location == share.own);
-        let (Some(own), Some(renewed)) = (own.map(|at| listed.swap_remove(at)), *share.renewed.lock()) else {
-            return Err(StoreError::new("the manifest of this worker is gone: it is written again"));
+        let (Some(own), Some(renewed)) =
+            (own.map(|at| listed.swap_remove(at)), *share.renewed.lock())
+        else {
+            return Err(StoreError::new(
+                "the manifest of this worker is gone: it is written again",
+            ));
         };
         let since = i64::try_from(renewed.elapsed().as_millis()).unwrap_or(i64::MAX);
         others.now_ms = own.last_modified.timestamp_millis().saturating_add(since);
@@ -221,8 +237,9 @@ impl StoreContext {
             let path = meta.location.clone();
             match others.manifests.remove(&path).filter(|known| known.is_same(&meta)) {
                 Some(known) => _ = manifests.insert(path, known),
-                None => manifests
-                    .extend(read_manifest(&self.store, meta, self.limit).await?.map(|known| (path, known))),
+                None => manifests.extend(
+                    read_manifest(&self.store, meta, self.limit).await?.map(|known| (path, known)),
+                ),
             }
         }
         (others.manifests, others.as_of) = (manifests, Some(began));
@@ -252,7 +269,8 @@ pub(super) async fn read_manifest(
     }
 }
 
-/// Says again and again what this worker relies on, and finds out how its epoch stands as long as that is not known.
+/// Says again and again what this worker relies on, and finds out how its epoch stands as long as
+/// that is not known.
 pub(super) fn keep_up(shared: &Arc<StoreContext>) {
     let (own, mut ticket) = (Arc::clone(shared), shared.work.ticket());
     shared.store.executor.spawn(async move {
@@ -264,8 +282,10 @@ pub(super) fn keep_up(shared: &Arc<StoreContext>) {
                 return;
             }
             renewed = if is_due { Some(Instant::now()) } else { renewed };
-            let until_due =
-                share.sharing.renewal.saturating_sub(renewed.map_or(Duration::ZERO, |at| at.elapsed()));
+            let until_due = share
+                .sharing
+                .renewal
+                .saturating_sub(renewed.map_or(Duration::ZERO, |at| at.elapsed()));
             let is_known = own.present().is_some();
             if ticket.sleep(if is_known { until_due } else { pause.min(until_due) }).await {
                 return;

@@ -25,7 +25,8 @@ use crate::checksum::Checksums;
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
 
-/// Segments that are emptied within this time are deleted together: whether others rely on them is asked once.
+/// Segments that are emptied within this time are deleted together: whether others rely on them is
+/// asked once.
 const ASKING_PAUSE: Duration = Duration::from_secs(1);
 
 /// By this machine's clock, in milliseconds since 1970.
@@ -61,9 +62,9 @@ pub(super) struct StoreContext {
     pub(super) undeleted: AtomicU64,
     /// Whose blocks are written.
     pub(super) provenance: Mutex<Provenance>,
-    /// `None`: nobody else reads what is written here.
+    /// `None`: no one else reads what is written here.
     pub(super) share: Option<BucketShare>,
-    /// Segments that were nobody's in the last collection.
+    /// Segments that no worker relied on in the last collection.
     pub(super) suspects: Mutex<HashSet<SegmentName>>,
     pub(super) collected: AtomicU64,
     pub(super) linked_blocks: AtomicU64,
@@ -90,7 +91,7 @@ impl StoreContext {
         self.keys.as_ref().map(|keys| keys.of(segment.0))
     }
 
-    /// Of a segment with so many blocks.
+    /// Of a segment with `blocks` blocks.
     pub(super) fn footer_bytes(&self, blocks: usize) -> u64 {
         footer_bytes(blocks, self.keys.is_some()) as u64
     }
@@ -99,8 +100,11 @@ impl StoreContext {
         *self.provenance.lock()
     }
 
-    /// A request's turn. Whoever does not get it in time ends without one.
-    pub(super) async fn request(&self, deadline: Instant) -> Result<OwnedSemaphorePermit, CopyError> {
+    /// A request's turn. A request that does not get it in time ends without one.
+    pub(super) async fn request(
+        &self,
+        deadline: Instant,
+    ) -> Result<OwnedSemaphorePermit, CopyError> {
         match timeout_at(deadline, Arc::clone(&self.requests).acquire_owned()).await {
             Ok(Ok(request)) if Instant::now() < deadline => Ok(request),
             Ok(Err(_closed)) => {
@@ -110,7 +114,7 @@ impl StoreContext {
         }
     }
 
-    /// Whether blocks may cost so much now.
+    /// Whether blocks may cost this much now.
     pub(super) fn afford(&self, expenses: &[Expense]) -> Result<(), CopyError> {
         self.traffic.purse.affords(expenses).map_err(|lacking| {
             let message = format!("the budget of {} for {} is spent", self.store, lacking.name());
@@ -133,19 +137,21 @@ impl StoreContext {
 
     /// From here on another worker's block is the content of a slot, which is vacant.
     pub(super) fn stand_for(&self, slot: SlotId, block: ForeignSpot) {
-        // The same tokens computed elsewhere may differ in their lowest bits: what is read is to match what is there.
+        // The same tokens computed elsewhere may differ in their lowest bits: what is read is to
+        // match what is there.
         self.checksums.iter().for_each(|checksums| checksums.record(slot, block.crc32c));
         self.locations.lock().link(slot, (block.segment, block.position), block.blocks);
         self.linked_blocks.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Deletes a segment that nobody here needs, as soon as `delay` is over and the store lets us. One that another
-    /// worker relies on is left to it.
+    /// Deletes a segment that nothing here needs, as soon as `delay` is over and the store lets us.
+    /// One that another worker relies on is left to it.
     pub(super) fn discard(self: &Arc<Self>, id: SegmentId, delay: Duration) {
         self.undeleted.fetch_add(1, Ordering::Relaxed);
         let mut since = Instant::now();
         let pause = if self.share.is_some() { ASKING_PAUSE } else { Duration::ZERO };
-        let (shared, mut ticket, mut delay) = (Arc::clone(self), self.work.ticket(), delay.max(pause));
+        let (shared, mut ticket, mut delay) =
+            (Arc::clone(self), self.work.ticket(), delay.max(pause));
         let mut pause = self.limit / 10;
         self.store.executor.spawn(async move {
             loop {
@@ -158,7 +164,7 @@ impl StoreContext {
                     }
                     Err(error) => tracing::debug!(%error, "a dead segment will be deleted later"),
                 }
-                // Somebody may have come to rely on it meanwhile.
+                // Another worker may have come to rely on it meanwhile.
                 since = Instant::now();
                 delay = pause;
                 pause = (pause * 2).min(shared.limit * 3);
@@ -167,7 +173,11 @@ impl StoreContext {
         });
     }
 
-    async fn delete_unless_relied_on(&self, id: SegmentId, since: Instant) -> Result<(), StoreError> {
+    async fn delete_unless_relied_on(
+        &self,
+        id: SegmentId,
+        since: Instant,
+    ) -> Result<(), StoreError> {
         let is_relied_on = match &self.share {
             Some(share) => self.is_relied_on(share, id.name, since).await?,
             None => false,

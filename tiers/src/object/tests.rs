@@ -24,8 +24,8 @@ use object_store::chunked::ChunkedStore;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt,
-    PutMultipartOptions, PutOptions, PutPayload, PutResult,
+    CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
+    ObjectStoreExt, PutMultipartOptions, PutOptions, PutPayload, PutResult,
 };
 use parking_lot::Mutex;
 use url::Url;
@@ -126,7 +126,8 @@ fn run(backend: &dyn Backend, batch: Vec<CopyOp>) -> Results {
     let count = batch.len();
     let (send, receive) = std::sync::mpsc::channel();
     backend.submit(batch, each(move |op, result| send.send((op, result)).unwrap()));
-    // The channel closes when the backend has dropped the last clone of `Done`: no report is missed or doubled.
+    // The channel closes when the backend has dropped the last clone of `Done`: no report is missed
+    // or doubled.
     let mut reports: Vec<_> = receive.iter().collect();
     reports.sort_by_key(|(op, _)| *op);
     assert!(reports.iter().map(|(op, _)| *op).eq(0..count), "each operation once");
@@ -294,14 +295,17 @@ fn recorded_checksums_are_written_down() {
     let keep = ObjectOptions { keep: true, ..options(8) };
     let recorded = Some(Arc::clone(&checksums));
     let backend =
-        ObjectBackend::new(open_directory(dir.path()), Arc::clone(&memory), recorded, &keep).unwrap();
+        ObjectBackend::new(open_directory(dir.path()), Arc::clone(&memory), recorded, &keep)
+            .unwrap();
     let backend = Verified::new(backend, memory, checksums).unwrap();
     assert!(all_ok(&write(&backend, &heap, &[(9, 1), (8, 2), (7, 3)])));
     assert!(all_ok(&read(&backend, &heap, &[(9, 1), (8, 2), (7, 3)])));
     drop(backend);
     let object = std::fs::read(&segment_files(dir.path())[0]).unwrap();
     let entries = decode_footer(&object, object.len() as u64).unwrap().entries;
-    assert!(entries.iter().map(|entry| entry.crc32c).eq((1..=3).map(|seed| checksum(&pattern(seed)))));
+    assert!(
+        entries.iter().map(|entry| entry.crc32c).eq((1..=3).map(|seed| checksum(&pattern(seed))))
+    );
 }
 
 #[test]
@@ -319,7 +323,7 @@ fn a_short_object_fails_only_the_blocks_that_it_lost() {
 }
 
 #[test]
-fn a_lost_object_is_an_error_and_the_slot_can_be_written_again() {
+fn a_lost_object_is_an_error_and_slots_stay_writable() {
     let dir = tempfile::tempdir().unwrap();
     let heap = Heap::new();
     let backend = backend(open_directory(dir.path()), &heap, &options(8));
@@ -334,7 +338,8 @@ fn a_lost_object_is_an_error_and_the_slot_can_be_written_again() {
 #[test]
 fn what_cannot_be_copied_is_refused() {
     let heap = Heap::new();
-    let backend = backend(Store::with_client(Arc::new(InMemory::new())).unwrap(), &heap, &options(4));
+    let backend =
+        backend(Store::with_client(Arc::new(InMemory::new())).unwrap(), &heap, &options(4));
     let results = run(
         &backend,
         vec![
@@ -388,7 +393,7 @@ fn a_write_whose_answer_got_lost_is_a_success() {
 }
 
 #[test]
-fn a_write_ends_when_the_client_lets_go_of_the_bytes() {
+fn a_write_ends_when_the_client_releases_the_bytes() {
     let faulty = Faulty::new(Fault::Hoards(Mutex::default()));
     let heap = Heap::new();
     let backend = backend(Store::with_client(faulty.clone()).unwrap(), &heap, &options(8));
@@ -399,7 +404,10 @@ fn a_write_ends_when_the_client_lets_go_of_the_bytes() {
     while backend.stats().segments == 0 {
         std::thread::yield_now();
     }
-    assert!(receive.recv_timeout(Duration::from_millis(50)).is_err(), "the client can still read the slot");
+    assert!(
+        receive.recv_timeout(Duration::from_millis(50)).is_err(),
+        "the client can still read the slot"
+    );
     faulty.heal();
     receive.recv().unwrap().unwrap();
 }
@@ -434,9 +442,14 @@ fn closing_ends_every_operation() {
 fn closing_waits_for_deletions_as_long_as_they_get_on() {
     let heap = Heap::new();
     let faulty = Faulty::new(Fault::DeletesSlowly(Duration::from_millis(150)));
-    let backend = backend(Store::with_client(Arc::clone(&faulty) as _).unwrap(), &heap, &options(1));
+    let backend =
+        backend(Store::with_client(Arc::clone(&faulty) as _).unwrap(), &heap, &options(1));
     // Three at a time: more than a second's work.
-    assert!(all_ok(&write(&backend, &heap, &(0..30).map(|slot| (slot, slot + 1)).collect::<Vec<_>>())));
+    assert!(all_ok(&write(
+        &backend,
+        &heap,
+        &(0..30).map(|slot| (slot, slot + 1)).collect::<Vec<_>>()
+    )));
     drop(backend);
     assert_eq!(faulty.sizes(), [0; 0], "segments are left behind");
 }
@@ -457,15 +470,15 @@ struct Faulty {
 enum Fault {
     /// None.
     None,
-    /// Every request after so many fails.
+    /// Every request after this many fails.
     AfterRequests(AtomicI64),
     /// Does what it is asked and says that it failed.
     LostAnswers,
     /// Keeps what it was sent until it is healed.
     Hoards(Mutex<Vec<PutPayload>>),
-    /// Takes objects that nobody waits for any more, so long after they were sent.
+    /// Takes objects this long after they were sent, when their writers wait no more.
     TakesLate(Duration),
-    /// Deletes one object at a time, each in so long.
+    /// Deletes one object at a time, each in this time.
     DeletesSlowly(Duration),
     /// Returns the first question for an object when it is healed.
     HoldsFirstGet(AtomicBool),
@@ -491,7 +504,8 @@ impl Faulty {
 
     /// Names of the objects of a kind.
     fn names(&self, kind: &str) -> Vec<String> {
-        let listing = self.inner.list(None).map(|object| object.unwrap().location.to_string()).collect();
+        let listing =
+            self.inner.list(None).map(|object| object.unwrap().location.to_string()).collect();
         let mut names: Vec<String> = FutureExt::now_or_never(listing).unwrap();
         names.retain(|name| name.ends_with(kind));
         names
@@ -559,7 +573,11 @@ impl ObjectStore for Faulty {
         self.inner.put_multipart_opts(location, opts).await
     }
 
-    async fn get_opts(&self, location: &Path, options: GetOptions) -> object_store::Result<GetResult> {
+    async fn get_opts(
+        &self,
+        location: &Path,
+        options: GetOptions,
+    ) -> object_store::Result<GetResult> {
         self.request()?;
         if let Fault::HoldsFirstGet(held) = &self.fault
             && !held.swap(true, Ordering::Relaxed)
@@ -596,7 +614,12 @@ impl ObjectStore for Faulty {
         self.inner.list_with_delimiter(prefix).await
     }
 
-    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> object_store::Result<()> {
+    async fn copy_opts(
+        &self,
+        from: &Path,
+        to: &Path,
+        options: CopyOptions,
+    ) -> object_store::Result<()> {
         self.inner.copy_opts(from, to, options).await
     }
 }

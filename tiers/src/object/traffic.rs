@@ -10,8 +10,8 @@ use bytes::Bytes;
 use futures::stream::{BoxStream, StreamExt};
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
-    PutMultipartOptions, PutOptions, PutPayload, PutResult, RenameOptions, Result,
+    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta,
+    ObjectStore, PutMultipartOptions, PutOptions, PutPayload, PutResult, RenameOptions, Result,
 };
 
 use super::budget::{Budgets, Expense, RequestBudget};
@@ -80,7 +80,8 @@ impl RequestOutcome {
     }
 }
 
-/// Counts of requests and bytes, and what they may come to. What the client tries again by itself counts once.
+/// Counts of requests and bytes, and what they may come to. What the client retries on its own
+/// counts once.
 #[derive(Debug)]
 pub struct Traffic {
     requests: [[AtomicU64; 4]; 4],
@@ -115,14 +116,19 @@ impl Traffic {
         self.purse.left(expense)
     }
 
-    /// How often something was not asked because a budget was spent.
+    /// How often a request was not sent because a budget was spent.
     pub fn refused(&self, expense: Expense) -> u64 {
         self.purse.refused(expense)
     }
 
     pub(super) fn new(budgets: &Budgets) -> Self {
         let purse = RequestBudget::new(budgets);
-        Self { requests: Default::default(), sent: AtomicU64::new(0), received: AtomicU64::new(0), purse }
+        Self {
+            requests: Default::default(),
+            sent: AtomicU64::new(0),
+            received: AtomicU64::new(0),
+            purse,
+        }
     }
 
     fn count_sent(&self, bytes: u64) {
@@ -183,7 +189,12 @@ impl fmt::Display for CountedRequests {
 #[async_trait]
 #[deny(clippy::missing_trait_methods)]
 impl ObjectStore for CountedRequests {
-    async fn put_opts(&self, location: &Path, payload: PutPayload, opts: PutOptions) -> Result<PutResult> {
+    async fn put_opts(
+        &self,
+        location: &Path,
+        payload: PutPayload,
+        opts: PutOptions,
+    ) -> Result<PutResult> {
         let bytes = payload.content_length() as u64;
         let result = self.inner.put_opts(location, payload, opts).await;
         self.traffic.count(RequestKind::Put, &result);
@@ -218,7 +229,10 @@ impl ObjectStore for CountedRequests {
         result
     }
 
-    fn delete_stream(&self, locations: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+    fn delete_stream(
+        &self,
+        locations: BoxStream<'static, Result<Path>>,
+    ) -> BoxStream<'static, Result<Path>> {
         let traffic = Arc::clone(&self.traffic);
         let deleted = self.inner.delete_stream(locations);
         deleted.inspect(move |deleted| traffic.count(RequestKind::Delete, deleted)).boxed()

@@ -18,10 +18,16 @@ use crate::checksum::{Checksums, checksum};
 use crate::copy::{CopyError, CopyErrorKind, Owner};
 
 /// Writes one segment and reports its blocks.
-pub(super) async fn upload(shared: Arc<StoreContext>, blocks: Vec<PendingBlock>, deadline: Instant) {
+pub(super) async fn upload(
+    shared: Arc<StoreContext>,
+    blocks: Vec<PendingBlock>,
+    deadline: Instant,
+) {
     let Some(provenance) = shared.present() else {
-        let message =
-            format!("how the epoch stands to those of {} is not known, or it is behind", shared.store);
+        let message = format!(
+            "how the epoch stands to those of {} is not known, or it is behind",
+            shared.store
+        );
         return finish_all(blocks, &Err(CopyError::new(CopyErrorKind::Unavailable, message)));
     };
     let blocks = link_known(&shared, blocks);
@@ -31,7 +37,8 @@ pub(super) async fn upload(shared: Arc<StoreContext>, blocks: Vec<PendingBlock>,
     if let Err(error) = shared.afford(&[Expense::Puts, Expense::Bytes]) {
         return finish_all(blocks, &Err(error));
     }
-    // Before the request is taken: compactions take requests of their own, and with one at a time would wait for this one.
+    // Before the request is taken: compactions take requests of their own, and with one at a time
+    // would wait for this one.
     make_room(&shared, blocks.len(), deadline).await;
     let request = match shared.request(deadline).await {
         Ok(request) => request,
@@ -39,7 +46,8 @@ pub(super) async fn upload(shared: Arc<StoreContext>, blocks: Vec<PendingBlock>,
     };
     let id = SegmentId { epoch: provenance.epoch, name: shared.names.next() };
     let slots: Vec<_> = blocks.iter().map(|block| block.object).collect();
-    let upload = Arc::new(SegmentUpload { blocks, result: OnceLock::new(), request: Arc::new(request) });
+    let upload =
+        Arc::new(SegmentUpload { blocks, result: OnceLock::new(), request: Arc::new(request) });
     let result = match prepare(&shared, (provenance, id.name), &upload).await {
         Ok((payload, footer)) => create(&shared, id, payload, &footer, deadline).await,
         Err(error) => Err(error),
@@ -51,7 +59,8 @@ pub(super) async fn upload(shared: Arc<StoreContext>, blocks: Vec<PendingBlock>,
     let _ = upload.result.set(result);
 }
 
-/// Has the slots of blocks that another worker has stored stand for these. What is left is to be stored.
+/// Has the slots of blocks that another worker has stored stand for these. What is left is to be
+/// stored.
 fn link_known(shared: &StoreContext, blocks: Vec<PendingBlock>) -> Vec<PendingBlock> {
     let Some(share) = &shared.share else { return blocks };
     let (mut left, mut linked) = (Vec::with_capacity(blocks.len()), Vec::new());
@@ -73,8 +82,8 @@ fn link_known(shared: &StoreContext, blocks: Vec<PendingBlock>) -> Vec<PendingBl
     left
 }
 
-/// The blocks of a segment under way. The client may keep its `Bytes` for a while after it gave up, in a thread
-/// of its own; only when the last one is gone are the operations reported.
+/// The blocks of a segment under way. The client may keep its `Bytes` for a while after it gave up,
+/// in a thread of its own; only when the last one is gone are the operations reported.
 struct SegmentUpload {
     blocks: Vec<PendingBlock>,
     result: OnceLock<Result<(), CopyError>>,
@@ -83,14 +92,15 @@ struct SegmentUpload {
 }
 
 impl SegmentUpload {
-    /// The blocks where they are. Several parts, always: the client of `memory://` would keep a lone one as it is.
+    /// The blocks where they are. Several parts, always: the client of `memory://` would keep a
+    /// lone one as it is.
     fn lend(self: &Arc<Self>, footer: Bytes) -> PutPayload {
         let source = |index| Bytes::from_owner(LentBlock { upload: Arc::clone(self), index });
         (0..self.blocks.len()).map(source).chain([footer]).collect()
     }
 
-    /// Copies of the blocks. A connection to a service that stopped reading keeps what it was given for half a
-    /// minute, whether or not anybody waits: no operation may depend on that.
+    /// Copies of the blocks. A connection to a service that stopped reading keeps what it was given
+    /// for half a minute, whether or not anything waits: no operation may depend on that.
     fn copy(&self, footer: Bytes) -> PutPayload {
         let bytes = self.blocks.iter().map(PendingBlock::source).collect::<Vec<_>>().concat();
         let copy = CopiedBlocks { bytes, _request: Arc::clone(&self.request) };
@@ -154,8 +164,8 @@ impl AsRef<[u8]> for CopiedBlocks {
     }
 }
 
-/// A segment's bytes, and of those its footer. On a thread of its own, which may read the blocks: that takes
-/// milliseconds.
+/// A segment's bytes, and of those its footer. On a thread of its own, which may read the blocks:
+/// that takes milliseconds.
 async fn prepare(
     shared: &StoreContext,
     (provenance, name): (Provenance, SegmentName),
@@ -165,12 +175,16 @@ async fn prepare(
         (shared.checksums.clone(), Arc::clone(upload), shared.store.is_remote());
     let keys = shared.keys.clone();
     let prepare = move || {
-        let footer =
-            upload.footer(&provenance, checksums.as_deref(), keys.as_ref().map(|keys| keys.of(name.0)));
-        let payload = if is_remote { upload.copy(footer.clone()) } else { upload.lend(footer.clone()) };
+        let footer = upload.footer(
+            &provenance,
+            checksums.as_deref(),
+            keys.as_ref().map(|keys| keys.of(name.0)),
+        );
+        let payload =
+            if is_remote { upload.copy(footer.clone()) } else { upload.lend(footer.clone()) };
         (payload, footer)
     };
-    tokio::task::spawn_blocking(prepare)
-        .await
-        .map_err(|e| CopyError::caused(CopyErrorKind::Refused, "the checksums were not computed", e))
+    tokio::task::spawn_blocking(prepare).await.map_err(|e| {
+        CopyError::caused(CopyErrorKind::Refused, "the checksums were not computed", e)
+    })
 }

@@ -1,4 +1,4 @@
-//! A stream between a leader and a rank, on which nobody waits: not who sends, nor who receives.
+//! A stream between a leader and a rank, on which neither sender nor receiver waits.
 
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
@@ -13,7 +13,7 @@ use rustix::process::{Pid, PidfdFlags, geteuid, pidfd_open};
 
 use super::protocol::{MalformedFrame, first_message, framed_bytes};
 
-/// Bytes that wait for a peer who does not read. What a scheduler has under way is far less.
+/// Bytes that wait for a peer that does not read. What a scheduler has under way is far less.
 const MAX_OUTBOX: usize = 16 << 20;
 /// Bytes read at a time: some thirty batches' reports.
 const READ_BYTES: usize = 64 << 10;
@@ -32,15 +32,16 @@ pub(super) struct RankConnection {
 pub(super) struct RankPeer {
     /// 0: of another PID namespace.
     pub(super) pid: i32,
-    /// Becomes readable when the process ends. The end of the stream does not say that: engines fork, and a child that
-    /// outlives its parent keeps the stream open. `None`: the kernel does not tell, and the stream must do.
+    /// Becomes readable when the process ends. The end of the stream does not say that: engines
+    /// fork, and a child that outlives its parent keeps the stream open. `None`: the kernel does
+    /// not tell, and the stream must do.
     life: Option<OwnedFd>,
 }
 
 /// What became of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SendResult {
-    /// The stream has it, or is broken, which who reads it learns.
+    /// The stream has it, or is broken, which its reader learns.
     Entirely,
     /// Some of it waits until the stream [can take it](RankConnection::flush).
     Partly,
@@ -101,7 +102,8 @@ impl RankConnection {
         self.outbox.lock().is_empty()
     }
 
-    /// What to wait for: something to read, if that `is_listened_to`; room for what waits; and the peer's end.
+    /// What to wait for: something to read, if that `is_listened_to`; room for what waits; and the
+    /// peer's end.
     pub(super) fn watch<'a>(&'a self, is_listened_to: bool, fds: &mut Vec<PollFd<'a>>) {
         let mut flags = PollFlags::empty();
         flags.set(PollFlags::IN, is_listened_to);
@@ -183,7 +185,7 @@ impl FrameInbox {
         self.limit = limit;
     }
 
-    /// Reads what has come, once: a peer who sends without end must not keep others waiting.
+    /// Reads what has come, once: a peer that sends without end must not keep others waiting.
     pub(super) fn read(&mut self, connection: &RankConnection) -> Result<(), ConnectionEnd> {
         // Mostly nothing is left, and nothing moves.
         self.bytes.copy_within(self.unread.clone(), 0);
@@ -197,7 +199,12 @@ impl FrameInbox {
                 self.unread.end += count;
                 Ok(())
             }
-            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                ) =>
+            {
                 Ok(())
             }
             Err(error) => Err(ConnectionEnd::Failed(error)),
@@ -233,8 +240,8 @@ impl RankPeer {
 fn credentials(stream: &UnixStream) -> io::Result<(i32, u32)> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut bytes = size_of::<libc::ucred>() as libc::socklen_t;
-    // Not through rustix: it has no value for the process 0, which a process of another PID namespace is.
-    // SAFETY: the place is as large as it is said to be, and its own.
+    // Not through rustix: it has no value for the process 0, which a process of another PID
+    // namespace is. SAFETY: the place is as large as it is said to be, and its own.
     let status = unsafe {
         let (level, option) = (libc::SOL_SOCKET, libc::SO_PEERCRED);
         libc::getsockopt(stream.as_raw_fd(), level, option, (&raw mut peer).cast(), &raw mut bytes)
@@ -268,8 +275,9 @@ impl AsFd for ConnectionWaker {
     }
 }
 
-/// Becomes readable when something happens that seldom does: who waits for what is frequent names this one place beside
-/// it, since every place in a list costs each wait some 200 ns. What has happened the full list tells.
+/// Becomes readable when a rare event happens. A wait for frequent events names this one place
+/// beside them, since every place in a list costs each wait some 200 ns. The full list tells what
+/// has happened.
 #[derive(Debug)]
 pub(super) struct SeldomLog(OwnedFd);
 
@@ -285,10 +293,15 @@ impl SeldomLog {
     pub(super) fn watch(&self, connection: &RankConnection) -> io::Result<()> {
         // Its end is told whatever one asks for.
         self.add(connection.stream.as_fd(), epoll::EventFlags::empty())?;
-        connection.peer.life.iter().try_for_each(|life| self.add(life.as_fd(), epoll::EventFlags::IN))
+        connection
+            .peer
+            .life
+            .iter()
+            .try_for_each(|life| self.add(life.as_fd(), epoll::EventFlags::IN))
     }
 
-    /// To be called before the connection is dropped: a forked child may keep it open, and it would be told of for ever.
+    /// To be called before the connection is dropped: a forked child may keep it open, and it would
+    /// be told of for ever.
     pub(super) fn forget(&self, connection: &RankConnection) {
         let life = connection.peer.life.as_ref().map(AsFd::as_fd);
         for place in life.into_iter().chain([connection.stream.as_fd()]) {
@@ -311,8 +324,10 @@ impl AsFd for SeldomLog {
 /// Waits for any of these, at most for `limit`.
 pub(super) fn wait(fds: &mut [PollFd<'_>], limit: Option<Duration>) {
     // A poll that fails, of a signal or for want of memory, found nothing: the next one will.
-    let limit =
-        limit.map(|limit| Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() });
+    let limit = limit.map(|limit| Timespec {
+        tv_sec: limit.as_secs() as i64,
+        tv_nsec: limit.subsec_nanos().into(),
+    });
     if poll(fds, limit.as_ref()).is_err() {
         fds.iter_mut().for_each(PollFd::clear_revents);
     }
@@ -324,7 +339,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_sends_to_a_peer_that_does_not_read_goes_on_and_is_refused_in_the_end() {
+    fn sends_to_a_deaf_peer_go_on_and_finally_fail() {
         let (near, far) = UnixStream::pair().unwrap();
         let (near, far) = (RankConnection::new(near).unwrap(), RankConnection::new(far).unwrap());
         let message = |number: u64| frame(&(number, vec![7_u8; 100 << 10]));

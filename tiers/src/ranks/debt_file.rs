@@ -1,6 +1,8 @@
-//! What ranks have yet to forget, on the medium: a leader that ends before a rank is back must not take it along.
+//! What ranks have yet to forget, on the medium: it must survive a leader that ends before a rank
+//! is back.
 //!
-//! A line of text for each rank and tenant, between one that says what the file is and one that says how many there are:
+//! A line of text for each rank and tenant, between one that says what the file is and one that
+//! says how many there are:
 //!
 //! ```text
 //! kvbm debts 1
@@ -32,8 +34,8 @@ impl DebtFile {
     /// The file, and what an earlier leader left in it.
     ///
     /// # Errors
-    /// `Invalid`: it is damaged. `NotWritable`: it is not a file of this user's that is closed to all others. `Io`: the
-    /// medium.
+    /// `Invalid`: it is damaged. `NotWritable`: it is not a file of this user's that is closed to
+    /// all others. `Io`: the medium.
     pub(super) fn open(path: &Path) -> Result<(Self, Vec<RankAndTenant>), SetupError> {
         let site = OwnDirectory::new(path, &crate::disk::SETTINGS);
         let mut text = String::new();
@@ -52,7 +54,10 @@ impl DebtFile {
     }
 
     /// Replaces what is written there: on the medium when it returns.
-    pub(super) fn write(&self, debts: impl Iterator<Item = RankAndTenant>) -> Result<(), SetupError> {
+    pub(super) fn write(
+        &self,
+        debts: impl Iterator<Item = RankAndTenant>,
+    ) -> Result<(), SetupError> {
         let Self(site) = self;
         let Some(text) = written(debts) else { return self.remove() };
         if let Some(dir) = site.path.parent() {
@@ -95,10 +100,11 @@ fn parse(text: &str) -> Option<Vec<RankAndTenant>> {
     (is_ours && debts.len() == count).then_some(debts)
 }
 
-/// Reads a file, as it is and between a first and a last line that fit. For fuzzing: whatever the bytes are, it answers.
+/// Reads a file, as it is and between a first and a last line that fit. For fuzzing: whatever the
+/// bytes are, it answers.
 ///
 /// # Panics
-/// If other debts are read from what was understood, written again.
+/// If writing again what was understood, and reading that, gives other debts.
 #[cfg(any(test, feature = "testing"))]
 pub fn read_debts(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
@@ -169,7 +175,10 @@ mod tests {
         let precious = home.path().join("precious");
         fs::write(&precious, "kept").unwrap();
         std::os::unix::fs::symlink(&precious, partial(&site).path).unwrap();
-        assert_eq!(file.write([(2, 8)].into_iter()).unwrap_err().kind(), SetupErrorKind::NotWritable);
+        assert_eq!(
+            file.write([(2, 8)].into_iter()).unwrap_err().kind(),
+            SetupErrorKind::NotWritable
+        );
         assert_eq!(fs::read_to_string(&precious).unwrap(), "kept");
         fs::remove_file(partial(&site).path).unwrap();
         file.write([(2, 8)].into_iter()).unwrap();

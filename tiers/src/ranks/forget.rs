@@ -1,4 +1,5 @@
-//! Forgetting a tenant: each rank destroys his keys, and one that is away hears of it when it joins again.
+//! Forgetting a tenant: each rank destroys its keys, and one that is away is told when it joins
+//! again.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,7 +18,8 @@ use crate::clock;
 use crate::error::SetupError;
 use crate::fork::ServiceThread;
 
-/// Ranks that have not destroyed all keys of a tenant, as far as their leader knows. It tells each again when it joins.
+/// Ranks that have not destroyed all keys of a tenant, as far as their leader knows. It tells each
+/// again when it joins.
 #[derive(Debug)]
 pub struct NotForgotten {
     tenant: u32,
@@ -45,21 +47,22 @@ impl fmt::Display for NotForgotten {
 impl std::error::Error for NotForgotten {}
 
 impl Leader {
-    /// Has every rank destroy the keys of what a tenant stored in earlier lives than `life`, and waits for them until
-    /// `limit` has passed.
+    /// Has every rank destroy the keys of what a tenant stored in earlier lives than `life`, and
+    /// waits for them until `limit` has passed.
     ///
     /// # Errors
     /// Some rank is away, fails, or does not answer.
     pub fn forget(&self, tenant: u32, life: u32, limit: Duration) -> Result<(), NotForgotten> {
         let deadline = clock::now() + limit;
-        // Before anybody is told: whoever ends now leaves word.
+        // Before any rank is told: a leader that ends now leaves word.
         let unwritten = self.shared.debts.owe(tenant, life).err();
         let told = self.shared.tell_to_forget(tenant, life);
         let debts = &self.shared.debts;
         let mut owed = debts.owed.lock();
-        // Whoever is away, or goes now, is not waited for.
-        let is_awaited =
-            |owed: &[OwedDeletion]| told.iter().any(|&rank| owed[usize::from(rank)].is_awaited(tenant, life));
+        // A rank that is away, or goes now, is not waited for.
+        let is_awaited = |owed: &[OwedDeletion]| {
+            told.iter().any(|&rank| owed[usize::from(rank)].is_awaited(tenant, life))
+        };
         while is_awaited(&owed) && !debts.changed.wait_until(&mut owed, deadline).timed_out() {}
         let why = |(rank, owed): (u16, &OwedDeletion)| Some((rank, owed.why_not(tenant, life)?));
         let ranks: Vec<_> = (0..).zip(&*owed).filter_map(why).collect();
@@ -114,7 +117,8 @@ impl PendingDeletions {
         let (file, left) = path.map(DebtFile::open).transpose()?.unzip();
         let mut owed = vec![OwedDeletion::default(); usize::from(world)];
         for (rank, tenant) in left.into_iter().flatten() {
-            // Tenants' lives are counted from the leader's start: all that the rank has of him is of an earlier one.
+            // Tenants' lives are counted from the leader's start: all that the rank has of the
+            // tenant is of an earlier one.
             let debt = PendingDeletion { life: 0, failed: None };
             if let Some(owed) = owed.get_mut(usize::from(rank)) {
                 owed.tenants.insert(tenant, debt);
@@ -166,7 +170,7 @@ impl PendingDeletions {
             (Some(why), Some(debt)) if debt.life == life => debt.failed = Some(why),
             (None, Some(debt)) if debt.life <= life => {
                 tenants.remove(&tenant);
-                // Who is told twice does it twice.
+                // A rank that is told twice does it twice.
                 if let Err(error) = self.write(&owed) {
                     tracing::warn!(%error, rank, "a tenant whom a rank has forgotten stays written down");
                 }
@@ -181,17 +185,23 @@ impl PendingDeletions {
 impl LeaderState {
     /// Returns who was told.
     fn tell_to_forget(&self, tenant: u32, life: u32) -> Vec<u16> {
-        // Who joins from here on is told then; who is told twice does it twice.
+        // A rank that joins from here on is told then; one that is told twice does it twice.
         let message = ToRank::Forget { tenant, life };
         let present = self.present();
-        let is_told =
-            |(rank, connection)| (self.send_to(connection, &message) != SendResult::Refused).then_some(rank);
-        present.iter().map(|(rank, connection)| (*rank, &**connection)).filter_map(is_told).collect()
+        let is_told = |(rank, connection)| {
+            (self.send_to(connection, &message) != SendResult::Refused).then_some(rank)
+        };
+        present
+            .iter()
+            .map(|(rank, connection)| (*rank, &**connection))
+            .filter_map(is_told)
+            .collect()
     }
 }
 
-/// What a rank does when a tenant is forgotten: what asks nobody at once, so that what the leader says next comes after it;
-/// and the rest on a thread that ends with this, since stores of keys may take their time.
+/// What a rank does when a tenant is forgotten: at once what needs no store, so that what the
+/// leader says next comes after it; and the rest on a thread that ends with this, since stores of
+/// keys may take their time.
 pub(super) struct RankForgetter {
     begin: Box<BeginForgetting>,
     // Before the thread, which finishes what it was given.

@@ -4,8 +4,9 @@ use parking_lot::Mutex;
 
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, SlotRef, Tier};
 
-/// Which life's bytes each slot holds, of the tiers that copies alone write. A rank that was started anew has nothing,
-/// whatever its leader believes: it must not give out what happens to lie in a slot.
+/// Which life's bytes each slot holds, of the tiers that copies alone write. A rank that was
+/// started anew has nothing, whatever its leader believes: it must not give out what happens to lie
+/// in a slot.
 #[derive(Debug, Default)]
 pub(super) struct SlotGenerations(Mutex<[Vec<u32>; Tier::COUNT]>);
 
@@ -13,7 +14,8 @@ pub(super) struct SlotGenerations(Mutex<[Vec<u32>; Tier::COUNT]>);
 const NOTHING: u32 = u32::MAX;
 
 impl SlotGenerations {
-    /// Before a copy: its source must hold what it names, and its destination holds nothing from here on.
+    /// Before a copy: its source must hold what it names, and its destination holds nothing from
+    /// here on.
     pub(super) fn begin(&self, op: &CopyOp) -> Result<(), CopyError> {
         self.check(op.from)?;
         self.set(op.to, NOTHING);
@@ -31,7 +33,7 @@ impl SlotGenerations {
     }
 
     fn check(&self, from: SlotRef) -> Result<(), CopyError> {
-        // Engines write to the device past everybody.
+        // Engines write to the device past all of this.
         if from.tier == Tier::Device {
             return Ok(());
         }
@@ -41,10 +43,14 @@ impl SlotGenerations {
             NOTHING => "nothing".to_owned(),
             other => format!("generation {other}"),
         };
-        Err(CopyError::new(CopyErrorKind::Io, format!("{from} was never written: the slot holds {held}")))
+        Err(CopyError::new(
+            CopyErrorKind::Io,
+            format!("{from} was never written: the slot holds {held}"),
+        ))
     }
 
-    /// Callers have checked that the slot exists: the list grows with what is used, not with what is asked for.
+    /// Callers have checked that the slot exists: the list grows with what is used, not with what
+    /// is asked for.
     fn set(&self, slot: SlotRef, generation: u32) {
         let (tier, slot) = (slot.tier.index(), slot.slot.0 as usize);
         let known = &mut self.0.lock()[tier];

@@ -1,4 +1,5 @@
-//! A rank's tiers whose slots outlive the process: what an earlier one left in them, and who is told what comes to them.
+//! A rank's tiers whose slots outlive the process: what an earlier one left in them, and who is
+//! told what comes to them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ pub struct KeptSlots {
 pub trait SlotJournal: fmt::Debug + Send + Sync {
     /// A copy into a slot begins: what lay there is gone.
     fn begun(&self, op: &CopyOp);
-    /// It has arrived, and nobody has been told yet.
+    /// It has arrived, and nothing has been told yet.
     fn arrived(&self, op: &CopyOp);
 }
 
@@ -30,8 +31,8 @@ pub trait SlotJournal: fmt::Debug + Send + Sync {
 #[derive(Debug, Default)]
 pub(super) struct SlotJournals([Option<Arc<dyn SlotJournal>>; Tier::COUNT]);
 
-/// What an earlier process left in a rank's slots, as long as a leader may ask for it: until the first copy, which may be
-/// into one of them.
+/// What an earlier process left in a rank's slots, as long as a leader may ask for it: until the
+/// first copy, which may be into one of them.
 #[derive(Debug, Default)]
 pub(super) struct LeftBehind([Vec<IndexEntry>; Tier::COUNT]);
 

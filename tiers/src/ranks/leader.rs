@@ -1,4 +1,5 @@
-//! The leader's side: a backend whose copies are done by all ranks, and the thread that listens to them.
+//! The leader's side: a backend whose copies are done by all ranks, and the thread that listens to
+//! them.
 
 use std::fmt;
 use std::io;
@@ -14,7 +15,8 @@ use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
 
 use super::connection::{
-    ConnectionEnd, ConnectionReady, ConnectionWaker, FrameInbox, RankConnection, SeldomLog, SendResult, wait,
+    ConnectionEnd, ConnectionReady, ConnectionWaker, FrameInbox, RankConnection, SeldomLog,
+    SendResult, wait,
 };
 use super::forget::PendingDeletions;
 use super::pending::{EndedReport, MAX_RANKS, PendingBatches, RankSet, UnexpectedReport};
@@ -30,13 +32,13 @@ use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fork::ServiceThread;
 
-/// How long somebody who connected may take to say who it is.
+/// How long a new connection may take to say who it is.
 const GREETING_LIMIT: Duration = Duration::from_secs(5);
-/// Before the next try to let somebody in, when one failed.
+/// Before the next try to accept a connection, when one failed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 /// How long a leader that ends waits for copies under way.
 const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
-/// So many may be about to say it.
+/// The most connections that have yet to say it.
 const MAX_NEWCOMERS: usize = 2 * MAX_RANKS as usize;
 
 /// What a leader expects of its ranks.
@@ -67,12 +69,14 @@ pub struct Leader {
 }
 
 impl Leader {
-    /// Waits until all ranks are there. From then on `on_lost` is called, with its number, when one is gone: all that
-    /// it held is lost, and copies that it had confirmed are told of as failed only after the call returned.
+    /// Waits until all ranks are there. From then on `on_lost` is called with a rank's number when
+    /// it is gone: all that it held is lost, and copies that it had confirmed are reported as
+    /// failed only after the call returned.
     ///
     /// # Errors
-    /// `Invalid`: no ranks, or too many; or some were refused, which the message names. `InUse`: the directory has a
-    /// leader. `NotWritable`: the directory, or the file of debts, or others may write them. `Unavailable`: ranks that the message names have not come in time; or no
+    /// `Invalid`: no ranks, or too many; or some were refused, which the message names. `InUse`:
+    /// the directory has a leader. `NotWritable`: the directory, or the file of debts, or others
+    /// may write them. `Unavailable`: ranks that the message names have not come in time; or no
     /// thread.
     pub fn open(
         options: LeaderOptions,
@@ -104,8 +108,8 @@ impl Leader {
             answers: InventoryAnswers::default(),
             debts,
         });
-        let seldom =
-            SeldomLog::new(&shared.waker, meeting.listener.as_fd()).map_err(|error| no_thread(&error))?;
+        let seldom = SeldomLog::new(&shared.waker, meeting.listener.as_fd())
+            .map_err(|error| no_thread(&error))?;
         let desk = RankListener {
             shared: Arc::clone(&shared),
             meeting,
@@ -145,17 +149,22 @@ pub(super) fn check_fingerprint(fingerprint: &str) -> Result<(), SetupError> {
         return Ok(());
     }
     let bytes = fingerprint.len();
-    let message =
-        format!("a fingerprint of {bytes} bytes: give the ranks a digest of {MAX_FINGERPRINT} at most");
+    let message = format!(
+        "a fingerprint of {bytes} bytes: give the ranks a digest of {MAX_FINGERPRINT} at most"
+    );
     Err(SetupError::new(SetupErrorKind::Invalid, message))
 }
 
 fn no_thread(error: &io::Error) -> SetupError {
-    SetupError::new(SetupErrorKind::Unavailable, format!("cannot start to listen to ranks: {error}"))
+    SetupError::new(
+        SetupErrorKind::Unavailable,
+        format!("cannot start to listen to ranks: {error}"),
+    )
 }
 
-// SAFETY: a copy is reported when each rank has said that it ended, or when the rank is gone: its process has ended, or
-// it closed the connection, which it does when it has ended its copies. The regions are the ranks' own.
+// SAFETY: a copy is reported when each rank has said that it ended, or when the rank is gone: its
+// process has ended, or it closed the connection, which it does when it has ended its copies. The
+// regions are the ranks' own.
 unsafe impl Backend for Leader {
     fn name(&self) -> &'static str {
         "ranks"
@@ -186,7 +195,7 @@ impl Drop for Leader {
     }
 }
 
-/// What those who submit share with the thread that listens.
+/// What submitters share with the thread that listens.
 pub(super) struct LeaderState {
     pub(super) options: LeaderOptions,
     state: Mutex<RanksState>,
@@ -199,7 +208,7 @@ pub(super) struct LeaderState {
     on_lost: Box<dyn Fn(u16) + Send + Sync>,
     /// What ranks say that they hold goes here.
     pub(super) answers: InventoryAnswers,
-    /// Whom they have yet to forget.
+    /// Which tenants they have yet to forget.
     pub(super) debts: PendingDeletions,
 }
 
@@ -213,7 +222,7 @@ impl fmt::Debug for LeaderState {
 struct RanksState {
     /// By rank: who it is, while it is there.
     seats: Vec<Option<RankSlot>>,
-    /// By rank: why somebody who claimed to be it was refused last, while it was not there.
+    /// By rank: why a process that claimed to be it was refused last, while it was not there.
     refused: Vec<Option<String>>,
     /// The routes that all ranks had when they were complete for the first time.
     agreed: Option<Vec<Route>>,
@@ -230,7 +239,9 @@ impl RanksState {
     /// All ranks' connections; an error names one that is not there.
     fn all(&self) -> Result<Vec<Arc<RankConnection>>, u16> {
         let seats = (0..).zip(&self.seats);
-        seats.map(|(rank, seat)| seat.as_ref().map(|seat| Arc::clone(&seat.connection)).ok_or(rank)).collect()
+        seats
+            .map(|(rank, seat)| seat.as_ref().map(|seat| Arc::clone(&seat.connection)).ok_or(rank))
+            .collect()
     }
 
     /// What every rank can do, once all are there.
@@ -238,7 +249,8 @@ impl RanksState {
         if self.agreed.is_some() || self.seats.iter().any(Option::is_none) {
             return;
         }
-        let mut routes: Vec<_> = self.seats[0].as_ref().map(|seat| seat.routes.clone()).unwrap_or_default();
+        let mut routes: Vec<_> =
+            self.seats[0].as_ref().map(|seat| seat.routes.clone()).unwrap_or_default();
         routes.retain(|route| self.seats.iter().flatten().all(|seat| seat.routes.contains(route)));
         self.agreed = Some(routes);
     }
@@ -254,7 +266,9 @@ impl LeaderState {
     pub(super) fn present(&self) -> Vec<(u16, Arc<RankConnection>)> {
         let state = self.state.lock();
         let seats = (0..).zip(&state.seats);
-        seats.filter_map(|(rank, seat)| Some((rank, Arc::clone(&seat.as_ref()?.connection)))).collect()
+        seats
+            .filter_map(|(rank, seat)| Some((rank, Arc::clone(&seat.as_ref()?.connection))))
+            .collect()
     }
 
     /// Sends what the stream of a connection does not take at once when it can.
@@ -290,7 +304,10 @@ impl LeaderState {
         let is_refusal = state.refused.iter().any(Option::is_some);
         let kind = if is_refusal { SetupErrorKind::Invalid } else { SetupErrorKind::Unavailable };
         let (named, dir) = (named.join(", "), dir.display());
-        SetupError::new(kind, format!("of {world} ranks these did not come to {dir} in {limit:?}: {named}"))
+        SetupError::new(
+            kind,
+            format!("of {world} ranks these did not come to {dir} in {limit:?}: {named}"),
+        )
     }
 
     fn is_busy(&self) -> bool {
@@ -312,7 +329,8 @@ impl LeaderState {
             Ok(connections) => connections,
             Err(rank) => {
                 drop(state);
-                let away = CopyError::new(CopyErrorKind::Unavailable, format!("rank {rank} is not there"));
+                let away =
+                    CopyError::new(CopyErrorKind::Unavailable, format!("rank {rank} is not there"));
                 return done.report((0..ops.len()).map(|op| (op, Err(away.clone()))).collect());
             }
         };
@@ -320,11 +338,12 @@ impl LeaderState {
         drop(state);
         // Written once for all of them.
         let message = frame(&ToRank::Copy { batch, ops: PackedOps::of(ops) });
-        // What the thread that listens submits, since copies ended, goes at the end of its round: several batches in one
-        // message, which costs little more than one.
+        // What the thread that listens submits, since copies ended, goes at the end of its round:
+        // several batches in one message, which costs little more than one.
         let is_listener = self.listener.get() == Some(&thread::current().id());
         for (rank, connection) in (0..).zip(connections) {
-            let sent = if is_listener { connection.put_off(&message) } else { connection.send(&message) };
+            let sent =
+                if is_listener { connection.put_off(&message) } else { connection.send(&message) };
             match sent {
                 SendResult::Partly if !is_listener => self.waker.wake(),
                 SendResult::Refused => self.overrun(rank, batch, ops.len()),
@@ -359,7 +378,8 @@ impl LeaderState {
 
     /// A rank is gone.
     fn lost(&self, rank: u16, why: &RankLoss) {
-        let error = CopyError::new(CopyErrorKind::Unavailable, format!("rank {rank} is gone: {why}"));
+        let error =
+            CopyError::new(CopyErrorKind::Unavailable, format!("rank {rank} is gone: {why}"));
         let mut state = self.state.lock();
         state.seats[usize::from(rank)] = None;
         let reports = state.pending.lost(rank, &error);
@@ -372,7 +392,11 @@ impl LeaderState {
     }
 
     /// Lets a rank in, or says why not.
-    fn seat(&self, member: Membership, connection: &Arc<RankConnection>) -> Result<(), RefusalFrame> {
+    fn seat(
+        &self,
+        member: Membership,
+        connection: &Arc<RankConnection>,
+    ) -> Result<(), RefusalFrame> {
         let mismatch = |why| RefusalFrame { is_taken: false, why };
         self.options.check(&member).map_err(mismatch)?;
         let mut state = self.state.lock();
@@ -386,12 +410,13 @@ impl LeaderState {
         if let Some((from, to)) = state.agreed.iter().flatten().find(lacking) {
             return Err(mismatch(format!("it cannot copy {from} to {to}, as it could before")));
         }
-        // Before anybody can send it copies.
+        // Before anything can send it copies.
         connection.send(&frame(&ToRank::Welcome));
         for message in self.debts.of_newcomer(member.rank) {
             connection.send(&frame(&message));
         }
-        state.seats[place] = Some(RankSlot { connection: Arc::clone(connection), routes: member.routes });
+        state.seats[place] =
+            Some(RankSlot { connection: Arc::clone(connection), routes: member.routes });
         state.refused[place] = None;
         state.agree();
         self.joined.notify_all();
@@ -406,7 +431,8 @@ impl LeaderState {
 }
 
 impl LeaderOptions {
-    /// Whether somebody is one of the ranks that are expected; an error says what is not as expected.
+    /// Whether a process is one of the ranks that are expected; an error says what is not as
+    /// expected.
     fn check(&self, member: &Membership) -> Result<(), String> {
         let differs = |what: &str, its: &dyn fmt::Display, ours: &dyn fmt::Display| {
             Err(format!("its {what} is {its}, this leader's {ours}"))
@@ -450,8 +476,8 @@ impl From<MalformedFrame> for RankLoss {
     }
 }
 
-/// The thread that listens: to those who connect, and to those who have joined. It alone lets ranks in and declares
-/// them lost, so that these come in an order.
+/// The thread that listens to new connections and to ranks that have joined. It alone lets ranks in
+/// and declares them lost, so that these come in an order.
 struct RankListener {
     shared: Arc<LeaderState>,
     meeting: LeaderSocket,
@@ -469,7 +495,7 @@ struct JoinedRank {
     fault: Option<RankLoss>,
 }
 
-/// Somebody who has yet to say who it is.
+/// A connection that has yet to say who it is.
 struct NewConnection {
     connection: Arc<RankConnection>,
     inbox: FrameInbox,
@@ -487,7 +513,7 @@ impl RankListener {
             joined.connection.send(&goodbye);
         }
         self.meeting.close();
-        // Whoever was given copies reports them first.
+        // A rank that was given copies reports them first.
         let deadline = clock::now() + FAREWELL_LIMIT;
         while self.shared.is_busy() && clock::now() < deadline {
             self.round(Some(FAREWELL_LIMIT));
@@ -511,9 +537,9 @@ impl RankListener {
 
     /// Waits until there is something to do.
     ///
-    /// A copy ends when the last rank has ended it. So while copies are under way this waits for the rank that has most
-    /// to say, and then listens to all that have anything: to wake up for each of them would cost more than all the rest.
-    /// That a rank is gone is noticed in any case.
+    /// A copy ends when the last rank has ended it. So while copies are under way this waits for
+    /// the rank that has most to say, and then listens to all that have anything: to wake up for
+    /// each of them would cost more than all the rest. That a rank is gone is noticed in any case.
     fn wait(&self, limit: Option<Duration>) -> WaitResult {
         let Some((busy, busiest)) = self.shared.busy() else { return self.look(None, limit) };
         match self.wait_for_words(busiest, limit) {
@@ -523,8 +549,8 @@ impl RankListener {
         }
     }
 
-    /// Waits for a report of this rank, or whatever happens seldom; true: only the former came. `None`: there is more to
-    /// wait for.
+    /// Waits for a report of this rank, or for a rare event; true: only the former came. `None`:
+    /// there is more to wait for.
     fn wait_for_words(&self, rank: u16, limit: Option<Duration>) -> Option<bool> {
         let is_flushed = self.ranks.iter().all(|joined| joined.connection.is_flushed());
         let seldom = self.seldom.as_ref().filter(|_| is_flushed && self.newcomers.is_empty())?;
@@ -608,17 +634,21 @@ impl RankListener {
         self.hear_ranks(&ranks);
         let NewConnection { connection, mut inbox, .. } = newcomer;
         let pid = connection.peer().pid;
-        let seated =
-            greeting.map_err(|why| (None, RefusalFrame { is_taken: false, why })).and_then(|member| {
+        let seated = greeting
+            .map_err(|why| (None, RefusalFrame { is_taken: false, why }))
+            .and_then(|member| {
                 let rank = member.rank;
-                self.shared.seat(member, &connection).map_err(|refusal| (Some(rank), refusal)).map(|()| rank)
+                self.shared
+                    .seat(member, &connection)
+                    .map_err(|refusal| (Some(rank), refusal))
+                    .map(|()| rank)
             });
         match seated {
             Ok(rank) => {
                 inbox.set_limit(MAX_MESSAGE);
                 tracing::info!(rank, pid, "a rank joined");
                 let mut joined = JoinedRank { rank, connection, inbox, fault: None };
-                // Whoever says more than hello before the answer is heard all the same.
+                // A rank that says more than hello before the answer is still heard.
                 joined.hear_messages(&self.shared);
                 self.seat(joined);
             }
@@ -632,7 +662,9 @@ impl RankListener {
     }
 
     fn seat(&mut self, joined: JoinedRank) {
-        if let Some(Err(error)) = self.seldom.as_ref().map(|seldom| seldom.watch(&joined.connection)) {
+        if let Some(Err(error)) =
+            self.seldom.as_ref().map(|seldom| seldom.watch(&joined.connection))
+        {
             tracing::warn!(%error, "waiting for ranks costs more than it need to");
             self.seldom = None;
         }
@@ -645,16 +677,19 @@ impl RankListener {
             Err(error) => Err(error),
         };
         match connection {
-            // Who finds the desk crowded sees its connection closed, and tries again.
-            Ok(connection) if self.newcomers.len() < MAX_NEWCOMERS => self.newcomers.push(NewConnection {
-                connection: Arc::new(connection),
-                inbox: FrameInbox::new(MAX_GREETING),
-                deadline: clock::now() + GREETING_LIMIT,
-            }),
+            // A process that finds too many before it sees its connection closed, and tries again.
+            Ok(connection) if self.newcomers.len() < MAX_NEWCOMERS => {
+                self.newcomers.push(NewConnection {
+                    connection: Arc::new(connection),
+                    inbox: FrameInbox::new(MAX_GREETING),
+                    deadline: clock::now() + GREETING_LIMIT,
+                });
+            }
             Ok(_) => tracing::warn!("too many connect at once: one is sent away"),
             Err(error) => {
                 tracing::warn!(%error, "somebody who connected is not let in");
-                // Where files are short he is still there to be let in: not all the time is for him.
+                // Where file descriptors are short the connection still waits to be accepted: do
+                // not spend all time on it.
                 thread::sleep(ACCEPT_PAUSE);
             }
         }
@@ -676,7 +711,9 @@ impl JoinedRank {
             return Err(ConnectionEnd::Died.into());
         }
         if ready.is_readable {
-            self.inbox.read(&self.connection).map_err(|end| self.fault.take().unwrap_or(end.into()))?;
+            self.inbox
+                .read(&self.connection)
+                .map_err(|end| self.fault.take().unwrap_or(end.into()))?;
             self.hear_messages(shared);
         }
         Ok(())
@@ -705,7 +742,11 @@ impl JoinedRank {
         Ok(())
     }
 
-    fn take_inventory(&self, inventory: InventoryPage, shared: &LeaderState) -> Result<(), RankLoss> {
+    fn take_inventory(
+        &self,
+        inventory: InventoryPage,
+        shared: &LeaderState,
+    ) -> Result<(), RankLoss> {
         let is_wanted = shared.answers.told(self.rank, inventory);
         if is_wanted { Ok(()) } else { Err(RankLoss::Unasked) }
     }

@@ -20,8 +20,8 @@ use super::generations::SlotGenerations;
 use super::kept::{KeptSlots, LeftBehind, SlotJournals, part};
 use super::leader::check_fingerprint;
 use super::protocol::{
-    EndedCopies, ForgotTenant, HelloFrame, MAX_GREETING, MAX_MESSAGE, Membership, RefusalFrame, ToLeader,
-    ToRank, decode, frame,
+    EndedCopies, ForgotTenant, HelloFrame, MAX_GREETING, MAX_MESSAGE, Membership, RefusalFrame,
+    ToLeader, ToRank, decode, frame,
 };
 use super::socket;
 use crate::backend::Backend;
@@ -29,8 +29,9 @@ use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
 use crate::error::{Failure, SetupError, SetupErrorKind};
 
-/// What has ended of a batch is reported after this time at the latest, before the rest has: a leader judges media by
-/// how they get on. A batch that is faster is one message, which costs the leader less.
+/// What has ended of a batch is reported after this time at the latest, before the rest has: a
+/// leader judges media by their progress. A batch that is faster is one message, which costs the
+/// leader less.
 const REPORT_PERIOD: Duration = Duration::from_millis(5);
 /// How long a rank whose leader is gone waits for its copies.
 const ENDING_LIMIT: Duration = Duration::from_secs(10);
@@ -56,7 +57,7 @@ pub struct JoinOptions {
 pub enum LeaderGone {
     /// It died, or closed the connection without a word.
     Away,
-    /// It said what is no message.
+    /// It sent something that is no message.
     Unintelligible,
 }
 
@@ -92,11 +93,13 @@ impl Stopper {
 }
 
 impl Member {
-    /// Joins the ranks of a leader, and waits for it where there is none yet. `backends` do the copies.
+    /// Joins the ranks of a leader, and waits for it where there is none yet. `backends` do the
+    /// copies.
     ///
     /// # Errors
-    /// `Invalid`: the leader expects something else, which the message names. `InUse`: another process has this rank's
-    /// number. `Unavailable`: no leader, or it does not answer. `NotWritable`: its socket is not ours to use.
+    /// `Invalid`: the leader expects something else, which the message names. `InUse`: another
+    /// process has this rank's number. `Unavailable`: no leader, or it does not answer.
+    /// `NotWritable`: its socket is not ours to use.
     pub fn join(
         mut options: JoinOptions,
         backends: HashMap<Route, Arc<dyn Backend>>,
@@ -125,12 +128,24 @@ impl Member {
             journals,
         };
         let (work, is_stopping, reported) = (Arc::new(work), Arc::default(), clock::now());
-        Ok(Self { rank, slots, backends, work, inbox, waker, is_stopping, reported, left, forgetter: None })
+        Ok(Self {
+            rank,
+            slots,
+            backends,
+            work,
+            inbox,
+            waker,
+            is_stopping,
+            reported,
+            left,
+            forgetter: None,
+        })
     }
 
-    /// Has `begin` called with each tenant that is forgotten and the life that begins, by the thread that serves, before it
-    /// looks at what the leader says next. What it returns destroys the keys of earlier lives, on a thread of its own since
-    /// that may take its time, and says what may be left, which the leader is told.
+    /// Has `begin` called with each tenant that is forgotten and the life that begins, by the
+    /// thread that serves, before it looks at what the leader says next. What it returns destroys
+    /// the keys of earlier lives, on a thread of its own since that may take its time, and says
+    /// what may be left, which the leader is told.
     ///
     /// # Errors
     /// `Unavailable`: no thread.
@@ -139,8 +154,9 @@ impl Member {
         begin: impl Fn(u32, u32) -> DestroyKeys + Send + Sync + 'static,
     ) -> Result<Self, SetupError> {
         let work = Arc::clone(&self.work);
-        let forgetter =
-            RankForgetter::start(Box::new(begin), move |forgot| work.tell(&ToLeader::Forgot(forgot)));
+        let forgetter = RankForgetter::start(Box::new(begin), move |forgot| {
+            work.tell(&ToLeader::Forgot(forgot));
+        });
         let forgetter = forgetter.map_err(|error| {
             let message = "cannot start a thread to forget tenants: raise the limit on processes";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
@@ -159,10 +175,12 @@ impl Member {
         self.work.connection.peer().pid
     }
 
-    /// Does what the leader says, until it says goodbye or [`Stopper::stop`] is called; then all copies have ended.
+    /// Does what the leader says, until it says goodbye or [`Stopper::stop`] is called; then all
+    /// copies have ended.
     ///
     /// # Errors
-    /// The leader is gone. Copies that it had begun were waited for; if their media hang, the message says so.
+    /// The leader is gone. Copies that it had begun were waited for; if their media hang, the
+    /// message says so.
     pub fn serve(mut self) -> Result<(), Failure<LeaderGone>> {
         // The first copies may have come with the welcome.
         let mut turn = self.take_messages();
@@ -171,7 +189,8 @@ impl Member {
         }
         let unended = self.work.finish(clock::now() + ENDING_LIMIT);
         if unended > 0 {
-            // What still waits for them keeps the connection, so that the leader does not take this for their end.
+            // What still waits for them keeps the connection, so that the leader does not take this
+            // for their end.
             tracing::error!(rank = self.rank, unended, "batches did not end with a rank's service");
         }
         turn.map(|_| ()).map_err(|end| self.gone(end, unended))
@@ -276,7 +295,8 @@ impl Member {
                 }),
             );
         });
-        // What became of the copies of a backend that panicked nobody knows: for the leader they will be overdue.
+        // What became of the copies of a backend that panicked is unknown: for the leader they will
+        // be overdue.
         if catch_unwind(AssertUnwindSafe(|| backend.submit(ops, done))).is_err() {
             tracing::error!(from = %route.0, to = %route.1, "a backend panicked when it was given a batch");
         }
@@ -300,8 +320,13 @@ impl Member {
             _ => LeaderGone::Away,
         };
         let (rank, pid) = (self.rank, self.leader());
-        let left = if unended > 0 { format!("; {unended} batches did not end") } else { String::new() };
-        Failure::caused(kind, format!("rank {rank} lost its leader (process {pid}): {end}{left}"), end)
+        let left =
+            if unended > 0 { format!("; {unended} batches did not end") } else { String::new() };
+        Failure::caused(
+            kind,
+            format!("rank {rank} lost its leader (process {pid}): {end}{left}"),
+            end,
+        )
     }
 }
 
@@ -395,7 +420,7 @@ impl MemberBatch {
     }
 }
 
-/// Why somebody did not become a member.
+/// Why a process did not become a member.
 enum NoAnswer {
     Refused(RefusalFrame),
     Gone(ConnectionEnd),
@@ -458,7 +483,8 @@ impl NoAnswer {
             }
             Self::Late => {
                 let limit = options.limit;
-                let message = format!("the leader (process {leader}) did not answer {who} in {limit:?}");
+                let message =
+                    format!("the leader (process {leader}) did not answer {who} in {limit:?}");
                 SetupError::new(SetupErrorKind::Unavailable, message)
             }
         }

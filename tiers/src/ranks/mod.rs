@@ -1,8 +1,9 @@
-//! Copies in other processes: one leader has them done by ranks, each in its own memory, files and objects.
+//! Copies in other processes: one leader has them done by ranks, each in its own memory, files and
+//! objects.
 //!
-//! A model that is spread over several GPUs (tensor parallelism) has a process for each, a *rank*, which holds its
-//! slice of every block. One process, the *leader*, decides where blocks lie; each rank has its slice of a block in
-//! the slot of that number.
+//! A model that is spread over several GPUs (tensor parallelism) has a process for each, a *rank*,
+//! which holds its slice of every block. One process, the *leader*, decides where blocks lie; each
+//! rank has its slice of a block in the slot of that number.
 //!
 //! ```text
 //!  leader                                        rank 0, 1, …
@@ -16,8 +17,8 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `protocol` | messages, and how they are read from bytes that anybody may have sent |
-//! | `connection` | a stream on which nobody waits |
+//! | `protocol` | messages, and how they are read from bytes from an untrusted sender |
+//! | `connection` | a stream on which neither side waits |
 //! | `pending` | batches under way, and which ranks have yet to confirm them |
 //! | `leader` | the backend of the leader, and the thread that listens |
 //! | `member` | a rank: it does what the leader says and reports |
@@ -26,23 +27,27 @@
 //! | `forget` | which ranks have yet to destroy a tenant's keys; `debt_file`: on the medium |
 //! | `recovery` | which blocks leader and ranks agree on, at the start of the leader |
 //!
-//! A copy has arrived when every rank says so; otherwise the worst that any rank said of it is what became of it.
+//! A copy has arrived when every rank says so; otherwise its result is the worst that any rank
+//! reported.
 //!
-//! **A rank that is gone** (its process ended, or it closed the connection) has ended its copies: their slots need not
-//! be waited for in it. What it had confirmed of batches under way counts no more, the other ranks' copies are waited
-//! for, and the copies end as [`Unavailable`](crate::CopyErrorKind::Unavailable), as does what is asked for until it is
-//! there again. Before any of that is reported, the leader's owner is told, and must forget all blocks: what the rank
-//! held of each is lost.
+//! **A rank that is gone** (its process ended, or it closed the connection) has ended its copies:
+//! their slots need not be waited for in it. What it had confirmed of batches under way no longer
+//! counts, the other ranks' copies are waited for, and the copies end as
+//! [`Unavailable`](crate::CopyErrorKind::Unavailable), as does what is asked for until it is there
+//! again. Before any of that is reported, the leader's owner is told, and must forget all blocks:
+//! what the rank held of each is lost.
 //!
-//! **A rank that hangs** is a medium that hangs: its copies do not end, and keep their slots. Nobody cuts it off, since
-//! it might go on writing to slots that others have by then.
+//! **A rank that hangs** is a medium that hangs: its copies do not end, and keep their slots. It is
+//! not cut off, since it might go on writing to slots that others have by then.
 //!
-//! **A leader that is gone** ends its ranks' service: each waits for the copies that it has begun, then says so.
+//! **A leader that is gone** ends its ranks' service: each waits for the copies that it has begun,
+//! then says so.
 //!
-//! **What outlives the processes** is written down on both sides: by the leader which block lies where, by each rank which
-//! block it stored in a slot, and in which of the slot's lives. A leader that starts asks its ranks, and takes a block for
-//! resident that all of them have in the same slot and life. A slot that a rank was not told to adopt holds nothing, so
-//! what is old, or another's, is never given out; bytes are compared with the rank's checksum when they are read.
+//! **What outlives the processes** is written down on both sides: by the leader which block lies
+//! where, by each rank which block it stored in a slot, and in which of the slot's lives. A leader
+//! that starts asks its ranks, and takes a block for resident that all of them have in the same
+//! slot and life. A slot that a rank was not told to adopt holds nothing, so what is old, or
+//! another's, is never given out; bytes are compared with the rank's checksum when they are read.
 
 mod connection;
 mod debt_file;

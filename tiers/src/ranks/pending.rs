@@ -121,8 +121,10 @@ impl PendingBatches {
         let batch = self.next;
         self.next += 1;
         let awaited = AwaitedRanks::Alike(RankSet::all(self.awaited.len() as u16));
-        self.batches
-            .insert(batch, PendingBatch { done, copies, awaited, errors: HashMap::new(), left: copies });
+        self.batches.insert(
+            batch,
+            PendingBatch { done, copies, awaited, errors: HashMap::new(), left: copies },
+        );
         self.awaited.iter_mut().for_each(|awaited| *awaited += copies);
         batch
     }
@@ -146,8 +148,8 @@ impl PendingBatches {
         (Some(report), outcome)
     }
 
-    /// A rank is gone, with all that it ever confirmed of what is still under way: `why` becomes of all of that, as soon
-    /// as the other ranks have ended it too.
+    /// A rank is gone, with all that it ever confirmed of what is still under way: all of that ends
+    /// with `why`, as soon as the other ranks have ended it too.
     pub(super) fn lost(&mut self, rank: u16, why: &CopyError) -> Vec<EndedReport> {
         let reports = self.batches.values_mut().map(|batch| batch.lost(rank, why)).collect();
         self.batches.retain(|_, batch| batch.left > 0);
@@ -156,9 +158,11 @@ impl PendingBatches {
     }
 }
 
-/// What became of copies, one by one. Whoever takes them stops at the first that there is not, whatever a run claims.
+/// What became of copies, one by one. The caller stops at the first that does not exist, whatever a
+/// run claims.
 fn results(rank: u16, ended: EndedCopies) -> impl Iterator<Item = (u32, Result<(), CopyError>)> {
-    let arrived = ended.arrived.into_iter().flat_map(|run| run.first..run.first.saturating_add(run.count));
+    let arrived =
+        ended.arrived.into_iter().flat_map(|run| run.first..run.first.saturating_add(run.count));
     let failed = ended.failed.into_iter().map(move |FailedCopy { op, kind, why }| {
         (op, Err(CopyError::new(kind, format!("rank {rank}: {why}"))))
     });
@@ -177,7 +181,8 @@ impl PendingBatch {
             return (self.copies, completions, Ok(()));
         }
         let outcome = results(rank, ended).try_for_each(|(op, result)| {
-            self.ended(rank, op as usize, result, &mut completions).ok_or(UnexpectedReport { batch, op })?;
+            self.ended(rank, op as usize, result, &mut completions)
+                .ok_or(UnexpectedReport { batch, op })?;
             copies += 1;
             Ok(())
         });
@@ -185,7 +190,12 @@ impl PendingBatch {
     }
 
     /// False: the rank said something else, or has said something before, or another has.
-    fn all_arrived(&mut self, rank: u16, ended: &EndedCopies, completions: &mut Vec<Completion>) -> bool {
+    fn all_arrived(
+        &mut self,
+        rank: u16,
+        ended: &EndedCopies,
+        completions: &mut Vec<Completion>,
+    ) -> bool {
         let all = [CopyRun { first: 0, count: self.copies as u32 }];
         let AwaitedRanks::Alike(ranks) = &mut self.awaited else { return false };
         if ended.arrived != all || !ended.failed.is_empty() || !ranks.remove(rank) {
@@ -229,16 +239,18 @@ impl PendingBatch {
     }
 
     fn note(&mut self, op: usize, error: CopyError) {
-        let is_worst =
-            self.errors.get(&op).is_none_or(|known| severity(known.kind()) < severity(error.kind()));
+        let is_worst = self
+            .errors
+            .get(&op)
+            .is_none_or(|known| severity(known.kind()) < severity(error.kind()));
         if is_worst {
             self.errors.insert(op, error);
         }
     }
 }
 
-/// What one rank says of a block holds for all of it: what says most of the block goes before what says something of
-/// the medium.
+/// What one rank says of a block holds for all of it: an error that says more of the block goes
+/// before one that is about the medium.
 const fn severity(kind: CopyErrorKind) -> u8 {
     match kind {
         CopyErrorKind::Refused => 0,
@@ -285,7 +297,11 @@ mod tests {
         ended
     }
 
-    fn take(pending: &mut PendingBatches, rank: u16, ended: EndedCopies) -> Result<(), UnexpectedReport> {
+    fn take(
+        pending: &mut PendingBatches,
+        rank: u16,
+        ended: EndedCopies,
+    ) -> Result<(), UnexpectedReport> {
         let (report, outcome) = pending.ended(rank, ended);
         report.into_iter().for_each(EndedReport::send);
         outcome
@@ -328,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_rank_takes_along_what_it_had_confirmed_and_the_others_are_waited_for() {
+    fn a_lost_rank_loses_its_answers_and_others_are_awaited() {
         let (mut pending, (told, done)) = (PendingBatches::new(WORLD), listener());
         let batch = pending.add(3, done);
         take(&mut pending, 0, arrived(batch, &[0, 1, 2])).unwrap();
@@ -343,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_rank_cannot_know_of_is_said_to_be_unexpected() {
+    fn what_a_rank_cannot_know_is_called_unexpected() {
         let (mut pending, (told, done)) = (PendingBatches::new(2), listener());
         let batch = pending.add(2, done);
         take(&mut pending, 0, arrived(batch, &[0])).unwrap();
@@ -357,8 +373,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the ranks say in whatever order, and whichever are lost: each copy is reported once, when nobody is
-        /// left who works on it, and well only if all confirmed it.
+        /// Whatever the ranks say in whatever order, and whichever are lost: each copy is reported
+        /// once, when no rank works on it any more, and well only if all confirmed it.
         #[test]
         fn each_copy_is_reported_once(
             world in 1..6u16,

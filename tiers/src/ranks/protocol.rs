@@ -1,14 +1,16 @@
 //! What a leader and its ranks say to each other: frames on a stream.
 //!
-//! A frame is a length (four bytes, least first) and so many bytes: one message, as `postcard` writes it. The first
-//! thing that a rank says is [`HelloFrame`], the first thing that it hears is [`ToRank::Welcome`] or [`ToRank::Refused`].
+//! A frame is a length (four bytes, least first) and that many bytes: one message, as `postcard`
+//! writes it. The first thing that a rank says is [`HelloFrame`], the first thing that it hears is
+//! [`ToRank::Welcome`] or [`ToRank::Refused`].
 //!
-//! **What stays the same in all versions**: the length, that a hello is variant 0 and begins with [`MAGIC`] and the
-//! version, and that a refusal is variant 0 as well and is a [`RefusalFrame`]. So two processes of different versions
-//! understand each other well enough to say that they do not.
+//! **What stays the same in all versions**: the length, that a hello is variant 0 and begins with
+//! [`MAGIC`] and the version, and that a refusal is variant 0 as well and is a [`RefusalFrame`]. So
+//! two processes of different versions understand each other well enough to say that they do not.
 //!
-//! Whatever comes from the stream is somebody else's: it may end anywhere and hold anything. A frame is refused by its
-//! length before memory is set aside for it, and a message before any of it is acted upon.
+//! What comes from the stream is not trusted: it may end anywhere and hold anything. A frame is
+//! refused by its length before memory is set aside for it, and a message before any of it is acted
+//! upon.
 
 use serde::{Deserialize, Serialize};
 
@@ -20,9 +22,10 @@ pub const VERSION: u16 = 4;
 /// `kvbm`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbm");
 
-/// Bytes of the longest message. The largest batch, a segment of the smallest blocks, is less than half of it.
+/// Bytes of the longest message. The largest batch, a segment of the smallest blocks, is less than
+/// half of it.
 pub(super) const MAX_MESSAGE: usize = 1 << 20;
-/// Bytes of the longest message of somebody who has not been welcomed.
+/// Bytes of the longest message from a process that has not been welcomed.
 pub(super) const MAX_GREETING: usize = 16 << 10;
 /// Bytes of the longest fingerprint.
 pub(super) const MAX_FINGERPRINT: usize = 4 << 10;
@@ -34,7 +37,7 @@ pub(super) const MAX_SLOTS_TOLD: usize = 32 << 10;
 const MAX_TEXT: usize = 256;
 const LENGTH_BYTES: usize = 4;
 
-/// Bytes that are no message. Whoever sent them cannot be understood any further.
+/// Bytes that are no message. Their sender cannot be understood any further.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum MalformedFrame {
     #[error("a message of {0} bytes, of {1} at most")]
@@ -74,10 +77,10 @@ pub struct Membership {
     pub routes: Vec<Route>,
 }
 
-/// Why somebody is not let in.
+/// Why a process is not let in.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct RefusalFrame {
-    /// Somebody else has its number; else it is not what the leader expects.
+    /// Another process has its number; else it is not what the leader expects.
     pub(super) is_taken: bool,
     pub(super) why: String,
 }
@@ -116,7 +119,7 @@ pub(super) struct EndedCopies {
     pub(super) failed: Vec<FailedCopy>,
 }
 
-/// So many copies of a batch, from the `first`-th on.
+/// A run of a batch's copies, from the `first`-th on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct CopyRun {
     pub(super) first: u32,
@@ -142,7 +145,8 @@ pub(super) enum ToRank {
     },
     /// The leader ends, and wants nothing more.
     Goodbye,
-    /// What did an earlier process leave in the slots of a tier, from this one on? To be asked before the first copy.
+    /// What did an earlier process leave in the slots of a tier, from this one on? To be asked
+    /// before the first copy.
     TakeInventory {
         tier: Tier,
         from: u32,
@@ -152,15 +156,15 @@ pub(super) enum ToRank {
         tier: Tier,
         lives: PackedLives,
     },
-    /// A tenant is forgotten: the keys of what he stored in earlier lives are to be destroyed.
+    /// A tenant is forgotten: the keys of what it stored in earlier lives are to be destroyed.
     Forget {
         tenant: u32,
         life: u32,
     },
 }
 
-/// What lies in slots, each in [`HELD_BYTES`]: slot, the life that it was stored in, group and hash of the block; numbers
-/// least byte first.
+/// What lies in slots, each in [`HELD_BYTES`]: slot, the life that it was stored in, group and hash
+/// of the block; numbers least byte first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct PackedHoldings(#[serde(with = "serde_bytes")] Vec<u8>);
 
@@ -206,13 +210,23 @@ impl PackedHoldings {
             let block = BlockKey { hash: u128::from_le_bytes(hash), group: bytes[8] };
             HeldSlot { slot: SlotId(slot), generation, block }
         };
-        if rest.is_empty() { Ok(holdings.iter().map(unpack)) } else { Err(MalformedFrame::HalfASlot) }
+        if rest.is_empty() {
+            Ok(holdings.iter().map(unpack))
+        } else {
+            Err(MalformedFrame::HalfASlot)
+        }
     }
 }
 
 impl PackedLives {
     pub(super) fn of(lives: &[(SlotId, u32)]) -> Self {
-        Self(lives.iter().flat_map(|(slot, life)| [slot.0, *life]).flat_map(u32::to_le_bytes).collect())
+        Self(
+            lives
+                .iter()
+                .flat_map(|(slot, life)| [slot.0, *life])
+                .flat_map(u32::to_le_bytes)
+                .collect(),
+        )
     }
 
     pub(super) fn unpack(&self) -> Result<impl Iterator<Item = (SlotId, u32)>, MalformedFrame> {
@@ -229,8 +243,9 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 }
 
 /// Copy orders, each in [`OP_BYTES`]: hash, group, whether there is a parent and its hash, whether
-/// there is an owner, tenant and life, then tier, slot and generation of the source and of the destination;
-/// numbers least byte first. One by one they would take most of a leader's time for a batch.
+/// there is an owner, tenant and life, then tier, slot and generation of the source and of the
+/// destination; numbers least byte first. One by one they would take most of a leader's time for a
+/// batch.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct PackedOps(#[serde(with = "serde_bytes")] Vec<u8>);
 
@@ -281,7 +296,13 @@ fn unpack(op: &[u8; OP_BYTES]) -> Option<CopyOp> {
     let (owner, rest) = unpack_owner(rest)?;
     let (from, rest) = unpack_slot(rest)?;
     let (to, _) = unpack_slot(rest)?;
-    Some(CopyOp { block: BlockKey { hash: u128::from_le_bytes(*hash), group }, parent, owner, from, to })
+    Some(CopyOp {
+        block: BlockKey { hash: u128::from_le_bytes(*hash), group },
+        parent,
+        owner,
+        from,
+        to,
+    })
 }
 
 /// `None`: half an owner.
@@ -314,7 +335,7 @@ impl HelloFrame {
 
     /// The hello in a first message; an error says who it is that cannot be talked to.
     pub(super) fn parse(message: &[u8]) -> Result<Membership, String> {
-        // Read by themselves: what follows may be another version's.
+        // Read on their own: what follows may be another version's.
         let (variant, magic, version) = match postcard::take_from_bytes::<(u8, u32, u16)>(message) {
             Ok((beginning, _)) => beginning,
             Err(error) => return Err(format!("it does not say who it is: {error}")),
@@ -361,7 +382,9 @@ impl EndedCopies {
     /// The `op`-th copy arrived.
     pub(super) fn arrived(&mut self, op: u32) {
         match self.arrived.last_mut() {
-            Some(run) if u64::from(run.first) + u64::from(run.count) == u64::from(op) => run.count += 1,
+            Some(run) if u64::from(run.first) + u64::from(run.count) == u64::from(op) => {
+                run.count += 1;
+            }
             _ => self.arrived.push(CopyRun { first: op, count: 1 }),
         }
     }
@@ -402,10 +425,11 @@ pub(super) const fn framed_bytes(message: &[u8]) -> usize {
     LENGTH_BYTES + message.len()
 }
 
-/// Reads bytes in each way in which a leader or a rank does. For fuzzing: whatever they are, each way answers.
+/// Reads bytes in each way in which a leader or a rank does. For fuzzing: whatever they are, each
+/// way answers.
 ///
 /// # Panics
-/// If something else is read from what was understood, said again.
+/// If writing again what was understood, and reading that, gives something else.
 #[cfg(any(test, feature = "testing"))]
 pub fn read_in_every_way(bytes: &[u8]) {
     for limit in [MAX_GREETING, MAX_MESSAGE] {
@@ -505,7 +529,7 @@ mod tests {
         }
 
         #[test]
-        fn copies_arrive_as_they_were_sent_and_nothing_else_is_taken_for_them(
+        fn copies_arrive_as_sent_and_nothing_else_passes(
             batch: u64,
             ops in prop::collection::vec(op(), 0..80),
             cut: prop::sample::Index,
@@ -560,7 +584,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_that_claims_to_be_longer_than_any_is_refused_before_it_is_read() {
+    fn a_message_of_impossible_length_is_refused_before_its_read() {
         let bytes = [0xff, 0xff, 0xff, 0x7f, 0];
         let error = first_message(&bytes, MAX_MESSAGE).unwrap_err();
         assert_eq!(error, MalformedFrame::TooLong(0x7fff_ffff, MAX_MESSAGE));
@@ -579,7 +603,8 @@ mod tests {
         assert!(body(&copy).len() <= MAX_MESSAGE);
         let holding = HeldSlot { slot: slot.slot, generation: u32::MAX, block };
         let held = PackedHoldings::of(std::iter::repeat_n(holding, MAX_SLOTS_TOLD));
-        let inventory = ToLeader::Inventory(InventoryPage { tier: Tier::Object, held, next: Some(u32::MAX) });
+        let inventory =
+            ToLeader::Inventory(InventoryPage { tier: Tier::Object, held, next: Some(u32::MAX) });
         let lives = PackedLives::of(&vec![(slot.slot, u32::MAX); MAX_SLOTS_TOLD]);
         let adopt = ToRank::Adopt { tier: Tier::Object, lives };
         assert!(body(&inventory).len() <= MAX_MESSAGE && body(&adopt).len() <= MAX_MESSAGE);
@@ -587,7 +612,10 @@ mod tests {
 
     #[test]
     fn another_version_is_named_whatever_it_says_next() {
-        assert_eq!(HelloFrame::parse(&body(&ToLeader::Hello(HelloFrame::new(member())))).unwrap(), member());
+        assert_eq!(
+            HelloFrame::parse(&body(&ToLeader::Hello(HelloFrame::new(member())))).unwrap(),
+            member()
+        );
         let other = (0_u8, MAGIC, VERSION + 1, "something that this version does not know");
         let why = HelloFrame::parse(&body(&other)).unwrap_err();
         let (theirs, ours) =

@@ -1,4 +1,5 @@
-//! What is left of earlier processes: a block is resident again where leader and all ranks agree on it.
+//! What is left of earlier processes: a block is resident again where leader and all ranks agree on
+//! it.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Instant;
@@ -7,12 +8,14 @@ use parking_lot::Mutex;
 
 use super::connection::SendResult;
 use super::leader::Leader;
-use super::protocol::{HeldSlot, InventoryPage, MAX_SLOTS_TOLD, MalformedFrame, PackedLives, ToRank};
+use super::protocol::{
+    HeldSlot, InventoryPage, MAX_SLOTS_TOLD, MalformedFrame, PackedLives, ToRank,
+};
 use crate::clock;
 use crate::copy::{SlotId, Tier};
 use crate::index::IndexEntry;
 
-/// Why ranks and their leader did not come to agree: what is left of an earlier process is not found then.
+/// Why ranks and their leader did not agree: blocks of an earlier process are not found then.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Disagreement {
@@ -28,12 +31,17 @@ pub enum Disagreement {
 }
 
 impl Leader {
-    /// Which of these `entries`, at most one for each slot, every rank has as well: the same block, stored in the same slot
-    /// in the same of its lives. To be called before the first copy. Waits for the ranks.
+    /// Which of these `entries`, at most one for each slot, every rank has as well: the same block,
+    /// stored in the same slot in the same of its lives. To be called before the first copy. Waits
+    /// for the ranks.
     ///
     /// # Errors
     /// Some rank does not tell what it has.
-    pub fn agree(&self, tier: Tier, entries: Vec<IndexEntry>) -> Result<Vec<IndexEntry>, Disagreement> {
+    pub fn agree(
+        &self,
+        tier: Tier,
+        entries: Vec<IndexEntry>,
+    ) -> Result<Vec<IndexEntry>, Disagreement> {
         let deadline = clock::now() + self.shared.options.limit;
         let answers = self.shared.answers.expect();
         let agreed = self.ask_all(tier, SlotVotes::on(&entries), &answers, deadline);
@@ -68,8 +76,9 @@ impl Leader {
                 RecvTimeoutError::Disconnected => Disagreement::Lost(awaited),
             })?;
             let inventory = inventory.ok_or(Disagreement::Lost(rank))?;
-            let next =
-                votes.take(rank, tier, &inventory).map_err(|why| Disagreement::Unintelligible(rank, why))?;
+            let next = votes
+                .take(rank, tier, &inventory)
+                .map_err(|why| Disagreement::Unintelligible(rank, why))?;
             match next {
                 Some(from) => ask(rank, from)?,
                 None => asked.retain(|&other| other != rank),
@@ -78,8 +87,8 @@ impl Leader {
         Ok(votes)
     }
 
-    /// Tells all ranks in which lives of these slots the leader names from here on what it [agreed](Self::agree) with them
-    /// on. Copies that are submitted later find it.
+    /// Tells all ranks the lives of these slots by which the leader names from here on what it
+    /// [agreed](Self::agree) on with them. Copies that are submitted later find it.
     pub fn adopt(&self, tier: Tier, lives: &[(SlotId, u32)]) {
         // If one is gone, its leader's owner has been told, or will be, that nothing is resident.
         let Ok(ranks) = self.shared.connections() else { return };
@@ -98,7 +107,7 @@ impl Leader {
 /// `None`: it is gone.
 type InventoryAnswer = (u16, Option<InventoryPage>);
 
-/// Where the thread that listens to ranks leaves what they hold, while somebody waits for it.
+/// Where the thread that listens to ranks leaves what they hold, while a caller waits for it.
 #[derive(Debug, Default)]
 pub(super) struct InventoryAnswers(Mutex<InventoryQuery>);
 
@@ -121,8 +130,8 @@ impl InventoryAnswers {
         *self.0.lock() = InventoryQuery::Before;
     }
 
-    /// Returns whether anybody has asked. A rank that hung may answer when nobody waits any more: that is no reason to do
-    /// without it.
+    /// Returns whether a caller has asked. A rank that hung may answer when none waits any more:
+    /// that is no reason to do without it.
     pub(super) fn told(&self, rank: u16, inventory: InventoryPage) -> bool {
         match &*self.0.lock() {
             InventoryQuery::NotYet => false,
@@ -133,7 +142,7 @@ impl InventoryAnswers {
 
     pub(super) fn lost(&self, rank: u16) {
         if let InventoryQuery::Now(waiting) = &*self.0.lock() {
-            // Who stopped waiting need not know.
+            // A caller that stopped waiting need not know.
             let _ = waiting.send((rank, None));
         }
     }
@@ -155,7 +164,12 @@ impl SlotVotes {
     }
 
     /// Counts a page of what a rank has. Returns where the next one begins.
-    fn take(&mut self, rank: u16, tier: Tier, inventory: &InventoryPage) -> Result<Option<u32>, String> {
+    fn take(
+        &mut self,
+        rank: u16,
+        tier: Tier,
+        inventory: &InventoryPage,
+    ) -> Result<Option<u32>, String> {
         let InventoryPage { tier: told, held, next } = inventory;
         if *told != tier {
             return Err(format!("it tells of the {told} tier, asked for the {tier} tier"));
@@ -172,7 +186,9 @@ impl SlotVotes {
         }
         // Else it could go on for ever.
         match next {
-            Some(next) if last.is_none_or(|last| *next <= last) => Err("its pages do not ascend".to_owned()),
+            Some(next) if last.is_none_or(|last| *next <= last) => {
+                Err("its pages do not ascend".to_owned())
+            }
             next => Ok(*next),
         }
     }
@@ -191,28 +207,45 @@ mod tests {
 
     fn entry(slot: u32, generation: u32, hash: u128) -> IndexEntry {
         let block = BlockKey { hash, group: 0 };
-        IndexEntry { slot: SlotId(slot), generation, block, parent: None, checksum: 0, tenant: None }
+        IndexEntry {
+            slot: SlotId(slot),
+            generation,
+            block,
+            parent: None,
+            checksum: 0,
+            tenant: None,
+        }
     }
 
     fn page(entries: &[IndexEntry], next: Option<u32>) -> InventoryPage {
-        InventoryPage { tier: Tier::Disk, held: PackedHoldings::of(entries.iter().map(HeldSlot::of)), next }
+        InventoryPage {
+            tier: Tier::Disk,
+            held: PackedHoldings::of(entries.iter().map(HeldSlot::of)),
+            next,
+        }
     }
 
     #[test]
-    fn what_all_have_in_the_same_slot_and_life_is_agreed_on() {
+    fn what_all_have_in_one_slot_and_life_is_agreed() {
         let ours = [entry(9, 1, 90), entry(2, 2, 20), entry(5, 3, 50), entry(7, 4, 70)];
         let mut votes = SlotVotes::on(&ours);
         // One says the same thing twice: that does not make two.
         votes
-            .take(0, Tier::Disk, &page(&[ours[1], ours[1], entry(5, 2, 50), entry(7, 4, 71)], Some(8)))
+            .take(
+                0,
+                Tier::Disk,
+                &page(&[ours[1], ours[1], entry(5, 2, 50), entry(7, 4, 71)], Some(8)),
+            )
             .unwrap();
         votes.take(0, Tier::Disk, &page(&[ours[0]], None)).unwrap();
-        votes.take(1, Tier::Disk, &page(&[entry(1, 1, 1), ours[2], ours[3], ours[0]], None)).unwrap();
+        votes
+            .take(1, Tier::Disk, &page(&[entry(1, 1, 1), ours[2], ours[3], ours[0]], None))
+            .unwrap();
         assert_eq!(votes.of_all(2).collect::<Vec<_>>(), [true, false, false, false]);
     }
 
     #[test]
-    fn who_does_not_get_on_or_tells_something_else_is_not_listened_to() {
+    fn ranks_that_stall_or_say_other_things_are_ignored() {
         let mut votes = SlotVotes::on(&[entry(1, 1, 1)]);
         assert!(votes.take(0, Tier::Host, &page(&[], None)).unwrap_err().contains("the disk tier"));
         for next in [0, 3] {

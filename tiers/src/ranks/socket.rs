@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use crate::clock;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::{
-    LockWait, LockedFile, OwnDirectory, SettingNames, is_private_dir, make_private_dir, open_kept, open_ours,
-    unlink,
+    LockWait, LockedFile, OwnDirectory, SettingNames, is_private_dir, make_private_dir, open_kept,
+    open_ours, unlink,
 };
 
 /// The socket, readable and writable by its owner alone.
@@ -24,7 +24,7 @@ const LOCK: &str = "leader.lock";
 /// Between two looks whether a leader listens.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// What to change when there is no meeting.
+/// What to change when leader and ranks do not meet.
 static SETTINGS: SettingNames = SettingNames {
     tier: "the ranks",
     dir: "directory for the ranks",
@@ -51,9 +51,10 @@ impl LeaderSocket {
         Ok(Self { dir: dir.to_owned(), listener, _lock: lock })
     }
 
-    /// Nobody finds it from here on.
+    /// No rank finds it from here on.
     pub(super) fn close(&self) {
-        // A successor may have taken the place only after the lock is released: the socket is still ours.
+        // A successor may have taken the place only after the lock is released: the socket is still
+        // ours.
         unlink(&self.dir.join(SOCKET));
     }
 }
@@ -70,8 +71,8 @@ fn lock(site: &OwnDirectory) -> Result<LockedFile, SetupError> {
     Ok(file)
 }
 
-/// A socket that a dead leader left is replaced; nobody sees one that is not closed to others yet. The lock is ours: so is
-/// what lies here, finished or not.
+/// A socket that a dead leader left is replaced; no one sees one that is not closed to others yet.
+/// The lock is ours: so is what lies here, finished or not.
 fn listen(dir: &Path) -> io::Result<UnixListener> {
     let fresh = dir.join(FRESH_SOCKET);
     unlink(&fresh);
@@ -101,13 +102,17 @@ pub(super) fn connect(dir: &Path, deadline: Instant) -> Result<UnixStream, Setup
     }
 }
 
-/// Nobody listens yet, or not any more.
+/// No leader listens, yet or any more.
 fn is_absence(error: &io::Error) -> bool {
-    matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused | ErrorKind::WouldBlock)
+    matches!(
+        error.kind(),
+        ErrorKind::NotFound | ErrorKind::ConnectionRefused | ErrorKind::WouldBlock
+    )
 }
 
 fn no_leader(dir: &Path, error: io::Error) -> SetupError {
-    let message = format!("no leader listens in {}: start it, or name its directory", dir.display());
+    let message =
+        format!("no leader listens in {}: start it, or name its directory", dir.display());
     SetupError::caused(SetupErrorKind::Unavailable, message, error)
 }
 
@@ -126,6 +131,7 @@ fn led_already(lock: &OwnDirectory) -> SetupError {
 }
 
 fn unusable(dir: &Path, error: io::Error) -> SetupError {
-    let message = format!("cannot meet ranks in {}: {error}; choose another directory", dir.display());
+    let message =
+        format!("cannot meet ranks in {}: {error}; choose another directory", dir.display());
     SetupError::caused(SetupErrorKind::NotWritable, message, error)
 }

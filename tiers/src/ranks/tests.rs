@@ -1,4 +1,5 @@
-//! A leader and its ranks, which are threads here: `tests/ranks.rs` has them in processes, and kills them.
+//! A leader and its ranks, which are threads here: `tests/ranks.rs` has them in processes, and
+//! kills them.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -16,8 +17,8 @@ use tempfile::TempDir;
 use super::protocol::{HelloFrame, MAX_SLOTS_TOLD, ToLeader, ToRank, decode, first_message, frame};
 use super::socket::LeaderSocket;
 use super::{
-    Disagreement, JoinOptions, KeptSlots, Leader, LeaderGone, LeaderOptions, Member, Membership, SlotJournal,
-    Stopper, VERSION,
+    Disagreement, JoinOptions, KeptSlots, Leader, LeaderGone, LeaderOptions, Member, Membership,
+    SlotJournal, Stopper, VERSION,
 };
 use crate::backend::Backend;
 use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
@@ -49,7 +50,8 @@ fn leader_options(dir: &Path, world: u16) -> LeaderOptions {
 }
 
 fn membership(rank: u16, world: u16) -> Membership {
-    let LeaderOptions { slots, block_bytes, fingerprint, .. } = leader_options(Path::new(""), world);
+    let LeaderOptions { slots, block_bytes, fingerprint, .. } =
+        leader_options(Path::new(""), world);
     Membership { rank, world, slots, block_bytes, fingerprint, routes: Vec::new() }
 }
 
@@ -72,7 +74,11 @@ impl Rank {
         Self::join_keeping(dir, member, Vec::new())
     }
 
-    fn join_keeping(dir: &Path, member: Membership, kept: Vec<KeptSlots>) -> Result<Self, SetupError> {
+    fn join_keeping(
+        dir: &Path,
+        member: Membership,
+        kept: Vec<KeptSlots>,
+    ) -> Result<Self, SetupError> {
         let device = Arc::new(DramRegion::emulated_device(options(SLOTS, BYTES))?);
         let host = Arc::new(DramRegion::host(options(SLOTS, BYTES))?);
         let regions = || vec![Arc::clone(&device) as Arc<dyn Memory>, Arc::clone(&host) as _];
@@ -82,7 +88,8 @@ impl Rank {
             faults.routes().iter().map(|&route| (route, Arc::clone(&faults) as _)).collect();
         let member = Member::join(JoinOptions { kept, ..join_options(dir, member) }, backends)?;
         let mut titles = [&device, &host].map(|region| region.frames().unwrap());
-        let titles = titles.iter_mut().flat_map(|pool| (0..SLOTS).filter_map(|_| pool.take())).collect();
+        let titles =
+            titles.iter_mut().flat_map(|pool| (0..SLOTS).filter_map(|_| pool.take())).collect();
         let stopper = member.stopper();
         let service = thread::spawn(move || member.serve());
         Ok(Self { device, host, titles, faults, stopper, service })
@@ -128,7 +135,8 @@ impl Fleet {
             .collect();
         let lost = Arc::new(Mutex::new(Vec::new()));
         let note = Arc::clone(&lost);
-        let leader = Leader::open(leader_options(&at, world), move |rank| note.lock().push(rank)).unwrap();
+        let leader =
+            Leader::open(leader_options(&at, world), move |rank| note.lock().push(rank)).unwrap();
         let ranks = joining.into_iter().map(|rank| Some(rank.join().unwrap())).collect();
         Self { dir, leader, ranks, lost }
     }
@@ -155,7 +163,10 @@ impl Fleet {
         assert!(self.save(SLOTS).iter().all(Result::is_ok));
         for (number, rank) in self.ranks.iter().enumerate() {
             let rank = rank.as_ref().unwrap();
-            assert!((0..SLOTS).all(|slot| rank.host_has(slot, pattern(number, slot))), "rank {number}");
+            assert!(
+                (0..SLOTS).all(|slot| rank.host_has(slot, pattern(number, slot))),
+                "rank {number}"
+            );
         }
     }
 }
@@ -197,7 +208,7 @@ fn one_rank_that_fails_is_what_became_of_the_block() {
 }
 
 #[test]
-fn a_rank_that_left_makes_copies_unavailable_until_it_is_back() {
+fn copies_are_unavailable_until_a_lost_rank_is_back() {
     let mut fleet = Fleet::new(3);
     fleet.assert_works();
     fleet.ranks[1].take().unwrap().leave();
@@ -214,14 +225,17 @@ fn a_rank_that_hangs_is_waited_for() {
     let mut fleet = Fleet::new(2);
     fleet.rank(1).faults.inject(Fault::Slow(Duration::from_secs(2)), &[SAVE]);
     let reports = start(&fleet.leader, vec![op(SAVE, 0)]);
-    assert_eq!(reports.recv_timeout(Duration::from_millis(20)).unwrap_err(), RecvTimeoutError::Timeout);
+    assert_eq!(
+        reports.recv_timeout(Duration::from_millis(20)).unwrap_err(),
+        RecvTimeoutError::Timeout
+    );
     assert!(reports.recv_timeout(LIMIT).unwrap().1.is_ok());
     fleet.rank(1).faults.heal();
     fleet.assert_works();
 }
 
 #[test]
-fn what_has_ended_of_a_slow_batch_is_reported_before_the_rest() {
+fn a_slow_batch_reports_what_has_ended_first() {
     let dir = tempfile::tempdir().unwrap();
     let parked = Arc::new(ParkedBackend::new(Vec::new(), vec![SAVE]).unwrap());
     let backends = HashMap::from([(SAVE, Arc::clone(&parked) as Arc<dyn Backend>)]);
@@ -252,14 +266,20 @@ fn a_rank_gives_out_nothing_that_it_was_not_given() {
     let load = op((Tier::Host, Tier::Device), 3);
     let result = run(&fleet.leader, vec![load]).remove(0).unwrap_err();
     assert_eq!(result.kind(), CopyErrorKind::Io);
-    assert!(result.to_string().contains("rank 0: host slot 3 (generation 4) was never written"), "{result}");
+    assert!(
+        result.to_string().contains("rank 0: host slot 3 (generation 4) was never written"),
+        "{result}"
+    );
     let nowhere = op(SAVE, SLOTS);
-    assert_eq!(run(&fleet.leader, vec![nowhere]).remove(0).unwrap_err().kind(), CopyErrorKind::Refused);
+    assert_eq!(
+        run(&fleet.leader, vec![nowhere]).remove(0).unwrap_err().kind(),
+        CopyErrorKind::Refused
+    );
     fleet.assert_works();
 }
 
 #[test]
-fn a_leader_that_ends_says_goodbye_and_one_that_dies_does_not() {
+fn a_leader_that_ends_says_goodbye_unless_it_dies() {
     let Fleet { leader, ranks, .. } = Fleet::new(2);
     drop(leader);
     for rank in ranks.into_iter().flatten() {
@@ -282,7 +302,7 @@ fn a_leader_that_ends_says_goodbye_and_one_that_dies_does_not() {
 }
 
 #[test]
-fn who_is_not_what_the_leader_expects_is_told_so_and_named() {
+fn unexpected_ranks_are_told_so_and_named() {
     let fleet = Fleet::new(2);
     let refused = |change: &dyn Fn(&mut Membership)| {
         let mut member = membership(1, 2);
@@ -291,9 +311,15 @@ fn who_is_not_what_the_leader_expects_is_told_so_and_named() {
     };
     let taken = refused(&|_| ());
     assert_eq!(taken.kind(), SetupErrorKind::InUse);
-    assert!(taken.to_string().contains(&format!("process {} is that rank", std::process::id())), "{taken}");
+    assert!(
+        taken.to_string().contains(&format!("process {} is that rank", std::process::id())),
+        "{taken}"
+    );
     for (change, words) in [
-        (&(|member: &mut Membership| member.world = 4) as &dyn Fn(&mut Membership), "number of ranks is 4"),
+        (
+            &(|member: &mut Membership| member.world = 4) as &dyn Fn(&mut Membership),
+            "number of ranks is 4",
+        ),
         (&|member| member.rank = 2, "there is no such rank"),
         (&|member| member.slots[1] = 7, "number of host slots is 7, this leader's 16"),
         (&|member| member.block_bytes = 1, "block_bytes is 1, this leader's 4096"),
@@ -369,7 +395,7 @@ fn a_rank_that_forgets_somebody_goes_on_copying() {
     service.join().unwrap().unwrap();
 }
 
-/// What somebody put in a directory's place, or in it.
+/// What a stranger put in a directory's place, or in it.
 #[test]
 fn nothing_is_written_through_what_strangers_put_there() {
     let home = tempfile::tempdir().unwrap();
@@ -419,7 +445,9 @@ fn nothing_is_written_through_what_strangers_put_there() {
 fn what_a_killed_leader_left_does_not_forbid_the_next() {
     let dir = tempfile::tempdir().unwrap();
     let process = std::process::id();
-    for name in [".ranks.sock".to_owned(), format!(".ranks.sock.{process}"), "ranks.sock".to_owned()] {
+    for name in
+        [".ranks.sock".to_owned(), format!(".ranks.sock.{process}"), "ranks.sock".to_owned()]
+    {
         drop(UnixListener::bind(dir.path().join(name)).unwrap());
     }
     std::fs::write(dir.path().join("leader.lock.partial"), "").unwrap();
@@ -447,8 +475,10 @@ fn one_directory_has_one_leader() {
 #[test]
 fn a_rank_without_a_leader_says_so_in_time() {
     let dir = tempfile::tempdir().unwrap();
-    let options =
-        JoinOptions { limit: Duration::from_millis(50), ..join_options(dir.path(), membership(0, 1)) };
+    let options = JoinOptions {
+        limit: Duration::from_millis(50),
+        ..join_options(dir.path(), membership(0, 1))
+    };
     let error = Member::join(options, HashMap::new()).unwrap_err();
     assert_eq!(error.kind(), SetupErrorKind::Unavailable);
     assert!(error.to_string().contains("no leader listens in"), "{error}");
@@ -478,7 +508,7 @@ fn another_version_is_refused_and_named() {
 }
 
 #[test]
-fn nonsense_costs_the_one_who_says_it_his_connection_and_nobody_else_anything() {
+fn nonsense_costs_its_speaker_the_connection_and_others_nothing() {
     let mut fleet = Fleet::new(2);
     let dir = fleet.dir.path().to_owned();
     assert_eq!(talk(&dir, &[0xff; 64]), None, "a message of 4 GiB");
@@ -534,9 +564,10 @@ fn left_with(left: [Vec<IndexEntry>; 2]) -> (Fleet, [Arc<Told>; 2]) {
 }
 
 #[test]
-fn ranks_give_out_what_all_agreed_on_and_they_were_told_to_adopt() {
+fn ranks_give_out_what_they_were_told_to_adopt() {
     const LOAD: Route = (Tier::Host, Tier::Device);
-    let left = [vec![entry(3, 7), entry(1, 5), entry(0, 4)], vec![entry(0, 4), entry(1, 6), entry(3, 7)]];
+    let left =
+        [vec![entry(3, 7), entry(1, 5), entry(0, 4)], vec![entry(0, 4), entry(1, 6), entry(3, 7)]];
     let (mut fleet, told) = left_with(left);
     let ours = vec![entry(1, 5), entry(3, 7), entry(0, 4), entry(2, 9)];
     assert_eq!(fleet.leader.agree(Tier::Host, ours.clone()).unwrap(), [entry(3, 7), entry(0, 4)]);
@@ -545,7 +576,7 @@ fn ranks_give_out_what_all_agreed_on_and_they_were_told_to_adopt() {
         [],
         "of another tier they know nothing"
     );
-    // Slot 2 nobody has: to adopt it means nothing.
+    // No rank has slot 2: to adopt it means nothing.
     fleet.leader.adopt(Tier::Host, &[(SlotId(3), 4), (SlotId(2), 3)]);
     let results = run(&fleet.leader, (0..4).map(|slot| op(LOAD, slot)).collect());
     let gone = Some(CopyErrorKind::Io);
@@ -553,12 +584,15 @@ fn ranks_give_out_what_all_agreed_on_and_they_were_told_to_adopt() {
     // From the first copy on, what an earlier process left is no matter any more.
     assert_eq!(fleet.leader.agree(Tier::Host, ours).unwrap(), []);
     assert!(fleet.save(1)[0].is_ok());
-    assert_eq!(told.map(|told| told.0.lock().clone()), [[(0, false), (0, true)], [(0, false), (0, true)]]);
+    assert_eq!(
+        told.map(|told| told.0.lock().clone()),
+        [[(0, false), (0, true)], [(0, false), (0, true)]]
+    );
     fleet.assert_works();
 }
 
 #[test]
-fn ranks_tell_page_by_page_what_does_not_go_into_a_message() {
+fn ranks_tell_in_pages_what_exceeds_a_message() {
     let many: Vec<_> = (0..2 * MAX_SLOTS_TOLD as u32 + 5).map(|slot| entry(slot, slot)).collect();
     let (mut fleet, _) = left_with([many.clone(), many.clone()]);
     assert!(fleet.leader.agree(Tier::Host, many.clone()).unwrap() == many);
@@ -566,7 +600,7 @@ fn ranks_tell_page_by_page_what_does_not_go_into_a_message() {
 }
 
 #[test]
-fn a_rank_that_does_not_say_what_it_has_is_named_in_time_and_nothing_is_agreed_on() {
+fn a_silent_rank_is_named_and_nothing_is_agreed_on() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().to_owned();
     let join = thread::spawn(move || {

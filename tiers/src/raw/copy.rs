@@ -16,7 +16,7 @@ pub struct RawCopy {
 }
 
 impl RawCopy {
-    /// Two regions of this shape. Nobody else gets at them.
+    /// Two regions of this shape. Nothing else gets at them.
     ///
     /// # Errors
     /// `NoSpace`: the system has not that much memory to give.
@@ -27,8 +27,8 @@ impl RawCopy {
         })
     }
 
-    /// Copies every block once, `threads` threads taking blocks in turns. The time does not include starting
-    /// the threads.
+    /// Copies every block once, `threads` threads taking blocks in turns. The time does not include
+    /// starting the threads.
     pub fn run(&mut self, threads: usize) -> Duration {
         let (ready, next) = (Barrier::new(threads + 1), AtomicU32::new(0));
         let regions = &*self;
@@ -47,10 +47,12 @@ impl RawCopy {
 
     /// False: there is no such slot. [`run`](Self::run) alone calls this, once per slot.
     fn copy(&self, slot: SlotId) -> bool {
-        let (Some(from), Some(to)) = (self.from.slot(slot), self.to.slot(slot)) else { return false };
+        let (Some(from), Some(to)) = (self.from.slot(slot), self.to.slot(slot)) else {
+            return false;
+        };
         let bytes = self.from.block_bytes();
-        // SAFETY: both slots exist and hold a block; no slot handle to any slot was given out, `run` borrows both
-        // regions mutably, and each of its threads takes other slots.
+        // SAFETY: both slots exist and hold a block; no slot handle to any slot was given out,
+        // `run` borrows both regions mutably, and each of its threads takes other slots.
         unsafe { from.cast::<u8>().copy_to_nonoverlapping(to.cast(), bytes) };
         true
     }

@@ -9,8 +9,8 @@ use crate::cuda::kernels::CopyKernels;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::transform::Transform;
 
-/// Locked host memory and two arrays on a GPU, and what the driver's own copies and a busy engine do with them.
-/// Times are from the start of a call to the end of its work.
+/// Locked host memory and two arrays on a GPU, and what the driver's own copies and a busy engine
+/// do with them. Times are from the start of a call to the end of its work.
 #[derive(Debug)]
 pub struct RawGpu {
     stream: CudaStream,
@@ -39,7 +39,7 @@ impl RawGpu {
         })
     }
 
-    /// Copies all of the host's array to the device, so many bytes with each call.
+    /// Copies all of the host's array to the device, `per_call` bytes with each call.
     ///
     /// # Errors
     /// `Unavailable`: the GPU failed.
@@ -47,7 +47,7 @@ impl RawGpu {
         self.copy(self.host.address(), self.device[0].address, per_call)
     }
 
-    /// Copies all of the device's first array to the host, so many bytes with each call.
+    /// Copies all of the device's first array to the host, `per_call` bytes with each call.
     ///
     /// # Errors
     /// `Unavailable`: the GPU failed.
@@ -67,7 +67,8 @@ impl RawGpu {
         timed(&self.stream, || {
             (0..self.bytes).step_by(per_call.max(1)).try_for_each(|at| {
                 let bytes = per_call.min(self.bytes - at);
-                // SAFETY: within two of the arrays, which are disjoint and ours until the work has ended.
+                // SAFETY: within two of the arrays, which are disjoint and ours until the work has
+                // ended.
                 unsafe { self.stream.copy(from as usize + at, to as usize + at, bytes) }
             })
         })
@@ -76,21 +77,28 @@ impl RawGpu {
     /// Rearranges the first `blocks` blocks of the device's first array into its second.
     ///
     /// # Errors
-    /// `Invalid`: there are not as many blocks, or the arrays are not as large as the layouts say. `Unavailable`:
-    /// the GPU failed.
-    pub fn transform(&mut self, transform: &Transform, blocks: u32) -> Result<Duration, SetupError> {
+    /// `Invalid`: there are not as many blocks, or the arrays are not as large as the layouts say.
+    /// `Unavailable`: the GPU failed.
+    pub fn transform(
+        &mut self,
+        transform: &Transform,
+        blocks: u32,
+    ) -> Result<Duration, SetupError> {
         let pairs: Vec<_> = (0..blocks).map(|block| (block, block)).collect();
         transform.check(&pairs)?;
         let (source, target) = transform.array_bytes();
         if source.max(target) > self.bytes || pairs.len() > self.pairs.capacity() {
-            return Err(SetupError::new(SetupErrorKind::Invalid, "the arrays are smaller than the layouts"));
+            return Err(SetupError::new(
+                SetupErrorKind::Invalid,
+                "the arrays are smaller than the layouts",
+            ));
         }
         let (ends, plan) =
             ((self.device[0].address, self.device[1].address), transform.with_long_rows().plan());
         let Self { stream, kernels, pairs: table, .. } = self;
         timed(stream, || {
-            // SAFETY: the arrays are as large as the layouts, disjoint, and ours until the work has ended; so is the
-            // table.
+            // SAFETY: the arrays are as large as the layouts, disjoint, and ours until the work has
+            // ended; so is the table.
             unsafe {
                 let pairs_there = table.fill(stream, &pairs)?;
                 kernels.transform(stream, ends, pairs_there, pairs.len(), plan)
@@ -98,7 +106,8 @@ impl RawGpu {
         })
     }
 
-    /// Multiplies square matrices of `n` rows of floats `times` times, as an engine would keep a GPU busy.
+    /// Multiplies square matrices of `n` rows of floats `times` times, as an engine would keep a
+    /// GPU busy.
     ///
     /// # Errors
     /// `Invalid`: the matrices do not fit. `Unavailable`: the GPU failed.
@@ -110,14 +119,15 @@ impl RawGpu {
         let (a, c) = (self.device[0].address, self.device[1].address);
         timed(&self.stream, || {
             (0..times).try_for_each(|_| {
-                // SAFETY: three arrays of so many floats, ours until the work has ended; any bits are floats.
+                // SAFETY: three arrays of this many floats, ours until the work has ended; any bits
+                // are floats.
                 unsafe { self.kernels.matmul(&self.stream, (a, a + matrix, c), n) }
             })
         })
     }
 
-    /// Multiplies a square matrix of `n` rows of floats, a multiple of 64, with a vector `times` times, as an engine that
-    /// decodes keeps a GPU's memory busy.
+    /// Multiplies a square matrix of `n` rows of floats, a multiple of 64, with a vector `times`
+    /// times, as an engine that decodes keeps a GPU's memory busy.
     ///
     /// # Errors
     /// `Invalid`: the matrix does not fit. `Unavailable`: the GPU failed.
@@ -133,7 +143,8 @@ impl RawGpu {
         let (a, y) = (self.device[0].address, self.device[1].address);
         timed(&self.stream, || {
             (0..times).try_for_each(|_| {
-                // SAFETY: arrays of so many floats, ours until the work has ended; any bits are floats.
+                // SAFETY: arrays of this many floats, ours until the work has ended; any bits are
+                // floats.
                 unsafe { self.kernels.matvec(&self.stream, (a, a, y), n) }
             })
         })

@@ -1,7 +1,8 @@
-//! Baselines: what the media do by themselves, without scheduler, table or checksums.
+//! Baselines: what the media do on their own, without scheduler, table or checksums.
 //!
-//! They move every block of a working set once, over the same kinds of memory and files as the backends, and
-//! say how long that took. Behind the feature `baselines`: who embeds the crate has no use for them. A manager cannot be faster for long; how close it gets is its efficiency.
+//! They move every block of a working set once, over the same kinds of memory and files as the
+//! backends, and say how long that took. Behind the feature `baselines`: who embeds the crate has
+//! no use for them. A manager cannot be faster for long; how close it gets is its efficiency.
 
 mod copy;
 #[cfg(feature = "cuda")]

@@ -12,8 +12,8 @@ use crate::dram::{DramOptions, DramRegion};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::memory::Memory;
 
-/// A ring that reads or writes all slots of a region in their order, with registered buffers and files, as
-/// many at a time as it is told.
+/// A ring that reads or writes all slots of a region in their order, with registered buffers and
+/// files, as many at a time as it is told.
 #[derive(Debug)]
 pub struct RawRing {
     // Before the memory, so that it is gone before that.
@@ -39,18 +39,22 @@ enum Direction {
 }
 
 impl RawRing {
-    /// Memory and files of this shape, which nobody else gets at. `depth` (1–4096): operations in flight. Must
-    /// be used by the thread that opened it.
+    /// Memory and files of this shape, which nothing else gets at. `depth` (1–4096): operations in
+    /// flight. Must be used by the thread that opened it.
     ///
     /// # Errors
-    /// Those of [`DiskRegion::open`]; `NoSpace`: no memory; `Unavailable`: no `io_uring`, or its memory cannot
-    /// be registered.
+    /// Those of [`DiskRegion::open`]; `NoSpace`: no memory; `Unavailable`: no `io_uring`, or its
+    /// memory cannot be registered.
     pub fn open(memory: DramOptions, disk: &DiskOptions, depth: u32) -> Result<Self, SetupError> {
-        let refused =
-            |error| SetupError::caused(SetupErrorKind::Unavailable, "io_uring is not available", error);
+        let refused = |error| {
+            SetupError::caused(SetupErrorKind::Unavailable, "io_uring is not available", error)
+        };
         let (memory, disk) = (DramRegion::open(Tier::Host, memory)?, DiskRegion::open(disk)?);
         if memory.geometry() != disk.geometry() {
-            return Err(SetupError::new(SetupErrorKind::Invalid, "memory and disk are not of one shape"));
+            return Err(SetupError::new(
+                SetupErrorKind::Invalid,
+                "memory and disk are not of one shape",
+            ));
         }
         let uring = build(depth).map_err(refused)?;
         let files: Vec<_> = disk.files().map(std::os::fd::AsRawFd::as_raw_fd).collect();
@@ -100,16 +104,23 @@ impl RawRing {
     }
 
     fn push(&mut self, direction: Direction, slot: SlotId) {
-        let (Some(memory), Some((file, offset))) = (self.memory.slot(slot), self.disk.place(slot)) else {
+        let (Some(memory), Some((file, offset))) = (self.memory.slot(slot), self.disk.place(slot))
+        else {
             unreachable!("memory and disk have the slots of one geometry")
         };
-        let (file, start, len) = (Fixed(file as u32), memory.cast::<u8>().as_ptr(), memory.len() as u32);
+        let (file, start, len) =
+            (Fixed(file as u32), memory.cast::<u8>().as_ptr(), memory.len() as u32);
         let buffer = (slot.0 / self.slots_per_buffer) as u16;
         let entry = match direction {
-            Direction::Read => opcode::ReadFixed::new(file, start, len, buffer).offset(offset).build(),
-            Direction::Write => opcode::WriteFixed::new(file, start, len, buffer).offset(offset).build(),
+            Direction::Read => {
+                opcode::ReadFixed::new(file, start, len, buffer).offset(offset).build()
+            }
+            Direction::Write => {
+                opcode::WriteFixed::new(file, start, len, buffer).offset(offset).build()
+            }
         };
-        // SAFETY: `run` returns only when nothing is in flight, and holds the memory mutably until then.
+        // SAFETY: `run` returns only when nothing is in flight, and holds the memory mutably until
+        // then.
         let pushed = unsafe { self.uring.0.submission().push(&entry) };
         assert!(pushed.is_ok(), "the queue has room for all that may be in flight");
     }

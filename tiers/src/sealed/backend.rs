@@ -1,5 +1,5 @@
-//! The way of a block: sealed, then sent; or fetched, then opened. From memory that is sealed itself: opened, then sent; or
-//! fetched, then sealed.
+//! The path of a block: sealed, then sent; or fetched, then opened. For memory that is sealed
+//! itself: opened, then sent; or fetched, then sealed.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -15,19 +15,21 @@ use crate::error::{SetupError, SetupErrorKind};
 use crate::fence::Fences;
 use crate::frame::Frame;
 use crate::memory::{Memory, forget_checksum, no_such_slot};
-use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency};
+use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency, WorkedBlock};
 use crate::verify::{corrupt, only_other_end, other_end};
 
-/// A backend whose blocks are encrypted and authenticated when they leave memory, and opened when they return. One that
-/// comes back changed, or in another's place, or whose key is gone, ends in [`CopyErrorKind::Corrupt`](crate::CopyErrorKind).
+/// A backend whose blocks are encrypted and authenticated when they leave memory, and opened when
+/// they return. A block that comes back changed, or in another's place, or whose key is gone, ends
+/// in [`CopyErrorKind::Corrupt`](crate::CopyErrorKind).
 ///
-/// The submitting thread does nothing but queue: threads of this backend's seal and open, two at least and on up to half
-/// the cores, in parallel with the medium. What has arrived goes first. Blocks in memory are only read, or written when all is well:
-/// what is encrypted lies in the [`Scratch`], whose slots bound how much is under way; the rest waits in the order in
-/// which it came.
+/// The submitting thread does nothing but queue: threads of this backend's seal and open, two at
+/// least and on up to half the cores, in parallel with the medium. What has arrived goes first.
+/// Blocks in memory are only read, or written when all is well: what is encrypted lies in the
+/// [`Scratch`], whose slots bound how much is under way; the rest waits in the order in which it
+/// came.
 ///
-/// Memory that outlives its process may be [sealed itself](Self::of_memory): then it is the other way round, and what is on
-/// its way is in the clear.
+/// Memory that outlives its process may be [sealed itself](Self::of_memory): then it is the other
+/// way round, and what is on its way is in the clear.
 #[derive(Debug)]
 pub struct Sealed<B>(Arc<SealedState<B>>);
 
@@ -39,7 +41,8 @@ struct SealedState<B> {
     scratch: Scratch,
     cipher: Cipher,
     threads: Arc<BlockWorkers>,
-    /// For blocks whose keys a store is to be asked for, which may take seconds: no other block waits for these.
+    /// For blocks whose keys must be asked of a store, which may take seconds: no other block waits
+    /// for these.
     askers: Arc<BlockWorkers>,
     /// Blocks that the backend inside gets together, at most or, if it asked for several, always.
     run_blocks: usize,
@@ -54,13 +57,14 @@ enum SealedEnd {
     Memory,
 }
 
-/// One core encrypts less than a fast drive takes. On a machine of two cores both do, as far as the engine leaves them.
+/// One core encrypts less than a fast drive takes. On a machine of two cores both do, as far as the
+/// engine leaves them.
 const FEWEST_THREADS: usize = 2;
 
 impl<B: Backend + 'static> Sealed<B> {
-    /// `inner` moves blocks between the memory of `scratch` and one other tier. A store that packs batches gets up to
-    /// `run_blocks` blocks of those that are submitted together in one, and all its operations must end some time; others
-    /// ask for 1, and get them as there is room.
+    /// `inner` moves blocks between the memory of `scratch` and one other tier. A store that packs
+    /// batches gets up to `run_blocks` blocks of those that are submitted together in one, and all
+    /// its operations must end some time; others ask for 1, and get them as there is room.
     ///
     /// # Errors
     /// `Invalid`: `inner` serves other routes, or blocks differ in size. `Unavailable`: no threads.
@@ -74,10 +78,11 @@ impl<B: Backend + 'static> Sealed<B> {
         Self::start(inner, (memory, SealedEnd::Medium), (scratch, cipher), run_blocks)
     }
 
-    /// The other way round: blocks lie sealed in `memory`, which outlives its process, and `inner` moves them in the clear
-    /// between the memory of `scratch` and other tiers. What comes is sealed before it is written there, and nothing is
-    /// ever opened in place. A batch keeps its order with an engine's work; but the engine gets no fence behind it, since
-    /// several batches may come of it.
+    /// The other way round: blocks lie sealed in `memory`, which outlives its process, and `inner`
+    /// moves them in the clear between the memory of `scratch` and other tiers. What comes is
+    /// sealed before it is written there, and nothing is ever opened in place. A batch keeps its
+    /// order with an engine's work; but the engine gets no fence behind it, since several batches
+    /// may come of it.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -98,15 +103,24 @@ impl<B: Backend + 'static> Sealed<B> {
     ) -> Result<Self, SetupError> {
         let ours = memory.tier();
         let seal_bytes = if sealed == SealedEnd::Memory { SEAL_BYTES } else { 0 };
-        let sizes =
-            [memory.block_bytes().saturating_sub(seal_bytes), scratch.block_bytes(), cipher.block_bytes()];
+        let sizes = [
+            memory.block_bytes().saturating_sub(seal_bytes),
+            scratch.block_bytes(),
+            cipher.block_bytes(),
+        ];
         if scratch.memory().tier() != ours || sizes.iter().any(|&bytes| bytes != sizes[0]) {
-            let message =
-                format!("{}: sealed blocks of {sizes:?} bytes do not fit the {ours} tier", inner.name());
+            let message = format!(
+                "{}: sealed blocks of {sizes:?} bytes do not fit the {ours} tier",
+                inner.name()
+            );
             return Err(SetupError::new(SetupErrorKind::Invalid, message));
         }
-        let routes =
-            inner.routes().iter().copied().filter(|&route| other_end(route, ours).is_some()).collect();
+        let routes = inner
+            .routes()
+            .iter()
+            .copied()
+            .filter(|&route| other_end(route, ours).is_some())
+            .collect();
         let no_threads = |error| {
             let message = "cannot start threads for encryption: raise the limit on processes";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
@@ -131,9 +145,10 @@ impl<B: Backend + 'static> Sealed<B> {
     }
 }
 
-// SAFETY: a block in memory is read or written only between the submission and the completion of its operation, and
-// completed once: when its run's part of it failed, or when the backend inside is done with the slot of the scratch, which
-// has one owner at a time as its frame says. A destination is reported with `Ok` only when it was written to the end.
+// SAFETY: a block in memory is read or written only between the submission and the completion of
+// its operation, and completed once: when its run's part of it failed, or when the backend inside
+// is done with the slot of the scratch, which has one owner at a time as its frame says. A
+// destination is reported with `Ok` only when it was written to the end.
 unsafe impl<B: Backend + 'static> Backend for Sealed<B> {
     fn name(&self) -> &'static str {
         self.0.inner.name()
@@ -160,7 +175,11 @@ unsafe impl<B: Backend + 'static> Backend for Sealed<B> {
         }
         done.report(refused);
         for (way, ops) in [(SealDirection::Back, back), (SealDirection::Out, out)] {
-            let run = |ops: &[_]| SealedRun { ops: ops.to_vec(), fences: fences.clone(), done: done.clone() };
+            let run = |ops: &[_]| SealedRun {
+                ops: ops.to_vec(),
+                fences: fences.clone(),
+                done: done.clone(),
+            };
             let runs = ops.chunks(self.0.run_blocks).map(run);
             self.0.lane(way).enqueue(runs);
             self.0.start_runs(way);
@@ -181,7 +200,8 @@ impl<B: Backend + 'static> SealedState<B> {
             return Err(no_such_slot(op.from));
         }
         let is_out = op.from.tier == self.memory.tier();
-        let (way, here) = if is_out { (SealDirection::Out, op.from) } else { (SealDirection::Back, op.to) };
+        let (way, here) =
+            if is_out { (SealDirection::Out, op.from) } else { (SealDirection::Back, op.to) };
         self.memory.slot(here.slot).map(|_| way).ok_or_else(|| no_such_slot(here))
     }
 
@@ -219,8 +239,12 @@ impl<B: Backend + 'static> SealedState<B> {
         });
     }
 
-    /// Whether a block can be sealed or opened without a word with the store of keys.
-    fn has_key(&self, way: SealDirection, BlockInScratch { op, frame, .. }: &mut BlockInScratch) -> bool {
+    /// Whether a block can be sealed or opened without asking the store of keys.
+    fn has_key(
+        &self,
+        way: SealDirection,
+        BlockInScratch { op, frame, .. }: &mut BlockInScratch,
+    ) -> bool {
         match (self.sealed, way) {
             (SealedEnd::Medium, SealDirection::Out) | (SealedEnd::Memory, SealDirection::Back) => {
                 self.cipher.can_seal(op.owner)
@@ -228,14 +252,17 @@ impl<B: Backend + 'static> SealedState<B> {
             (SealedEnd::Medium, SealDirection::Back) => {
                 self.scratch.room(frame).map_or(true, |room| self.cipher.can_open(room))
             }
-            (SealedEnd::Memory, SealDirection::Out) => self.memory.slot(op.from.slot).is_none_or(|slot| {
-                // SAFETY: the slot is of an operation that is submitted and not completed: nobody writes it now.
-                self.cipher.can_open(unsafe { slot.as_ref() })
-            }),
+            (SealedEnd::Memory, SealDirection::Out) => {
+                self.memory.slot(op.from.slot).is_none_or(|slot| {
+                    // SAFETY: the slot is of an operation that is submitted and not completed:
+                    // nothing writes it now.
+                    self.cipher.can_open(unsafe { slot.as_ref() })
+                })
+            }
         }
     }
 
-    /// An engine waits for what is opened, and nobody for what is sealed.
+    /// An engine waits for what is opened, and nothing waits for what is sealed.
     fn work(
         &self,
         (way, have_keys): (SealDirection, bool),
@@ -243,14 +270,13 @@ impl<B: Backend + 'static> SealedState<B> {
         work: impl Fn(&mut BlockInScratch) + Send + Sync + 'static,
         go_on: impl FnOnce(Vec<BlockInScratch>) + Send + 'static,
     ) {
-        let urgency = match (self.sealed, way) {
-            (SealedEnd::Medium, SealDirection::Out) | (SealedEnd::Memory, SealDirection::Back) => {
-                Urgency::Background
-            }
-            (SealedEnd::Medium, SealDirection::Back) | (SealedEnd::Memory, SealDirection::Out) => {
-                Urgency::Awaited
-            }
-        };
+        let urgency =
+            match (self.sealed, way) {
+                (SealedEnd::Medium, SealDirection::Out)
+                | (SealedEnd::Memory, SealDirection::Back) => Urgency::Background,
+                (SealedEnd::Medium, SealDirection::Back)
+                | (SealedEnd::Memory, SealDirection::Out) => Urgency::Awaited,
+            };
         let threads = if have_keys { &self.threads } else { &self.askers };
         threads.work_on(urgency, self.memory.block_bytes(), blocks, work, go_on);
     }
@@ -286,9 +312,11 @@ impl<B: Backend + 'static> SealedState<B> {
                 SealDirection::Out => shared.end(way, blocks, &done),
             }
         });
-        // Nobody knows what became of a batch whose backend panicked. Its blocks are never reported and keep their slots,
-        // as they would without encryption; the thread has other blocks to look after.
-        if catch_unwind(AssertUnwindSafe(|| self.inner.submit_fenced(ops, fences, report))).is_err() {
+        // What became of a batch whose backend panicked is unknown. Its blocks are never reported
+        // and keep their slots, as they would without encryption; the thread has other blocks to
+        // look after.
+        if catch_unwind(AssertUnwindSafe(|| self.inner.submit_fenced(ops, fences, report))).is_err()
+        {
             tracing::error!(
                 backend = self.inner.name(),
                 "a backend panicked when it was given blocks of a sealed tier"
@@ -318,7 +346,8 @@ impl<B: Backend + 'static> SealedState<B> {
         }
     }
 
-    /// The slots in the scratch are free again before anybody is told, and go to what waits after.
+    /// The slots in the scratch are free again before any end is reported, and go to what waits
+    /// after.
     fn end(self: &Arc<Self>, way: SealDirection, blocks: Vec<BlockInScratch>, done: &Done) {
         if blocks.is_empty() {
             return;
@@ -348,7 +377,8 @@ impl<B: Backend + 'static> SealedState<B> {
 
     fn seal(&self, op: &CopyOp, frame: &mut Frame) -> Result<(), CopyError> {
         let slot = self.memory.slot(op.from.slot).ok_or_else(|| no_such_slot(op.from))?;
-        // SAFETY: the slot is of an operation that is submitted and not completed: nobody writes it now.
+        // SAFETY: the slot is of an operation that is submitted and not completed: nothing writes
+        // it now.
         let block = &unsafe { slot.as_ref() }[..self.memory.block_bytes()];
         let known = self.memory.checksums().and_then(|checksums| checksums.get(op.from.slot));
         let crc = known.unwrap_or_else(|| checksum(block));
@@ -363,9 +393,10 @@ impl<B: Backend + 'static> SealedState<B> {
         forget_checksum(&*self.memory, op.to.slot);
         let slot = self.memory.slot(op.to.slot).ok_or_else(|| no_such_slot(op.to))?;
         let room = self.scratch.room(frame)?;
-        let expected = self.cipher.open(op.block, room).map_err(|error| of_slot(op.from, &error))?;
-        // SAFETY: the destination of an operation that is submitted and not completed: nobody else touches it, and it does
-        // not lie in the scratch.
+        let expected =
+            self.cipher.open(op.block, room).map_err(|error| of_slot(op.from, &error))?;
+        // SAFETY: the destination of an operation that is submitted and not completed: nothing else
+        // touches it, and it does not lie in the scratch.
         let destination = unsafe { &mut *slot.as_ptr() };
         let mut copy = SummedCopy::new();
         let block_bytes = self.memory.block_bytes();
@@ -380,12 +411,13 @@ impl<B: Backend + 'static> SealedState<B> {
 
     fn open_from_memory(&self, op: &CopyOp, frame: &mut Frame) -> Result<(), CopyError> {
         let slot = self.memory.slot(op.from.slot).ok_or_else(|| no_such_slot(op.from))?;
-        // SAFETY: the slot is of an operation that is submitted and not completed: nobody writes it now.
+        // SAFETY: the slot is of an operation that is submitted and not completed: nothing writes
+        // it now.
         let sealed = &unsafe { slot.as_ref() }[..self.memory.block_bytes()];
         let room = self.scratch.room(frame)?;
         room.copy_from_slice(sealed);
         let crc = self.cipher.open(op.block, room).map_err(|error| of_slot(op.from, &error))?;
-        // It has the tag's word for it: whoever takes the block further compares it there.
+        // The tag vouches for it: the next to take the block compares it there.
         self.scratch.checksums().inspect(|checksums| checksums.record(frame.slot(), crc));
         Ok(())
     }
@@ -397,12 +429,14 @@ impl<B: Backend + 'static> SealedState<B> {
         let known = self.scratch.checksums().and_then(|checksums| checksums.get(frame.slot()));
         let block = &self.scratch.room(frame)?[..self.scratch.block_bytes()];
         let crc = known.unwrap_or_else(|| checksum(block));
-        // SAFETY: the destination of an operation that is submitted and not completed: nobody else touches it, and it does
-        // not lie in the scratch.
+        // SAFETY: the destination of an operation that is submitted and not completed: nothing else
+        // touches it, and it does not lie in the scratch.
         let destination = &mut unsafe { &mut *slot.as_ptr() }[..self.memory.block_bytes()];
         self.cipher.seal((op.block, op.owner), (block, crc), destination)?;
         // Of the sealed bytes: what an index says of them tells nothing of the block.
-        self.memory.checksums().inspect(|checksums| checksums.record(op.to.slot, checksum(destination)));
+        self.memory
+            .checksums()
+            .inspect(|checksums| checksums.record(op.to.slot, checksum(destination)));
         Ok(())
     }
 }
@@ -419,6 +453,12 @@ struct BlockInScratch {
     frame: Frame,
     /// What became of it so far.
     result: Result<(), CopyError>,
+}
+
+impl WorkedBlock for BlockInScratch {
+    fn fail(&mut self, error: CopyError) {
+        self.result = Err(error);
+    }
 }
 
 impl BlockInScratch {

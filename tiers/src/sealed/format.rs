@@ -8,13 +8,15 @@
 //! │ encrypted                   │        │ in the clear, authenticated           │
 //! ```
 //!
-//! AES-256-GCM, with a key of each block's own: HKDF-SHA-256 of its tenant's key (`tenants`) and the salt. The tag also covers who the
-//! block is and where it belongs (`identity`), so that a block cannot stand in for another, here or elsewhere.
+//! AES-256-GCM, with a key of each block's own: HKDF-SHA-256 of its tenant's key (`tenants`) and
+//! the salt. The tag also covers who the block is and where it belongs (`identity`), so that a
+//! block cannot stand in for another, here or elsewhere.
 //!
-//! **No nonce is used twice with a key.** GCM fails badly where that happens, and counters start again when a machine is
-//! cloned or a file is lost. So nothing is counted: the system's generator gives 28 fresh bytes to every block that is
-//! sealed, 16 for its key and 12 for its nonce. That two of 2^64 blocks under one tenant's key (at a million a second: 600,000
-//! years) draw the same has a probability below 2^-96. Nor is there a limit to what one such key may seal, since each
+//! **No nonce is used twice with a key.** GCM fails badly where that happens, and counters start
+//! again when a machine is cloned or a file is lost. So nothing is counted: the system's generator
+//! gives 28 fresh bytes to every block that is sealed, 16 for its key and 12 for its nonce. That
+//! two of 2^64 blocks under one tenant's key (at a million a second: 600,000 years) draw the same
+//! has a probability below 2^-96. Nor is there a limit to what one such key may seal, since each
 //! derived key seals one block.
 
 use std::ops::Range;
@@ -52,7 +54,8 @@ pub struct Cipher {
 }
 
 impl Cipher {
-    /// For blocks of `block_bytes` bytes in a tier. What is sealed in one namespace opens in no other.
+    /// For blocks of `block_bytes` bytes in a tier. What is sealed in one namespace opens in no
+    /// other.
     pub fn new(keys: Arc<TenantKeys>, tier: Tier, namespace: &str, block_bytes: usize) -> Self {
         let mut place = (block_bytes as u64).to_le_bytes().to_vec();
         place.push(tier.index() as u8);
@@ -65,8 +68,8 @@ impl Cipher {
         self.block_bytes
     }
 
-    /// Seals a block along with its checksum into `room`, which is `SEAL_BYTES` longer: what is written there is never in the
-    /// clear, and no copy of the block is made for it.
+    /// Seals a block along with its checksum into `room`, which is `SEAL_BYTES` longer: what is
+    /// written there is never in the clear, and no copy of the block is made for it.
     pub(crate) fn seal(
         &self,
         (block, owner): (BlockKey, Option<Owner>),
@@ -83,12 +86,19 @@ impl Cipher {
         header[SALT_AT..].copy_from_slice(fresh);
         let ((key, nonce), identity) = (block_key(&secret, header)?, self.identity(block, header));
         let crc = crc.to_le_bytes();
-        key.seal_out_of_place_scatter(nonce, Aad::from(identity), content, hidden, &crc, crc_and_tag)
-            .map_err(|_| too_long())
+        key.seal_out_of_place_scatter(
+            nonce,
+            Aad::from(identity),
+            content,
+            hidden,
+            &crc,
+            crc_and_tag,
+        )
+        .map_err(|_| too_long())
     }
 
-    /// Opens what was sealed as this block, in place, and returns the block's checksum. What is in `room` after an error
-    /// means nothing.
+    /// Opens what was sealed as this block, in place, and returns the block's checksum. What is in
+    /// `room` after an error means nothing.
     pub(crate) fn open(&self, block: BlockKey, room: &mut [u8]) -> Result<u32, CopyError> {
         let SealedParts { hidden, tag, header } = self.parts();
         let header = room.get(header).filter(|header| header.starts_with(&MAGIC));
@@ -96,9 +106,10 @@ impl Cipher {
         let secret = self.secret_of(header)?;
         let ((key, nonce), identity) = (block_key(&secret, header)?, self.identity(block, header));
         let tag: [u8; TAG_BYTES] = std::array::from_fn(|byte| room[tag.start + byte]);
-        let opened = key.open_in_place_separate_tag(nonce, Aad::from(identity), &tag, &mut room[hidden]);
         let opened =
-            opened.map_err(|_| corrupt("its seal is broken, or was made with another key".to_owned()))?;
+            key.open_in_place_separate_tag(nonce, Aad::from(identity), &tag, &mut room[hidden]);
+        let opened = opened
+            .map_err(|_| corrupt("its seal is broken, or was made with another key".to_owned()))?;
         Ok(u32::from_le_bytes(std::array::from_fn(|byte| opened[self.block_bytes + byte])))
     }
 
@@ -108,12 +119,12 @@ impl Cipher {
         SealedParts { hidden: 0..hidden, tag: hidden..tag, header: tag..tag + HEADER_BYTES }
     }
 
-    /// Whether a block can be sealed without a word with the store of keys.
+    /// Whether a block can be sealed without asking the store of keys.
     pub(super) fn can_seal(&self, owner: Option<Owner>) -> bool {
         self.keys.can_seal(owner)
     }
 
-    /// Whether a block can be opened, or is none, without a word with the store of keys.
+    /// Whether a block can be opened, or is none, without asking the store of keys.
     pub(super) fn can_open(&self, room: &[u8]) -> bool {
         let header = room.get(self.parts().header).filter(|header| header.starts_with(&MAGIC));
         header.is_none_or(|header| self.keys.can_open(id_of(header)))
@@ -164,10 +175,13 @@ fn id_of(header: &[u8]) -> KeyId {
 
 fn no_key(why: NoKey) -> CopyError {
     match why {
-        // Not the medium's fault, which is not to be left alone for it.
-        NoKey::Forgotten => CopyError::new(CopyErrorKind::Refused, "its tenant was forgotten meanwhile"),
+        // Not the medium's fault, so its breaker must not open.
+        NoKey::Forgotten => {
+            CopyError::new(CopyErrorKind::Refused, "its tenant was forgotten meanwhile")
+        }
         NoKey::Gone => corrupt(
-            "the key of its tenant was destroyed, or is under a main key that is not given here".to_owned(),
+            "the key of its tenant was destroyed, or is under a main key that is not given here"
+                .to_owned(),
         ),
         // The block stays: a store of keys that is away may be back.
         NoKey::Failed(error) => CopyError::caused(
@@ -179,7 +193,10 @@ fn no_key(why: NoKey) -> CopyError {
 }
 
 fn no_random_bytes() -> CopyError {
-    CopyError::new(CopyErrorKind::Unavailable, "the system gives no random bytes to seal a block with")
+    CopyError::new(
+        CopyErrorKind::Unavailable,
+        "the system gives no random bytes to seal a block with",
+    )
 }
 
 /// GCM ends at 64 GiB, and blocks long before.
@@ -252,7 +269,8 @@ mod tests {
         let opens = |cipher: &Cipher, block| cipher.open(block, &mut room.clone()).is_ok();
         assert!(opens(&ours, BLOCK));
         assert!(
-            !opens(&ours, BlockKey { hash: 8, ..BLOCK }) && !opens(&ours, BlockKey { group: 0, ..BLOCK })
+            !opens(&ours, BlockKey { hash: 8, ..BLOCK })
+                && !opens(&ours, BlockKey { group: 0, ..BLOCK })
         );
         assert!(!opens(&cipher(&keys, Tier::Object, "here", 64), BLOCK));
         assert!(!opens(&cipher(&keys, Tier::Disk, "there", 64), BLOCK));
@@ -287,13 +305,14 @@ mod tests {
     #[test]
     fn the_same_block_never_looks_the_same() {
         let cipher = cipher(&mixed(3), Tier::Disk, "here", 64);
-        let rooms: std::collections::HashSet<_> = (0..1000).map(|_| sealed(&cipher, &[5; 64])).collect();
+        let rooms: std::collections::HashSet<_> =
+            (0..1000).map(|_| sealed(&cipher, &[5; 64])).collect();
         assert_eq!(rooms.len(), 1000);
         assert!(rooms.iter().all(|room| room.windows(8).all(|bytes| bytes != [5; 8])));
     }
 
-    /// The format is read by later versions: a tenant's key, salt and nonce as they lie in the header. Opened by another
-    /// library than it is sealed by.
+    /// The format is read by later versions: a tenant's key, salt and nonce as they lie in the
+    /// header. Opened by another library than it is sealed by.
     #[test]
     fn the_key_of_a_block_is_hkdf_sha256() {
         use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
@@ -302,11 +321,16 @@ mod tests {
         let header = &room[64 + 4 + 16..];
         let secret = keys.to_open(id_of(header)).unwrap();
         let info = [&header[20..36]];
-        let key = LessSafeKey::new(UnboundKey::from(secret.get().expand(&info, &AES_256_GCM).unwrap()));
+        let key =
+            LessSafeKey::new(UnboundKey::from(secret.get().expand(&info, &AES_256_GCM).unwrap()));
         let identity =
-            [header, &7_u128.to_le_bytes(), &[1], &64_u64.to_le_bytes(), &[2], b"here".as_slice()].concat();
+            [header, &7_u128.to_le_bytes(), &[1], &64_u64.to_le_bytes(), &[2], b"here".as_slice()]
+                .concat();
         let nonce = Nonce::try_assume_unique_for_key(&header[36..]).unwrap();
         let mut secret = room[..64 + 4 + 16].to_vec();
-        assert_eq!(key.open_in_place(nonce, Aad::from(identity), &mut secret).unwrap()[..64], [5; 64]);
+        assert_eq!(
+            key.open_in_place(nonce, Aad::from(identity), &mut secret).unwrap()[..64],
+            [5; 64]
+        );
     }
 }

@@ -1,8 +1,9 @@
 //! Wrapped keys in files beside what they sealed, one in each directory.
 //!
-//! Each file has all keys, so that a directory that is gone takes none along. A key that is destroyed leaves its name in
-//! its place: where a directory was away meanwhile, the name in the others says that its copy is dead. These places are used
-//! again once no copy can come back: when all files are there that ever were, which each file knows by their own names.
+//! Each file has all keys, so that a directory that is gone takes none along. A key that is
+//! destroyed leaves its name in its place: where a directory was away meanwhile, the name in the
+//! others says that its copy is dead. These places are used again once no copy can come back: when
+//! all files that ever were are there, which each file knows by their own names.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, File};
@@ -16,7 +17,9 @@ use ring::rand::{SecureRandom, SystemRandom};
 
 use super::tenants::{FoundKey, KeyId, KeyStore, RECORD_BYTES, WrappedKey};
 use crate::error::{SetupError, SetupErrorKind};
-use crate::files::{LockWait, LockedFile, OwnDirectory, checked_namespace, make_dir, open_kept, sync_dir};
+use crate::files::{
+    LockWait, LockedFile, OwnDirectory, checked_namespace, make_dir, open_kept, sync_dir,
+};
 
 /// `KVBMkeys`, the version 1, and zeros.
 const HEADER: Record = {
@@ -47,7 +50,7 @@ struct Files {
     open: Vec<KeyFile>,
     /// Directories that cannot be used.
     away: Vec<PathBuf>,
-    /// All files are there that ever were: the places of destroyed keys are used again.
+    /// All files that ever were are there: the places of destroyed keys are used again.
     are_all: bool,
 }
 
@@ -55,16 +58,16 @@ struct Files {
 struct KeyFile {
     site: OwnDirectory,
     file: LockedFile,
-    /// What lies behind the header. Where a write failed it may still be what was there before: a key is taken to be
-    /// there until it is known not to be.
+    /// What lies behind the header. Where a write failed it may still be what was there before: a
+    /// key is taken to be there until it is known not to be.
     records: Vec<Record>,
     /// Which of them are of destroyed keys that no file has a copy of.
     free: Vec<usize>,
 }
 
 impl KeyFiles {
-    /// Opens or makes `kvbm-<namespace>.keys` in each directory. One that cannot be used is left out, as long as there is
-    /// another.
+    /// Opens or makes `kvbm-<namespace>.keys` in each directory. One that cannot be used is left
+    /// out, as long as there is another.
     ///
     /// # Errors
     /// As for slot files. `Invalid`: what lies there is no file of keys.
@@ -84,13 +87,15 @@ impl KeyFiles {
         }
         match failed {
             Some(error) if files.is_empty() => return Err(error),
-            Some(error) => tracing::error!(%error, "keys of tenants are kept in the other directories"),
+            Some(error) => {
+                tracing::error!(%error, "keys of tenants are kept in the other directories");
+            }
             None => {}
         }
         Ok(Self(Mutex::new(Files::gather(files, away)?)))
     }
 
-    /// Those of all namespaces that lie in these directories, while nobody works with them.
+    /// Those of all namespaces that lie in these directories, while no process works with them.
     ///
     /// # Errors
     /// As [`open`](Self::open), but for each directory.
@@ -103,7 +108,10 @@ impl KeyFiles {
             for entry in fs::read_dir(dir).map_err(|error| site.failed(&error))? {
                 let path = entry.map_err(|error| site.failed(&error))?.path();
                 if let Some(name) = key_file_name(&path) {
-                    namespaces.entry(name).or_default().push(KeyFile::open(site.at(path), &mut patience)?);
+                    namespaces
+                        .entry(name)
+                        .or_default()
+                        .push(KeyFile::open(site.at(path), &mut patience)?);
                 }
             }
         }
@@ -131,7 +139,8 @@ impl KeyStore for KeyFiles {
             if WrappedKey::destroyed(record) == Some(id) {
                 return Ok(FoundKey::Destroyed);
             }
-            let copy = WrappedKey::parse(*record).filter(|key| key.id() == id && !copies.contains(key));
+            let copy =
+                WrappedKey::parse(*record).filter(|key| key.id() == id && !copies.contains(key));
             copies.extend(copy);
         }
         Ok(if copies.is_empty() { FoundKey::Absent } else { FoundKey::Live(copies) })
@@ -142,8 +151,11 @@ impl KeyStore for KeyFiles {
         let mut of: HashMap<_, Vec<WrappedKey>> =
             tenants.iter().map(|&tenant| (tenant, Vec::new())).collect();
         let mut seen = HashSet::new();
-        for key in
-            files.open.iter().flat_map(|file| &file.records).filter_map(|record| WrappedKey::parse(*record))
+        for key in files
+            .open
+            .iter()
+            .flat_map(|file| &file.records)
+            .filter_map(|record| WrappedKey::parse(*record))
         {
             if let Some(keys) = of.get_mut(&key.tenant())
                 && seen.insert(*key.bytes())
@@ -166,7 +178,8 @@ impl KeyStore for KeyFiles {
         let is_damaged = |record: &Record| {
             WrappedKey::parse(*record).is_some_and(|key| key.id() == good.id() && key != *good)
         };
-        let repaired = files.open.iter_mut().map(|file| file.replace(is_damaged, |_| *good.bytes()));
+        let repaired =
+            files.open.iter_mut().map(|file| file.replace(is_damaged, |_| *good.bytes()));
         repaired.collect::<Vec<_>>().into_iter().collect::<io::Result<Vec<_>>>().map(drop)
     }
 
@@ -178,18 +191,22 @@ impl KeyStore for KeyFiles {
             .map(|key| key.id())
             .collect();
         // All, also where one fails.
-        let left: Vec<_> = files.open.iter_mut().filter_map(|file| file.destroy(&gone).err()).collect();
+        let left: Vec<_> =
+            files.open.iter_mut().filter_map(|file| file.destroy(&gone).err()).collect();
         files.note_free();
-        let away = files.away.iter().map(|dir| io::Error::other(format!("{} is away", dir.display())));
+        let away =
+            files.away.iter().map(|dir| io::Error::other(format!("{} is away", dir.display())));
         let Some(error) = left.into_iter().chain(away).next() else { return Ok(gone.len()) };
-        let message =
-            format!("keys of tenant {tenant} may be left: {error}; forget it again when that is well");
+        let message = format!(
+            "keys of tenant {tenant} may be left: {error}; forget it again when that is well"
+        );
         Err(io::Error::new(error.kind(), message))
     }
 }
 
 impl Files {
-    /// Brings the files to one state: what was destroyed in one is so in all, and all have all keys.
+    /// Brings the files to one state: a key that was destroyed in one is destroyed in all, and all
+    /// have all keys.
     fn gather(mut open: Vec<KeyFile>, mut away: Vec<PathBuf>) -> Result<Self, SetupError> {
         let dead: HashSet<KeyId> = records(&open).filter_map(WrappedKey::destroyed).collect();
         let mut copies: BTreeMap<KeyId, Vec<WrappedKey>> = BTreeMap::new();
@@ -199,8 +216,10 @@ impl Files {
                 copies.push(key);
             }
         }
-        // Which of two copies is what was written is not known here: the reader of the key repairs the other.
-        let whole: Vec<_> = copies.into_values().filter(|copies| copies.len() == 1).flatten().collect();
+        // Which of two copies is what was written is not known here: the reader of the key repairs
+        // the other.
+        let whole: Vec<_> =
+            copies.into_values().filter(|copies| copies.len() == 1).flatten().collect();
         let met: HashSet<FileId> = records(&open).filter_map(file_id).collect();
         let mut failed = None;
         open.retain_mut(|file| match file.catch_up(&dead, &whole, &met) {
@@ -234,8 +253,9 @@ impl Files {
         let live: HashSet<_> = self.live().map(|key| key.id()).collect();
         for file in &mut self.open {
             let records = file.records.iter().enumerate();
-            let is_free =
-                |record: &Record| WrappedKey::destroyed(record).is_some_and(|id| !live.contains(&id));
+            let is_free = |record: &Record| {
+                WrappedKey::destroyed(record).is_some_and(|id| !live.contains(&id))
+            };
             file.free = records.filter(|(_, record)| is_free(record)).map(|(at, _)| at).collect();
         }
     }
@@ -279,9 +299,10 @@ impl KeyFile {
         }
         let bytes = kept.file.metadata().map_err(|error| site.failed(&error))?.len();
         if bytes > MAX_FILE_BYTES {
-            return Err(
-                site.error(SetupErrorKind::Invalid, "is larger than any file of keys: move it elsewhere")
-            );
+            return Err(site.error(
+                SetupErrorKind::Invalid,
+                "is larger than any file of keys: move it elsewhere",
+            ));
         }
         let mut all = vec![0; bytes as usize];
         kept.file.read_exact_at(&mut all, 0).map_err(|error| site.failed(&error))?;
@@ -294,7 +315,8 @@ impl KeyFile {
         let mut opened = Self { site, file: kept.file, records, free: Vec::new() };
         if opened.id().is_none() {
             let mut id = [0; 16];
-            let no_random = |_| io::Error::other("the system gives no random bytes to name a file with");
+            let no_random =
+                |_| io::Error::other("the system gives no random bytes to name a file with");
             let named = SystemRandom::new().fill(&mut id).map_err(no_random);
             let named = named.and_then(|()| opened.append(&[file_record(id)]));
             named.map_err(|error| opened.site.failed(&error))?;
@@ -307,7 +329,8 @@ impl KeyFile {
         self.records.iter().find_map(file_id)
     }
 
-    /// Gets what others have: `dead` keys end, those that it lacks come, and so do the names of files that were `met`.
+    /// Gets what others have: `dead` keys end, those that it lacks come, and so do the names of
+    /// files that were `met`.
     fn catch_up(
         &mut self,
         dead: &HashSet<KeyId>,
@@ -343,16 +366,19 @@ impl KeyFile {
 
     /// In their place: no copy of them is left in the file.
     fn destroy(&mut self, gone: &HashSet<KeyId>) -> io::Result<()> {
-        let is_gone =
-            |record: &Record| WrappedKey::parse(*record).is_some_and(|key| gone.contains(&key.id()));
+        let is_gone = |record: &Record| {
+            WrappedKey::parse(*record).is_some_and(|key| gone.contains(&key.id()))
+        };
         let tombstone = |record: &Record| {
             WrappedKey::parse(*record).map_or(*record, |key| WrappedKey::tombstone(key.id()))
         };
-        self.replace(is_gone, tombstone)
-            .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", self.site.path.display())))
+        self.replace(is_gone, tombstone).map_err(|error| {
+            io::Error::new(error.kind(), format!("{}: {error}", self.site.path.display()))
+        })
     }
 
-    /// Writes something else in the place of some records. They count as what they were until it is on the medium.
+    /// Writes something else in the place of some records. They count as what they were until it is
+    /// on the medium.
     fn replace(
         &mut self,
         is_one: impl Fn(&Record) -> bool,
@@ -384,7 +410,8 @@ mod tests {
     use crate::copy::Owner;
 
     fn open(dirs: &[PathBuf]) -> TenantKeys {
-        let ring = Arc::new(KeyRing::parse(&format!("1:{}", "0123456789abcdef".repeat(4))).unwrap());
+        let ring =
+            Arc::new(KeyRing::parse(&format!("1:{}", "0123456789abcdef".repeat(4))).unwrap());
         let files = KeyFiles::open(dirs, "ns", Duration::ZERO).unwrap();
         TenantKeys::new(ring, "ns", Box::new(files))
     }
@@ -395,7 +422,11 @@ mod tests {
 
     /// Wrapped keys in a file.
     fn copies(dir: &Path) -> usize {
-        fs::read(path(dir)).unwrap().chunks(RECORD_BYTES).filter(|record| record.starts_with(b"KVK1")).count()
+        fs::read(path(dir))
+            .unwrap()
+            .chunks(RECORD_BYTES)
+            .filter(|record| record.starts_with(b"KVK1"))
+            .count()
     }
 
     #[expect(clippy::unnecessary_wraps, reason = "as a copy has it")]
@@ -454,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_of_keys_is_refused_and_left_alone() {
+    fn what_is_no_key_file_is_refused_and_kept() {
         let dir = tempfile::tempdir().unwrap();
         let dirs = [dir.path().to_owned()];
         drop(open(&dirs));
@@ -465,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_forgotten_while_nobody_works_is_so_in_all_namespaces() {
+    fn who_is_forgotten_offline_is_so_in_all_namespaces() {
         let dir = tempfile::tempdir().unwrap();
         let dirs = [dir.path().to_owned()];
         let id = open(&dirs).to_seal(owner(7)).unwrap().0;
@@ -483,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_is_away_forbids_nothing_and_is_said_when_keys_are_destroyed() {
+    fn an_absent_directory_is_named_when_keys_are_destroyed() {
         let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let dirs = [a.path().to_owned(), b.path().join("mount/kvbm")];
         let keys = open(&dirs);
@@ -510,7 +541,8 @@ mod tests {
         let dirs = [a.path().to_owned(), b.path().to_owned()];
         let id = open(&dirs).to_seal(owner(7)).unwrap().0;
         let good = fs::read(path(a.path())).unwrap();
-        let record = good.chunks(RECORD_BYTES).position(|record| record.starts_with(b"KVK1")).unwrap();
+        let record =
+            good.chunks(RECORD_BYTES).position(|record| record.starts_with(b"KVK1")).unwrap();
         for dir in &dirs {
             for byte in 0..RECORD_BYTES - 16 {
                 let mut bytes = fs::read(path(dir)).unwrap();
@@ -518,7 +550,10 @@ mod tests {
                 fs::write(path(dir), bytes).unwrap();
                 assert!(has(&open(&dirs), id), "byte {byte}");
                 for dir in &dirs {
-                    assert!(has(&open(std::slice::from_ref(dir)), id), "byte {byte}: it is not repaired");
+                    assert!(
+                        has(&open(std::slice::from_ref(dir)), id),
+                        "byte {byte}: it is not repaired"
+                    );
                 }
             }
             fs::write(path(a.path()), &good).unwrap();
@@ -547,7 +582,7 @@ mod tests {
             sizes.extend((round > 0).then(|| (size(a.path()), size(b.path()))));
         }
         assert_eq!(sizes.len(), 1, "{sizes:?}");
-        // While a file that once was there is not, nothing that says what is dead in it is overwritten.
+        // While a known file is missing, no record of its destroyed keys is overwritten.
         let before = fs::read(path(b.path())).unwrap();
         for _ in 0..5 {
             let keys = open(&dirs[..1]);
@@ -561,7 +596,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_from_before_its_key_was_destroyed_stays_dead_beside_a_new_file() {
+    fn a_copy_of_a_destroyed_key_file_stays_dead() {
         let [a, b, c] = [(); 3].map(|()| tempfile::tempdir().unwrap());
         let dirs = [a.path().to_owned(), b.path().to_owned(), c.path().to_owned()];
         let old = open(&dirs[..2]).to_seal(owner(7)).unwrap().0;

@@ -26,14 +26,15 @@ const FORM: &str = "NUMBER:KEY, where NUMBER is 1 to 4294967295 and KEY is 32 ra
 const KEY_BYTES: usize = 32;
 /// Some thousand keys. Nothing larger is read.
 const MAX_FILE_BYTES: u64 = 64 << 10;
-/// Keys of this program are used for nothing else, whatever else a careless operator uses them for.
+/// Keeps this program's keys apart from any other use that an operator makes of them.
 const PURPOSE: &[u8] = b"kvbm main key v2";
 
-/// The main keys, by number. Keys of tenants are wrapped by the first that was given; the others open what was sealed under
-/// them.
+/// The main keys, by number. Keys of tenants are wrapped by the first that was given; the others
+/// open what was sealed under them.
 ///
-/// So a key is replaced by writing a new one before it, and is dropped when nothing that it sealed matters any more:
-/// blocks whose key is gone are misses. Keys are wiped from memory when this goes, and never shown.
+/// So a key is replaced by writing a new one before it, and is dropped when nothing that it sealed
+/// matters any more: blocks whose key is gone are misses. Keys are wiped from memory when this
+/// goes, and never shown.
 pub struct KeyRing {
     current: u32,
     keys: BTreeMap<u32, SecretKey>,
@@ -51,8 +52,8 @@ impl KeyRing {
     /// Keys from a file: one on each line, the one to seal with first; `#` begins a remark.
     ///
     /// # Errors
-    /// `Invalid`: there is no such file, others than its owner may read it, its owner is neither this user nor root, or
-    /// its content is not keys.
+    /// `Invalid`: there is no such file, others than its owner may read it, its owner is neither
+    /// this user nor root, or its content is not keys.
     pub fn from_file(path: &Path) -> Result<Self, SetupError> {
         let place = format!("{FILE_VARIABLE} ({})", path.display());
         let file = File::open(path).map_err(|error| unreadable(&place, error))?;
@@ -92,9 +93,11 @@ impl KeyRing {
     fn read(text: &str, place: &str) -> Result<Self, SetupError> {
         let mut ring = Self { current: 0, keys: BTreeMap::new() };
         let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default());
-        let written = lines.flat_map(|line| line.split(',')).map(str::trim).filter(|key| !key.is_empty());
+        let written =
+            lines.flat_map(|line| line.split(',')).map(str::trim).filter(|key| !key.is_empty());
         for (position, written) in written.enumerate() {
-            let wrong = |why: &str| invalid(format!("{place}: key {}: {why}: write {FORM}", position + 1));
+            let wrong =
+                |why: &str| invalid(format!("{place}: key {}: {why}: write {FORM}", position + 1));
             let (number, key) = parse_key(written).map_err(wrong)?;
             if ring.keys.insert(number, key).is_some() {
                 return Err(wrong("another one has its number"));
@@ -112,21 +115,23 @@ impl KeyRing {
 
 fn parse_key(written: &str) -> Result<(u32, SecretKey), &'static str> {
     let (number, key) = written.split_once(':').ok_or("it has no number")?;
-    let number = number.trim().parse().ok().filter(|&number| number > 0).ok_or("its number is none")?;
+    let number =
+        number.trim().parse().ok().filter(|&number| number > 0).ok_or("its number is none")?;
     let key = key.trim();
-    let bytes = if key.len() == 2 * KEY_BYTES { hex::decode(key).ok() } else { STANDARD.decode(key).ok() };
+    let bytes =
+        if key.len() == 2 * KEY_BYTES { hex::decode(key).ok() } else { STANDARD.decode(key).ok() };
     let bytes = Zeroizing::new(bytes.ok_or("it is neither hexadecimal digits nor base64")?);
     if bytes.len() != KEY_BYTES {
         return Err("it has not 32 bytes");
     }
-    // What is typed by hand is no key.
+    // A key that is typed by hand is refused.
     if bytes.iter().all(|byte| *byte == bytes[0]) {
         return Err("it is not random");
     }
     Ok((number, SecretKey::of(Salt::new(HKDF_SHA256, PURPOSE).extract(&bytes))))
 }
 
-/// Who can read the file can read all that was ever sealed.
+/// Anyone who can read the file can read all that was ever sealed.
 fn check_privacy(file: &File, place: &str) -> Result<(), SetupError> {
     let about = file.metadata().map_err(|error| unreadable(place, error))?;
     let user = rustix::process::geteuid().as_raw();
@@ -134,17 +139,23 @@ fn check_privacy(file: &File, place: &str) -> Result<(), SetupError> {
         return Err(invalid(format!("{place} is not a file: name a file of keys")));
     }
     if about.uid() != user && about.uid() != 0 {
-        return Err(invalid(format!("{place} belongs to user {}: chown it to user {user}", about.uid())));
+        return Err(invalid(format!(
+            "{place} belongs to user {}: chown it to user {user}",
+            about.uid()
+        )));
     }
     if about.mode() & 0o077 != 0 {
         let mode = about.mode() & 0o777;
-        return Err(invalid(format!("{place} has mode {mode:04o}, so others can read it: chmod 0600")));
+        return Err(invalid(format!(
+            "{place} has mode {mode:04o}, so others can read it: chmod 0600"
+        )));
     }
     Ok(())
 }
 
 fn unreadable(place: &str, error: io::Error) -> SetupError {
-    let message = format!("cannot read {place}: {error}: name a file of keys that this user may read");
+    let message =
+        format!("cannot read {place}: {error}: name a file of keys that this user may read");
     SetupError::caused(SetupErrorKind::Invalid, message, error)
 }
 
@@ -183,8 +194,8 @@ impl Drop for SecretKey {
     fn drop(&mut self) {
         // SAFETY: it is taken here only, and not used after.
         let key = Box::into_raw(unsafe { ManuallyDrop::take(&mut self.0) });
-        // SAFETY: a value of the library's that has no destructor and owns nothing but its own bytes: two states of a
-        // hash and references to tables. Nobody uses it after this.
+        // SAFETY: a value of the library's that has no destructor and owns nothing but its own
+        // bytes: two states of a hash and references to tables. Nothing uses it after this.
         unsafe { zeroize_flat_type(key) };
         // SAFETY: the box's own memory, of the same layout, given back as bytes that mean nothing.
         drop(unsafe { Box::from_raw(key.cast::<MaybeUninit<Prk>>()) });
@@ -250,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_key_is_the_current_one_and_others_are_kept() {
+    fn the_first_key_is_current_and_others_are_kept() {
         let ring = KeyRing::parse(&format!("7:{HEX}, 3:{BASE64}")).unwrap();
         assert_eq!((ring.current(), ring.numbers().collect::<Vec<_>>()), (7, vec![3, 7]));
         assert!(ring.get(3).is_some() && ring.get(1).is_none());
@@ -263,7 +274,9 @@ mod tests {
         let last_digit_wrong = format!("1:{}g", &HEX[..63]);
         let twice = format!("1:{HEX},1:{HEX}");
         let too_short = format!("1:{}", &HEX[..62]);
-        for text in ["", HEX, "0:AAAA", "x:AAAA", &last_digit_wrong, &twice, &too_short, &"0".repeat(64)] {
+        for text in
+            ["", HEX, "0:AAAA", "x:AAAA", &last_digit_wrong, &twice, &too_short, &"0".repeat(64)]
+        {
             let refusal = refusal(text);
             assert!(refusal.contains(VARIABLE), "{refusal}");
             assert!(!refusal.contains("0001020304") && !refusal.contains("AAAA"), "{refusal}");

@@ -1,7 +1,9 @@
-//! Encryption of what lies below memory: blocks are sealed on their way out and opened on their way back.
+//! Encryption of what lies below memory: blocks are sealed on their way out and opened on their way
+//! back.
 //!
-//! [`Sealed`] stands around any backend that moves blocks between memory and one other tier. That backend never sees the
-//! memory: it is opened on a [`Scratch`] of its own, and moves sealed blocks between that and its medium.
+//! [`Sealed`] stands around any backend that moves blocks between memory and one other tier. That
+//! backend never sees the memory: it is opened on a [`Scratch`] of its own, and moves sealed blocks
+//! between that and its medium.
 //!
 //! ```text
 //! memory ──    seal    ──► scratch ── inner backend ──► medium
@@ -16,10 +18,11 @@
 //! | `scratch` | slots for sealed blocks on their way, and who waits for one |
 //! | `backend` | the way of a block |
 //!
-//! Checksums are kept *inside*, of sealed blocks: `Sealed(Verified(backend))`. So what an index or a segment's footer says
-//! of a block is true of the bytes beside it and tells nothing of what is in them, and who scrubs, compacts or repairs a
-//! medium needs no key. The checksum of the block itself, which memory remembers from its arrival, travels within the
-//! seal: a bit that flips in memory is noticed when the block comes back, encrypted or not.
+//! Checksums are kept *inside*, of sealed blocks: `Sealed(Verified(backend))`. So what an index or
+//! a segment's footer says of a block is true of the bytes beside it and tells nothing of what is
+//! in them, and scrubbing, compacting or repairing a medium needs no key. The checksum of the block
+//! itself, which memory remembers from its arrival, travels within the seal: a bit that flips in
+//! memory is noticed when the block comes back, encrypted or not.
 
 mod backend;
 mod format;

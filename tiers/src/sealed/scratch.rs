@@ -27,9 +27,9 @@ pub struct ScratchOptions {
     pub huge_pages: bool,
 }
 
-/// Memory for blocks on their way, which plays the host tier to the backend inside. What leaves and what
-/// arrives have slots of their own, so that a medium that takes nothing any more does not keep others from reading; and
-/// what leaves sealed never lies where something readable lay before.
+/// Memory for blocks on their way, which plays the host tier to the backend inside. What leaves and
+/// what arrives have slots of their own, so that a medium that takes nothing any more does not keep
+/// others from reading; and what leaves sealed never lies where something readable lay before.
 #[derive(Debug)]
 pub struct Scratch {
     region: Arc<DramRegion>,
@@ -56,20 +56,24 @@ impl Scratch {
         Self::with_geometry(options, Geometry::new(options.slots(), sealed)?)
     }
 
-    /// Takes the memory, for a backend inside that moves blocks in the clear: in their slots there is room for the seal.
+    /// Takes the memory, for a backend inside that moves blocks in the clear: in their slots there
+    /// is room for the seal.
     ///
     /// # Errors
     /// As [`open`](Self::open).
     pub fn in_the_clear(options: ScratchOptions) -> Result<Self, SetupError> {
-        let geometry = Geometry::new(options.slots(), options.block_bytes)?.with_room(SEAL_BYTES)?;
+        let geometry =
+            Geometry::new(options.slots(), options.block_bytes)?.with_room(SEAL_BYTES)?;
         Self::with_geometry(options, geometry)
     }
 
     fn with_geometry(options: ScratchOptions, geometry: Geometry) -> Result<Self, SetupError> {
         let ScratchOptions { block_bytes, blocks, huge_pages } = options;
-        let region = Arc::new(DramRegion::host(DramOptions { geometry, huge_pages, fault_threads: 1 })?);
+        let region =
+            Arc::new(DramRegion::host(DramOptions { geometry, huge_pages, fault_threads: 1 })?);
         let Some(mut pool) = region.frames() else { unreachable!("the first call") };
-        let (out, back) = (ScratchLane::new(&mut pool, blocks), ScratchLane::new(&mut pool, blocks));
+        let (out, back) =
+            (ScratchLane::new(&mut pool, blocks), ScratchLane::new(&mut pool, blocks));
         Ok(Self { region, block_bytes, out, back })
     }
 
@@ -78,7 +82,8 @@ impl Scratch {
         Arc::clone(&self.region) as _
     }
 
-    /// A slot that leaves the scratch for a while, with the region that it is in; nothing is on its way yet.
+    /// A slot that leaves the scratch for a while, with the region that it is in; nothing is on its
+    /// way yet.
     pub fn borrow_slot(&self) -> Option<(Arc<DramRegion>, Frame)> {
         Some((Arc::clone(&self.region), self.out.take()?))
     }
@@ -100,12 +105,13 @@ impl Scratch {
         room.ok_or_else(|| no_such_slot(slot))
     }
 
-    /// The block in the slot is whole: whoever takes it from here need not sum it.
+    /// The block in the slot is whole: the next to take it need not sum it.
     pub(super) fn remember_checksum(&self, frame: &Frame) {
         self.region.remember_checksum(frame);
     }
 
-    /// Checksums of what the backend inside brought, as far as it sums it, and of what it is to take.
+    /// Checksums of what the backend inside brought, as far as it sums it, and of what it is to
+    /// take.
     pub(super) fn checksums(&self) -> Option<&Checksums> {
         self.region.checksums()
     }
@@ -118,7 +124,7 @@ pub(super) struct SealedRun {
     pub(super) done: Done,
 }
 
-/// The slots of one direction. Whoever finds none waits here, and blocks nobody.
+/// The slots of one direction. A run that finds none waits here, and blocks no thread.
 #[derive(Debug)]
 pub(super) struct ScratchLane {
     slots: usize,
@@ -128,7 +134,7 @@ pub(super) struct ScratchLane {
 struct LaneState {
     free: Vec<Frame>,
     waiting: VecDeque<SealedRun>,
-    /// Somebody is starting runs, and will see what changes meanwhile.
+    /// A thread is starting runs, and will see what changes meanwhile.
     is_starting: bool,
 }
 
@@ -156,9 +162,9 @@ impl ScratchLane {
         self.state.lock().free.extend(frames);
     }
 
-    /// Starts the runs that have room, in the order in which they came: `whole`, or as much of them as there is room for.
-    /// A run may end, and so come back here, before it is started: then the outer call goes on with the next, and the
-    /// stack stays flat.
+    /// Starts the runs that have room, in the order in which they came: `whole`, or as much of them
+    /// as there is room for. A run may end, and so come back here, before it is started: then the
+    /// outer call goes on with the next, and the stack stays flat.
     pub(super) fn start_runs(&self, whole: bool, start: impl Fn(SealedRun, Vec<Frame>)) {
         if mem::replace(&mut self.state.lock().is_starting, true) {
             return;
@@ -168,7 +174,8 @@ impl ScratchLane {
         }
     }
 
-    /// The oldest run, or its beginning, and its slots; `None`: it must wait, and nobody starts runs any more.
+    /// The oldest run, or its beginning, and its slots; `None`: it must wait, and no thread starts
+    /// runs any more.
     fn next(&self, whole: bool) -> Option<(SealedRun, Vec<Frame>)> {
         let mut state = self.state.lock();
         let found = state.take(whole);
@@ -194,6 +201,9 @@ impl LaneState {
 impl std::fmt::Debug for LaneState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (free, waiting) = (self.free.len(), self.waiting.len());
-        f.debug_struct("State").field("free", &free).field("waiting", &waiting).finish_non_exhaustive()
+        f.debug_struct("State")
+            .field("free", &free)
+            .field("waiting", &waiting)
+            .finish_non_exhaustive()
     }
 }

@@ -37,14 +37,14 @@ const TAG_AT: usize = CLEAR_BYTES + KEY_BYTES;
 /// Keys are wrapped for nothing else, and nothing else is derived so.
 const PURPOSE: &[u8] = b"kvbm tenant key v1";
 
-/// Names a tenant's key: the tenant and one, 0 nobody's, in 5 bytes of which the highest is first, and 11 random ones. So a
-/// store finds a key and all keys of a tenant without a look at others.
+/// Names a tenant's key: the tenant's number plus one (0: no tenant's) in 5 bytes, highest first,
+/// and 11 random ones. So a store finds a key and all keys of a tenant without a look at others.
 pub type KeyId = [u8; ID_BYTES];
 
 /// A tenant's key as it is stored: encrypted and authenticated by a main key.
 ///
 /// ```text
-///  0 magic 4 │ main key 4 │ tenant 8, 0 nobody's, else one more │ its name 16 │ salt 16 │ nonce 12 │ zero 4
+///  0 magic 4 │ main key 4 │ tenant 8, 0 none, else one more │ its name 16 │ salt 16 │ nonce 12 │ zero 4
 /// 64 the key 32, encrypted │ tag 16 │ zero 16
 /// ```
 #[derive(Clone, PartialEq, Eq)]
@@ -86,7 +86,7 @@ impl WrappedKey {
         array_at(&self.0, ID_AT)
     }
 
-    /// Whose blocks it seals; `None`: nobody's in particular.
+    /// Whose blocks it seals; `None`: no particular tenant's.
     pub fn tenant(&self) -> Option<u32> {
         let tenant = u64::from_le_bytes(array_at(&self.0, 8));
         tenant.checked_sub(1).and_then(|tenant| u32::try_from(tenant).ok())
@@ -101,7 +101,7 @@ fn array_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     std::array::from_fn(|byte| bytes[at + byte])
 }
 
-/// The tenant and one, 0 nobody's.
+/// The tenant's number plus one; 0: no tenant's.
 fn numbered(tenant: Option<u32>) -> u64 {
     tenant.map_or(0, |tenant| u64::from(tenant) + 1)
 }
@@ -116,7 +116,8 @@ pub(crate) fn tenant_prefix(id: &KeyId) -> [u8; TENANT_BYTES] {
     array_at(id, 0)
 }
 
-/// What a store has under the name of a key. That it could not be asked is an error, and none of these.
+/// What a store has under the name of a key. That it could not be asked is an error, and none of
+/// these.
 #[derive(Debug)]
 pub enum FoundKey {
     /// Its copies, as far as they differ: one at most is what was written.
@@ -127,18 +128,18 @@ pub enum FoundKey {
     Absent,
 }
 
-/// Where wrapped keys are kept. Whoever asks may wait seconds for the answer.
+/// Where wrapped keys are kept. A caller may wait seconds for the answer.
 pub trait KeyStore: Send + Sync + fmt::Debug {
     /// The key of that name.
     ///
     /// # Errors
-    /// The medium: nobody knows.
+    /// The medium: it is unknown.
     fn find(&self, id: KeyId) -> io::Result<FoundKey>;
 
     /// Of each of these tenants the keys, as many as it takes to go on with one.
     ///
     /// # Errors
-    /// The medium: nobody knows of this tenant.
+    /// The medium: it is unknown for this tenant.
     fn of_tenants(&self, tenants: &[Option<u32>]) -> Vec<io::Result<Vec<WrappedKey>>>;
 
     /// Keeps another one. It survives the end of the machine when this returns.
@@ -147,7 +148,8 @@ pub trait KeyStore: Send + Sync + fmt::Debug {
     /// It may not be kept.
     fn add(&self, key: &WrappedKey) -> io::Result<()>;
 
-    /// Puts a copy that is what was written in the place of those that are not. One that is gone stays so.
+    /// Puts a copy that is what was written in the place of those that are not. One that is gone
+    /// stays so.
     ///
     /// # Errors
     /// The medium.
@@ -155,7 +157,8 @@ pub trait KeyStore: Send + Sync + fmt::Debug {
         Ok(())
     }
 
-    /// Destroys all keys of a tenant, known or not, for good, but for those that are spared. Returns how many.
+    /// Destroys all keys of a tenant, known or not, for good, but for those that are spared.
+    /// Returns how many.
     ///
     /// # Errors
     /// Some may be left: which place is named.
@@ -184,14 +187,17 @@ impl KeyStore for KeysInMemory {
     }
 }
 
-/// The keys that blocks of one tier and namespace are sealed with: one for each tenant and main key.
+/// The keys that blocks of one tier and namespace are sealed with: one for each tenant and main
+/// key.
 ///
-/// Three things are told apart: a key is known, or it is gone, or its store could not be asked. The store is asked
-/// outside the lock, about one thing once at a time: whoever has a known key waits for nobody.
+/// Three things are told apart: a key is known, or it is gone, or its store could not be asked. The
+/// store is asked outside the lock, about one thing once at a time: a caller whose key is known
+/// does not wait.
 ///
-/// A tenant that is forgotten begins another *life*. A key that was made in a life seals what is of that life alone, and
-/// [forgetting](Self::forget) spares the keys of the life that it names and of later ones. So it does not matter in which order
-/// two calls, or a call and the first blocks behind it, come here.
+/// A tenant that is forgotten begins another *life*. A key that was made in a life seals that
+/// life's blocks alone, and [forgetting](Self::forget) spares the keys of the life that it names
+/// and of later ones. So it does not matter in which order two calls, or a call and the first
+/// blocks behind it, come here.
 #[derive(Debug)]
 pub struct TenantKeys {
     ring: Arc<KeyRing>,
@@ -199,7 +205,7 @@ pub struct TenantKeys {
     store: Box<dyn KeyStore>,
     random: SystemRandom,
     known: Mutex<KeyCache>,
-    /// The store has answered somebody.
+    /// The store has answered a caller.
     answered: Condvar,
 }
 
@@ -211,28 +217,31 @@ struct KeyCache {
     destroyed: HashSet<KeyId>,
     /// What the store is being asked about.
     asked: HashSet<Subject>,
-    /// How often forgetting somebody began or ended.
+    /// How often forgetting a tenant began or ended.
     forgets: u64,
 }
 
 #[derive(Clone)]
 struct SealKey {
     tenant: Option<u32>,
-    /// Of the tenant, in which it was made here; `None`: in an earlier process, or by another worker.
+    /// Of the tenant, in which it was made here; `None`: in an earlier process, or by another
+    /// worker.
     life: Option<u32>,
     secret: Arc<SecretKey>,
 }
 
 struct TenantState {
-    /// The latest that anybody spoke of here.
+    /// The latest that was named here.
     life: u32,
-    /// Nobody spoke of forgetting it: what comes is sealed with a key that is there already, if one is.
+    /// No call asked to forget it: what comes is sealed with a key that is there already, if one
+    /// is.
     adopts: bool,
     /// What is sealed with now.
     current: Option<KeyId>,
     /// Its keys are to be destroyed, and may not be yet: what the store has is not believed.
     is_condemned: bool,
-    /// [`KeyCache::forgets`] when forgetting it began or ended last: answers to older questions mean nothing.
+    /// [`KeyCache::forgets`] when forgetting it began or ended last: answers to older questions
+    /// mean nothing.
     forgotten_at: u64,
 }
 
@@ -274,7 +283,7 @@ impl From<io::Error> for NoKey {
     }
 }
 
-/// Whoever writes garbage onto a medium does not make us remember all of it.
+/// Garbage written onto a medium must not make us remember all of it.
 const MAX_DESTROYED: usize = 1 << 16;
 
 impl TenantKeys {
@@ -300,8 +309,8 @@ impl TenantKeys {
         &self.ring
     }
 
-    /// Drops what is said of blocks of tenants that have no key: nobody can read them. Where the store does not say,
-    /// they stay.
+    /// Drops what is said of blocks of tenants that have no key: no one can read them. Where the
+    /// store does not say, they stay.
     pub fn retain_readable(&self, entries: &mut Vec<IndexEntry>) {
         let tenants: HashSet<_> = entries.iter().map(|entry| entry.tenant).collect();
         let tenants: Vec<_> = tenants.into_iter().collect();
@@ -380,8 +389,9 @@ impl TenantKeys {
         }
     }
 
-    /// Destroys what the blocks of a tenant were sealed with in earlier lives than `life`: nobody reads them again who has no
-    /// copy of it. What is sealed for it from here on has another key; what is of an earlier life is not sealed any more.
+    /// Destroys what the blocks of a tenant were sealed with in earlier lives than `life`: no one
+    /// without a copy of it reads them again. What is sealed for it from here on has another key;
+    /// blocks of an earlier life are not sealed any more.
     ///
     /// # Errors
     /// Some of it may be left on a medium. In this process it is gone.
@@ -390,7 +400,8 @@ impl TenantKeys {
         self.destroy(tenant, life)
     }
 
-    /// The first half of [`forget`](Self::forget), which asks nobody: in this process the keys are gone.
+    /// The first half of [`forget`](Self::forget), which asks no store: in this process the keys
+    /// are gone.
     pub fn begin_forgetting(&self, tenant: u32, life: u32) {
         self.known.lock().condemn(tenant, life);
     }
@@ -406,14 +417,15 @@ impl TenantKeys {
                 break turn;
             }
         };
-        let (at, spared) = (known.tenant(Some(tenant)).forgotten_at, known.keys_since(tenant, life));
+        let (at, spared) =
+            (known.tenant(Some(tenant)).forgotten_at, known.keys_since(tenant, life));
         drop(known);
         let destroyed = self.store.destroy(tenant, &spared);
         self.known.lock().end_forgetting(tenant, at, destroyed.is_ok());
         destroyed.map(drop)
     }
 
-    /// Whoever has the turn asks the store. `None`: somebody else had it, and has an answer now.
+    /// The caller with the turn asks the store. `None`: another had it, and has an answer now.
     fn begin(&self, known: &mut MutexGuard<'_, KeyCache>, subject: Subject) -> Option<Turn<'_>> {
         if known.asked.insert(subject) {
             return Some(Turn { keys: self, subject });
@@ -422,16 +434,22 @@ impl TenantKeys {
         None
     }
 
-    /// The key that what comes for a tenant is sealed with, if an earlier process or another worker made one.
+    /// The key that what comes for a tenant is sealed with, if an earlier process or another worker
+    /// made one.
     fn find_current(&self, tenant: Option<u32>) -> io::Result<Option<(KeyId, SealKey)>> {
         let kept = self.store.of_tenants(&[tenant]).pop().unwrap_or_else(|| Ok(Vec::new()))?;
         let mut current =
             kept.iter().filter(|key| key.main() == self.ring.current() && key.tenant() == tenant);
-        Ok(current
-            .find_map(|key| Some((key.id(), SealKey { tenant, life: None, secret: self.unwrap(key)? }))))
+        Ok(current.find_map(|key| {
+            Some((key.id(), SealKey { tenant, life: None, secret: self.unwrap(key)? }))
+        }))
     }
 
-    fn make_and_keep(&self, tenant: Option<u32>, owner: Option<Owner>) -> Result<(KeyId, SealKey), NoKey> {
+    fn make_and_keep(
+        &self,
+        tenant: Option<u32>,
+        owner: Option<Owner>,
+    ) -> Result<(KeyId, SealKey), NoKey> {
         let (wrapped, secret) = self.make(tenant)?;
         self.store.add(&wrapped)?;
         let life = Some(owner.map_or(0, |owner| owner.life));
@@ -450,13 +468,13 @@ impl TenantKeys {
         if self.known.lock().tenant(good.tenant()).is_condemned {
             return Err(NoKey::Gone);
         }
-        // Who was forgotten meanwhile may have another answer now.
+        // A tenant that was forgotten meanwhile may have another answer now.
         self.learn(good, began);
         Ok(())
     }
 
-    /// Unwraps a key and remembers it, unless its tenant was forgotten since the question began; `None`: its main key is
-    /// not given here, or it is not what was written.
+    /// Unwraps a key and remembers it, unless its tenant was forgotten since the question began;
+    /// `None`: its main key is not given here, or it is not what was written.
     fn learn(&self, wrapped: &WrappedKey, began: u64) -> Option<()> {
         let secret = self.unwrap(wrapped)?;
         let mut known = self.known.lock();
@@ -478,7 +496,8 @@ impl TenantKeys {
         bytes[4..8].copy_from_slice(&self.ring.current().to_le_bytes());
         bytes[8..16].copy_from_slice(&numbered(tenant).to_le_bytes());
         bytes[ID_AT..ID_AT + TENANT_BYTES].copy_from_slice(&id_prefix(tenant));
-        let (wrapping, nonce) = self.wrapping(&bytes).ok_or_else(|| io::Error::other("no main key"))?;
+        let (wrapping, nonce) =
+            self.wrapping(&bytes).ok_or_else(|| io::Error::other("no main key"))?;
         bytes[CLEAR_BYTES..TAG_AT].copy_from_slice(&*key);
         let covered = self.covered(&bytes);
         let tag = wrapping
@@ -512,7 +531,8 @@ impl TenantKeys {
     }
 }
 
-/// The right to ask the store about something. It goes on to somebody else also where the store panics.
+/// The right to ask the store about something. It passes to another caller even if the store
+/// panics.
 struct Turn<'k> {
     keys: &'k TenantKeys,
     subject: Subject,
@@ -538,14 +558,15 @@ impl KeyCache {
             return Err(NoKey::Forgotten);
         }
         if life > state.life {
-            // Who forgets it is on the way here.
+            // The call that forgets it is on the way here.
             (state.life, state.adopts, state.current) = (life, false, None);
         }
         let current = state.current;
         Ok(current.and_then(|id| Some((id, Arc::clone(&self.by_id.get(&id)?.secret)))))
     }
 
-    /// A key was found or made to seal with. Where its tenant was forgotten meanwhile it goes with the others.
+    /// A key was found or made to seal with. Where its tenant was forgotten meanwhile it goes with
+    /// the others.
     fn install(&mut self, id: KeyId, key: SealKey) {
         let state = self.tenant(key.tenant);
         let is_of_now = key.life.map_or(state.adopts, |life| life == state.life);
@@ -565,13 +586,16 @@ impl KeyCache {
     /// The keys of a tenant that were made here in this life or later ones.
     fn keys_since(&self, tenant: u32, life: u32) -> Vec<KeyId> {
         let keys = self.by_id.iter().filter(|(_, key)| key.tenant == Some(tenant));
-        keys.filter(|(_, key)| key.life.is_some_and(|made| made >= life)).map(|(id, _)| *id).collect()
+        keys.filter(|(_, key)| key.life.is_some_and(|made| made >= life))
+            .map(|(id, _)| *id)
+            .collect()
     }
 
     fn condemn(&mut self, tenant: u32, life: u32) {
         self.forgets += 1;
         let at = self.forgets;
-        let is_past = |key: &SealKey| key.tenant == Some(tenant) && key.life.is_none_or(|made| made < life);
+        let is_past =
+            |key: &SealKey| key.tenant == Some(tenant) && key.life.is_none_or(|made| made < life);
         let gone: Vec<_> = self.by_id.extract_if(|_, key| is_past(key)).map(|(id, _)| id).collect();
         gone.into_iter().for_each(|id| self.note_destroyed(id));
         let is_known = |id: &KeyId| self.by_id.contains_key(id);
@@ -603,7 +627,8 @@ mod tests {
     use super::*;
     use crate::copy::{BlockKey, SlotId};
 
-    /// A store in memory that outlives those who use it, fails as long as it is told to, and holds up who asks.
+    /// A store in memory that outlives those who use it, fails as long as it is told to, and holds
+    /// up its callers.
     #[derive(Debug, Default, Clone)]
     struct KeyShelf(Arc<Shelved>);
 
@@ -668,14 +693,16 @@ mod tests {
     impl KeyStore for KeyShelf {
         /// The answer is of the moment of the question.
         fn find(&self, id: KeyId) -> io::Result<FoundKey> {
-            let found: Vec<_> = self.0.keys.lock().iter().filter(|key| key.id() == id).cloned().collect();
+            let found: Vec<_> =
+                self.0.keys.lock().iter().filter(|key| key.id() == id).cloned().collect();
             self.call()?;
             Ok(if found.is_empty() { FoundKey::Absent } else { FoundKey::Live(found) })
         }
 
         fn of_tenants(&self, tenants: &[Option<u32>]) -> Vec<io::Result<Vec<WrappedKey>>> {
             let keys = self.0.keys.lock().clone();
-            let of = |tenant| Ok(keys.iter().filter(|key| key.tenant() == tenant).cloned().collect());
+            let of =
+                |tenant| Ok(keys.iter().filter(|key| key.tenant() == tenant).cloned().collect());
             tenants.iter().map(|&tenant| self.call().and_then(|()| of(tenant))).collect()
         }
 
@@ -715,10 +742,11 @@ mod tests {
     }
 
     #[test]
-    fn each_tenant_has_a_key_that_the_next_process_finds_and_others_do_not() {
+    fn each_tenants_key_is_found_later_and_by_no_other() {
         let shelf = KeyShelf::default();
         let first = open(ring(1, ONE), "here", &shelf);
-        let ids = [None, owner(0, 0), owner(u32::MAX, 0)].map(|owner| first.to_seal(owner).unwrap().0);
+        let ids =
+            [None, owner(0, 0), owner(u32::MAX, 0)].map(|owner| first.to_seal(owner).unwrap().0);
         assert_eq!(ids.iter().collect::<HashSet<_>>().len(), 3);
         assert_eq!(first.to_seal(owner(0, 0)).unwrap().0, ids[1], "one each");
         let again = open(ring(1, ONE), "here", &shelf);
@@ -750,10 +778,12 @@ mod tests {
     }
 
     #[test]
-    fn a_new_main_key_has_new_keys_under_it_and_the_old_ones_are_read() {
+    fn a_new_main_key_makes_keys_and_reads_old_ones() {
         let shelf = KeyShelf::default();
         let old = open(ring(1, ONE), "here", &shelf).to_seal(owner(7, 0)).unwrap().0;
-        let both = Arc::new(KeyRing::parse(&format!("2:{},1:{}", OTHER.repeat(4), ONE.repeat(4))).unwrap());
+        let both = Arc::new(
+            KeyRing::parse(&format!("2:{},1:{}", OTHER.repeat(4), ONE.repeat(4))).unwrap(),
+        );
         let rotated = open(both, "here", &shelf);
         let new = rotated.to_seal(owner(7, 0)).unwrap().0;
         assert!(new != old && rotated.to_open(old).is_ok());
@@ -762,7 +792,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_forgotten_has_no_key_here_or_later_and_others_keep_theirs() {
+    fn the_forgotten_lose_their_keys_and_others_keep_theirs() {
         let shelf = KeyShelf::default();
         let keys = open(ring(1, ONE), "here", &shelf);
         let [gone, kept] = [7, 8].map(|tenant| keys.to_seal(owner(tenant, 0)).unwrap().0);
@@ -777,7 +807,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_another_worker_made_is_found_when_it_is_asked_for() {
+    fn a_key_of_another_worker_is_found_when_asked() {
         let shelf = KeyShelf::default();
         let (one, other) = (open(ring(1, ONE), "here", &shelf), open(ring(1, ONE), "here", &shelf));
         let id = one.to_seal(None).unwrap().0;
@@ -786,7 +816,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_could_not_be_read_is_asked_for_again() {
+    fn an_unreadable_key_is_asked_for_again() {
         let shelf = KeyShelf::default();
         let (one, other) = (open(ring(1, ONE), "here", &shelf), open(ring(1, ONE), "here", &shelf));
         let id = one.to_seal(owner(7, 0)).unwrap().0;
@@ -835,7 +865,8 @@ mod tests {
     #[test]
     fn a_look_up_under_way_brings_no_forgotten_key_back() {
         let shelf = KeyShelf::default();
-        let (writer, reader) = (open(ring(1, ONE), "here", &shelf), open(ring(1, ONE), "here", &shelf));
+        let (writer, reader) =
+            (open(ring(1, ONE), "here", &shelf), open(ring(1, ONE), "here", &shelf));
         let old = writer.to_seal(owner(7, 0)).unwrap().0;
         let before = writer.to_seal(owner(8, 0)).unwrap().0;
         shelf.hold();
@@ -872,7 +903,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_before_the_call_that_forgets_has_a_key_that_outlives_it() {
+    fn blocks_from_before_a_forget_have_keys_that_outlive_it() {
         let shelf = KeyShelf::default();
         open(ring(1, ONE), "here", &shelf).to_seal(owner(7, 0)).unwrap();
         for is_known in [true, false] {
@@ -890,7 +921,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_is_made_meanwhile_is_destroyed_or_kept_as_a_whole() {
+    fn a_key_made_meanwhile_is_destroyed_or_kept_whole() {
         for (life, is_kept) in [(0, false), (1, true)] {
             let shelf = KeyShelf::default();
             let keys = open(ring(1, ONE), "here", &shelf);
@@ -910,7 +941,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_could_not_be_destroyed_are_gone_here_and_go_with_the_next_call() {
+    fn keys_not_destroyed_are_gone_here_and_destroyed_later() {
         let shelf = KeyShelf::default();
         let keys = open(ring(1, ONE), "here", &shelf);
         let old = keys.to_seal(owner(7, 0)).unwrap().0;
@@ -939,7 +970,9 @@ mod tests {
             let reader = scope.spawn(|| is_gone(&keys, [9; ID_BYTES]));
             let forgetting = scope.spawn(|| keys.forget(3, 1));
             shelf.wait_for(3);
-            assert!(keys.can_open(known) && keys.can_seal(owner(1, 0)) && !keys.can_seal(owner(2, 0)));
+            assert!(
+                keys.can_open(known) && keys.can_seal(owner(1, 0)) && !keys.can_seal(owner(2, 0))
+            );
             assert!(keys.to_open(known).is_ok());
             assert_eq!(keys.to_seal(owner(1, 0)).unwrap().0, known);
             assert_eq!(shelf.asked() - before, 3, "about each thing once at a time");

@@ -7,8 +7,8 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 
 use super::{
-    Cipher, FoundKey, KeyId, KeyRing, KeyStore, SEAL_BYTES, Scratch, ScratchOptions, Sealed, TenantKeys,
-    WrappedKey,
+    Cipher, FoundKey, KeyId, KeyRing, KeyStore, SEAL_BYTES, Scratch, ScratchOptions, Sealed,
+    TenantKeys, WrappedKey,
 };
 use crate::backend::Backend;
 use crate::checksum::{Checksums, checksum};
@@ -23,8 +23,8 @@ use crate::memcpy::MemcpyBackend;
 use crate::memory::Memory;
 use crate::testing::conformance::{self, Pair};
 use crate::testing::{
-    Fault, FaultBackend, MemoryStore, ParkedBackend, each, fill_pattern, has_pattern, host, options, order,
-    run, skip, start,
+    Fault, FaultBackend, MemoryStore, ParkedBackend, each, fill_pattern, has_pattern, host,
+    options, order, run, skip, start,
 };
 use crate::verify::Verified;
 
@@ -41,7 +41,12 @@ fn scratch(block_bytes: usize, blocks: u32) -> Scratch {
     Scratch::open(ScratchOptions { block_bytes, blocks, huge_pages: false }).unwrap()
 }
 
-fn seal<B: Backend + 'static>(inner: B, memory: &Arc<DramRegion>, scratch: Scratch, run: usize) -> Sealed<B> {
+fn seal<B: Backend + 'static>(
+    inner: B,
+    memory: &Arc<DramRegion>,
+    scratch: Scratch,
+    run: usize,
+) -> Sealed<B> {
     let cipher = Cipher::new(keys(1), Tier::Disk, "test", memory.block_bytes());
     Sealed::new(inner, Arc::clone(memory) as _, (scratch, cipher), run).unwrap()
 }
@@ -55,10 +60,15 @@ fn verified<B: Backend + 'static>(inner: B, scratch: &Scratch) -> Verified<B> {
 fn conforms() {
     for (room, run) in [(1, 1), (40, 32)] {
         conformance::check(|slots, block_bytes| {
-            let (memory, scratch) = (Arc::new(host(slots, block_bytes)), scratch(block_bytes, room));
+            let (memory, scratch) =
+                (Arc::new(host(slots, block_bytes)), scratch(block_bytes, room));
             let store = MemoryStore::new(scratch.memory(), Tier::Disk, slots).unwrap();
             let verified = verified(store, &scratch);
-            Pair { backend: Arc::new(seal(verified, &memory, scratch, run)), memory, other: Tier::Disk }
+            Pair {
+                backend: Arc::new(seal(verified, &memory, scratch, run)),
+                memory,
+                other: Tier::Disk,
+            }
         });
     }
 }
@@ -69,7 +79,8 @@ fn conforms_on_disk() {
     let disk = |slots, scratch: &Scratch| {
         let geometry = Geometry::new(slots, scratch.memory().block_bytes()).unwrap();
         let dirs = vec![dir.path().to_owned()];
-        let options = DiskOptions { geometry, dirs, o_direct: true, zerofill_fallback: true, keep: None };
+        let options =
+            DiskOptions { geometry, dirs, o_direct: true, zerofill_fallback: true, keep: None };
         Arc::new(DiskRegion::open(&options).unwrap())
     };
     conformance::check(|slots, block_bytes| {
@@ -94,7 +105,8 @@ fn conforms_on_disk() {
 fn conforms_around_memory() {
     for (room, run) in [(1, 1), (40, 32)] {
         conformance::check(|slots, block_bytes| {
-            let device = Arc::new(DramRegion::emulated_device(options(slots, block_bytes)).unwrap());
+            let device =
+                Arc::new(DramRegion::emulated_device(options(slots, block_bytes)).unwrap());
             let memory = Arc::new(host(slots, block_bytes + SEAL_BYTES));
             let backend = around_memory(&device, &memory, (room, run));
             Pair { backend: Arc::new(backend), memory: device, other: Tier::Host }
@@ -116,7 +128,7 @@ fn around_memory(
 }
 
 #[test]
-fn memory_holds_nothing_to_read_and_a_bad_block_costs_no_other() {
+fn memory_shows_nothing_and_bad_blocks_cost_no_other() {
     let device = Arc::new(DramRegion::emulated_device(options(8, BLOCK)).unwrap());
     let memory = Arc::new(host(4, BLOCK + SEAL_BYTES));
     let sealed = around_memory(&device, &memory, (4, 4));
@@ -132,7 +144,8 @@ fn memory_holds_nothing_to_read_and_a_bad_block_costs_no_other() {
         assert_eq!(memory.checksums().unwrap().get(frame.slot()), Some(checksum(stored)));
     }
     memory.write(&mut there[2]).unwrap()[BLOCK + 3] ^= 1;
-    let back: Vec<_> = (0..4).map(|n| order(n, there[n].slot_ref(), here[4 + n].slot_ref())).collect();
+    let back: Vec<_> =
+        (0..4).map(|n| order(n, there[n].slot_ref(), here[4 + n].slot_ref())).collect();
     // Layers are of all blocks or of none.
     let (layers, heard) = (Arc::new(Mutex::new(0)), 8.try_into().unwrap());
     let told = Arc::clone(&layers);
@@ -177,7 +190,8 @@ impl Fixture {
         let regions = vec![scratch.memory(), Arc::clone(store.region()) as Arc<dyn Memory>];
         let faults = Arc::new(FaultBackend::new(Arc::clone(&store), regions).unwrap());
         let checksums = Arc::new(Checksums::new());
-        let verified = Verified::new(Arc::clone(&faults), scratch.memory(), Arc::clone(&checksums)).unwrap();
+        let verified =
+            Verified::new(Arc::clone(&faults), scratch.memory(), Arc::clone(&checksums)).unwrap();
         let verified = verified.of_departures();
         let sealed = seal(verified, &memory, scratch, 1);
         let all = |region: &DramRegion| {
@@ -218,7 +232,7 @@ fn assert_fails(result: Result<(), CopyError>, kind: CopyErrorKind) {
 }
 
 #[test]
-fn the_medium_sees_nothing_of_a_block_and_its_checksum_is_of_what_it_sees() {
+fn the_medium_and_its_checksum_see_only_sealed_bytes() {
     let fixture = Fixture::new();
     fixture.run(fixture.out()).unwrap();
     let plain = fixture.memory.read(&fixture.here[0]).unwrap();
@@ -234,9 +248,17 @@ fn the_medium_sees_nothing_of_a_block_and_its_checksum_is_of_what_it_sees() {
 #[test]
 fn every_flipped_bit_is_caught_and_then_it_heals() {
     let mut fixture = Fixture::new();
-    for byte in
-        [0, 4096, BLOCK - 1, BLOCK, BLOCK + 5, BLOCK + 21, BLOCK + 24, BLOCK + 30, BLOCK + SEAL_BYTES - 1]
-    {
+    for byte in [
+        0,
+        4096,
+        BLOCK - 1,
+        BLOCK,
+        BLOCK + 5,
+        BLOCK + 21,
+        BLOCK + 24,
+        BLOCK + 30,
+        BLOCK + SEAL_BYTES - 1,
+    ] {
         fixture.run(fixture.out()).unwrap();
         fixture.store.flip_bit(fixture.there[0].slot(), byte);
         assert_fails(fixture.run(fixture.back()), CopyErrorKind::Corrupt);
@@ -248,7 +270,7 @@ fn every_flipped_bit_is_caught_and_then_it_heals() {
 fn a_block_that_arrives_is_opened_and_not_summed_before() {
     let mut fixture = Fixture::new();
     fixture.run(fixture.out()).unwrap();
-    // Whoever finds the medium's checksum wrong has read the block once more than need be.
+    // A caller that finds the medium's checksum wrong has read the block once more than need be.
     fixture.checksums.record(fixture.there[0].slot(), 1);
     fixture.run(fixture.back()).unwrap();
     assert!(has_pattern(1, fixture.memory.read(&fixture.here[1]).unwrap()));
@@ -259,7 +281,8 @@ fn a_block_that_arrives_is_opened_and_not_summed_before() {
 fn a_block_that_lies_where_another_should_is_caught() {
     let mut fixture = Fixture::new();
     fixture.run(fixture.out()).unwrap();
-    let other = CopyOp { block: order(2, fixture.back().from, fixture.back().to).block, ..fixture.back() };
+    let other =
+        CopyOp { block: order(2, fixture.back().from, fixture.back().to).block, ..fixture.back() };
     assert_fails(fixture.run(other), CopyErrorKind::Corrupt);
     fixture.works();
 }
@@ -285,17 +308,19 @@ fn failures_of_the_medium_pass_through_and_cost_no_room() {
 }
 
 #[test]
-fn small_blocks_go_as_there_is_room_where_others_never_end() {
+fn small_blocks_go_where_room_is_while_others_hang() {
     let fixture = Fixture::new();
     fixture.faults.inject(Fault::NeverCompletes, &[OUT]);
     let elsewhere = CopyOp { to: fixture.there[1].slot_ref(), ..fixture.out() };
-    assert!(start(&fixture.sealed, vec![elsewhere]).recv_timeout(Duration::from_millis(20)).is_err());
+    assert!(
+        start(&fixture.sealed, vec![elsewhere]).recv_timeout(Duration::from_millis(20)).is_err()
+    );
     fixture.faults.heal();
     assert!(run(&fixture.sealed, vec![fixture.out(); 5]).iter().all(Result::is_ok));
 }
 
 #[test]
-fn a_medium_that_takes_nothing_any_more_can_still_be_read() {
+fn a_medium_that_takes_nothing_can_still_be_read() {
     let fixture = Fixture::new();
     fixture.run(fixture.out()).unwrap();
     fixture.faults.inject(Fault::NeverCompletes, &[OUT]);
@@ -309,7 +334,7 @@ fn a_medium_that_takes_nothing_any_more_can_still_be_read() {
 }
 
 #[test]
-fn what_finds_no_room_waits_for_what_is_late_and_ends_in_turn() {
+fn what_finds_no_room_waits_and_ends_in_turn() {
     const LARGE: usize = 128 << 10;
     let (memory, scratch) = (Arc::new(host(8, LARGE)), scratch(LARGE, 2));
     let store = MemoryStore::new(scratch.memory(), Tier::Disk, 8).unwrap();
@@ -336,7 +361,7 @@ fn what_finds_no_room_waits_for_what_is_late_and_ends_in_turn() {
 }
 
 #[test]
-fn a_bit_that_flips_in_memory_is_caught_when_the_block_comes_back() {
+fn a_bit_flipped_in_memory_is_caught_on_return() {
     let mut fixture = Fixture::new();
     let slot = fixture.here[0].slot();
     fixture.memory.remember_checksum(&fixture.here[0]);
@@ -357,7 +382,11 @@ fn a_bit_that_flips_in_memory_is_caught_when_the_block_comes_back() {
 fn a_backend_that_panics_takes_no_thread_along() {
     let mut fixture = Fixture::new();
     fixture.faults.inject(Fault::Panics, &[OUT]);
-    assert!(start(&fixture.sealed, vec![fixture.out()]).recv_timeout(Duration::from_millis(20)).is_err());
+    assert!(
+        start(&fixture.sealed, vec![fixture.out()])
+            .recv_timeout(Duration::from_millis(20))
+            .is_err()
+    );
     fixture.faults.heal();
     fixture.works();
 }
@@ -411,7 +440,7 @@ impl KeyStore for SlowKeys {
 }
 
 #[test]
-fn a_slow_store_of_keys_holds_up_no_block_whose_key_is_known() {
+fn a_slow_key_store_delays_no_block_with_known_key() {
     let (memory, scratch) = (Arc::new(host(32, BLOCK)), scratch(BLOCK, 16));
     let store = MemoryStore::new(scratch.memory(), Tier::Disk, 32).unwrap();
     let mut frames = store.region().frames().unwrap();

@@ -1,4 +1,5 @@
-//! Children of the test's process: engines fork, and a child's destructors must leave the parent's things alone.
+//! Children of the test's process: engines fork, and a child's destructors must leave the parent's
+//! things alone.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
@@ -15,9 +16,11 @@ pub fn holds_in_a_child(child: impl FnOnce() -> bool) -> bool {
 pub struct Child(libc::pid_t);
 
 impl Child {
-    /// Forks. The child should do little: other threads of this process may have held locks when it was forked.
+    /// Forks. The child should do little: other threads of this process may have held locks when it
+    /// was forked.
     pub fn fork(child: impl FnOnce() -> bool) -> Self {
-        // SAFETY: the child has its own copy of all memory and leaves with `_exit`, so nothing runs twice.
+        // SAFETY: the child has its own copy of all memory and leaves with `_exit`, so nothing runs
+        // twice.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
             let held = catch_unwind(AssertUnwindSafe(child)).unwrap_or(false);
@@ -32,7 +35,7 @@ impl Child {
     pub fn held(self) -> bool {
         let (deadline, mut status) = (clock::now() + Duration::from_mins(1), 0);
         loop {
-            // SAFETY: a child of ours that nobody else waits for, and a place for its status.
+            // SAFETY: a child of ours that nothing else waits for, and a place for its status.
             if unsafe { libc::waitpid(self.0, &raw mut status, libc::WNOHANG) } == self.0 {
                 return libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0;
             }

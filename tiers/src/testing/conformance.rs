@@ -29,7 +29,7 @@ pub const BLOCK_BYTES: [usize; 4] = [4096, 5000, 64 << 10, 1 << 20];
 /// Batch sizes tried, the largest with small blocks only.
 const BATCHES: [usize; 3] = [1, 17, 1000];
 
-/// Runs the suite. `make(slots, block_bytes)` sets up a pair with so many slots at both ends.
+/// Runs the suite. `make(slots, block_bytes)` sets up a pair with that many slots at both ends.
 ///
 /// # Panics
 /// If the backend does not conform.
@@ -57,13 +57,15 @@ impl Bench {
         let mut frames = pair.memory.frames().expect("a region of its own");
         let mut here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
         let mut others = FramePool::new(pair.other, pair.memory.slots());
-        let mut there: Vec<_> = std::iter::from_fn(|| others.take()).map(|frame| frame.slot_ref()).collect();
+        let mut there: Vec<_> =
+            std::iter::from_fn(|| others.take()).map(|frame| frame.slot_ref()).collect();
         shuffle(&mut here, 1);
         shuffle(&mut there, 2);
         Self { pair, here, there }
     }
 
-    /// Blocks go out and come back to other slots unchanged, in any order, and no other slot changes.
+    /// Blocks go out and come back to other slots unchanged, in any order, and no other slot
+    /// changes.
     fn round_trip(&mut self, batch: usize) {
         self.fill();
         let out = |number| order(number, self.here[number].slot_ref(), self.there[number]);
@@ -72,7 +74,9 @@ impl Bench {
         let mut back: Vec<usize> = (0..batch).collect();
         shuffle(&mut back, 3);
         // Block `n` returns to the slot `batch + n`, whose own content is overwritten.
-        let order = |&number: &usize| order(number, self.there[number], self.here[batch + number].slot_ref());
+        let order = |&number: &usize| {
+            order(number, self.there[number], self.here[batch + number].slot_ref())
+        };
         self.succeed(back.iter().map(order).collect());
         for (place, frame) in self.here.iter().enumerate() {
             let block = self.pair.memory.read(frame).expect("our frame");
@@ -81,7 +85,11 @@ impl Bench {
                 place if place < 2 * batch => place - batch,
                 place => place,
             };
-            assert!(has_pattern(number, block), "{} has not the bytes of block {number}", frame.slot_ref());
+            assert!(
+                has_pattern(number, block),
+                "{} has not the bytes of block {number}",
+                frame.slot_ref()
+            );
         }
     }
 
@@ -103,12 +111,14 @@ impl Bench {
         }
     }
 
-    /// An order for a slot or route that does not exist is an error, and the others of its batch are done.
+    /// An order for a slot or route that does not exist is an error, and the others of its batch
+    /// are done.
     fn refuse_what_does_not_exist(&mut self) {
         self.fill();
         let here = self.here[0].slot_ref();
         let nowhere = |slot: SlotRef| SlotRef { slot: SlotId(u32::MAX), ..slot };
-        let elsewhere = Tier::ALL.into_iter().find(|&tier| tier != here.tier && tier != self.pair.other);
+        let elsewhere =
+            Tier::ALL.into_iter().find(|&tier| tier != here.tier && tier != self.pair.other);
         let unserved = SlotRef { tier: elsewhere.expect("four tiers"), ..here };
         let batch = vec![
             order(0, here, self.there[0]),
@@ -119,7 +129,10 @@ impl Bench {
         let results = run(&*self.pair.backend, batch);
         assert!(results[0].is_ok(), "{:?}", results[0]);
         for result in &results[1..] {
-            assert_eq!(result.as_ref().map_err(crate::CopyError::kind), Err(CopyErrorKind::Refused));
+            assert_eq!(
+                result.as_ref().map_err(crate::CopyError::kind),
+                Err(CopyErrorKind::Refused)
+            );
         }
     }
 }
@@ -142,8 +155,8 @@ fn drop_while_busy(pair: Pair) {
     assert_eq!(ended.len(), count, "operations were forgotten");
 }
 
-/// The report of the last operation may hold the backend's last handle: it is then dropped by one of its own
-/// threads, which must not wait for itself.
+/// The report of the last operation may hold the backend's last handle: it is then dropped by one
+/// of its own threads, which must not wait for itself.
 fn drop_in_completion(pair: Pair) {
     let bench = Bench::new(pair);
     let out = |number| order(number, bench.here[number].slot_ref(), bench.there[number]);

@@ -14,7 +14,7 @@ use crate::memory::{CpuMemories, Memory};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {
-    /// So many operations succeed; all later ones end in an error of this kind.
+    /// This many operations succeed; all later ones end in an error of this kind.
     FailAfter(u64, CopyErrorKind),
     /// The last byte does not arrive, and the backend says so.
     Short,
@@ -22,9 +22,10 @@ pub enum Fault {
     LyingShort,
     /// A bit of the block arrives wrong, and the backend does not notice.
     BitFlip,
-    /// Nothing happens, for ever. (This breaks a backend's promise: it is what the time-out is for.)
+    /// Nothing happens, for ever. (This breaks a backend's promise: it is what the time-out is
+    /// for.)
     NeverCompletes,
-    /// Operations start so much later.
+    /// Operations start this much later.
     Slow(Duration),
     /// A batch with such an operation is not taken: the backend panics instead.
     Panics,
@@ -32,8 +33,8 @@ pub enum Fault {
 
 /// A backend that fails as it is told to. Operations that it spares behave as the inner backend's.
 ///
-/// Bytes can be changed where they arrive in one of its memories; elsewhere `LyingShort` and `BitFlip` lose
-/// the write.
+/// Bytes can be changed where they arrive in one of its memories; elsewhere `LyingShort` and
+/// `BitFlip` lose the write.
 #[derive(Debug)]
 pub struct FaultBackend<B> {
     backend: ChaosBackend<B, Arc<Plan>>,
@@ -67,7 +68,8 @@ impl<B: Backend + 'static> FaultBackend<B> {
 
     /// Fails in this way from now on, on these routes only.
     pub fn inject(&self, fault: Fault, routes: &[Route]) {
-        *self.plan.order.lock() = Order { fault: Some(fault), routes: routes.to_vec(), submitted: 0 };
+        *self.plan.order.lock() =
+            Order { fault: Some(fault), routes: routes.to_vec(), submitted: 0 };
     }
 
     /// Works again.
@@ -79,7 +81,8 @@ impl<B: Backend + 'static> FaultBackend<B> {
 impl Plan {
     fn panics_at(&self, batch: &[CopyOp]) -> bool {
         let order = self.order.lock();
-        order.fault == Some(Fault::Panics) && batch.iter().any(|op| order.routes.contains(&op.route()))
+        order.fault == Some(Fault::Panics)
+            && batch.iter().any(|op| order.routes.contains(&op.route()))
     }
 }
 
@@ -94,7 +97,9 @@ impl Faults for Plan {
         Some(match order.fault? {
             Fault::FailAfter(spared, _) if order.submitted <= spared => return None,
             Fault::FailAfter(_, kind) => fail(kind, "injected failure".to_owned()),
-            Fault::Short => fail(CopyErrorKind::Io, format!("{}: injected short transfer", op.from)),
+            Fault::Short => {
+                fail(CopyErrorKind::Io, format!("{}: injected short transfer", op.from))
+            }
             Fault::LyingShort => Effect::Torn,
             Fault::BitFlip => Effect::Corrupt,
             Fault::NeverCompletes => Effect::Never,

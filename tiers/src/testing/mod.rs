@@ -1,8 +1,8 @@
 //! Test doubles, and the suite that every backend passes. Behind the `testing` feature.
 //!
-//! The doubles are backends themselves, so that they stand where the real ones do: [`MemoryStore`] plays a disk
-//! or an object store, [`FaultBackend`] fails in chosen ways, [`ParkedBackend`] lets a test decide when and
-//! in which order copies end.
+//! The doubles are backends themselves, so that they stand where the real ones do: [`MemoryStore`]
+//! plays a disk or an object store, [`FaultBackend`] fails in chosen ways, [`ParkedBackend`] lets a
+//! test decide when and in which order copies end.
 
 mod child;
 pub mod conformance;
@@ -40,7 +40,13 @@ pub(crate) fn options(slots: u32, block_bytes: usize) -> DramOptions {
 
 /// A copy order for the `number`-th block of a test.
 pub fn order(number: usize, from: SlotRef, to: SlotRef) -> CopyOp {
-    CopyOp { block: BlockKey { hash: number as u128, group: 0 }, parent: None, owner: None, from, to }
+    CopyOp {
+        block: BlockKey { hash: number as u128, group: 0 },
+        parent: None,
+        owner: None,
+        from,
+        to,
+    }
 }
 
 /// Fills a block with bytes that no other `number` has.
@@ -74,7 +80,8 @@ pub fn run(backend: &dyn Backend, batch: Vec<CopyOp>) -> Vec<Result<(), CopyErro
     let mut results: Vec<Option<_>> = vec![None; batch.len()];
     let reports = start(backend, batch);
     for _ in 0..results.len() {
-        let (index, result) = reports.recv_timeout(Duration::from_mins(1)).expect("an operation did not end");
+        let (index, result) =
+            reports.recv_timeout(Duration::from_mins(1)).expect("an operation did not end");
         assert!(results[index].replace(result).is_none(), "operation {index} ended twice");
     }
     // All reporters are gone once the backend let go of the batch: it has nothing more to say.
@@ -84,7 +91,10 @@ pub fn run(backend: &dyn Backend, batch: Vec<CopyOp>) -> Vec<Result<(), CopyErro
 }
 
 /// Submits a batch; its reports arrive in the channel.
-pub fn start(backend: &dyn Backend, batch: Vec<CopyOp>) -> mpsc::Receiver<(usize, Result<(), CopyError>)> {
+pub fn start(
+    backend: &dyn Backend,
+    batch: Vec<CopyOp>,
+) -> mpsc::Receiver<(usize, Result<(), CopyError>)> {
     let (report, reports) = mpsc::channel();
     let done = each(move |index, result| {
         // A test that stopped listening has failed already.
@@ -94,12 +104,13 @@ pub fn start(backend: &dyn Backend, batch: Vec<CopyOp>) -> mpsc::Receiver<(usize
     reports
 }
 
-/// Has `listen` hear of each operation alone.
+/// Tells `listen` of each operation alone.
 pub fn each(listen: impl Fn(usize, Result<(), CopyError>) + Send + Sync + 'static) -> Done {
     Done::new(move |ended| ended.into_iter().for_each(|(index, result)| listen(index, result)))
 }
 
-/// Says that a test is skipped, or fails it if `KVBM_REQUIRE` (a list such as `uring,cuda`) names `what`.
+/// Says that a test is skipped, or fails it if `KVBM_REQUIRE` (a list such as `uring,cuda`) names
+/// `what`.
 ///
 /// # Panics
 /// If `what` is required.

@@ -7,10 +7,11 @@ use crate::copy::{CopyError, CopyOp, Done, Endings, Route};
 use crate::error::SetupError;
 use crate::memory::{CpuMemories, Memory};
 
-/// Holds every operation until the test says how it ends, in whichever order the test likes. The bytes
-/// move at that moment and not before.
+/// Holds every operation until the test says how it ends, in whichever order the test likes. The
+/// bytes move at that moment and not before.
 ///
-/// Between tiers of which it has no memory nothing moves: a test of bookkeeping alone needs no regions.
+/// Between tiers of which it has no memory nothing moves: a test of bookkeeping alone needs no
+/// regions.
 #[derive(Debug)]
 pub struct ParkedBackend {
     memories: CpuMemories,
@@ -47,10 +48,12 @@ impl ParkedBackend {
         self.parked.lock().operations.iter().map(|&(pending, ..)| pending).collect()
     }
 
-    /// Ends the operation `id`: with `Ok` the block is copied first. False: nothing of that number waits.
+    /// Ends the operation `id`: with `Ok` the block is copied first. False: nothing of that number
+    /// waits.
     pub fn finish(&self, id: u64, result: Result<(), CopyError>) -> bool {
         let mut parked = self.parked.lock();
-        let Some(place) = parked.operations.iter().position(|(pending, ..)| pending.id == id) else {
+        let Some(place) = parked.operations.iter().position(|(pending, ..)| pending.id == id)
+        else {
             return false;
         };
         let (Pending { op, .. }, index, done) = parked.operations.remove(place);
@@ -60,11 +63,14 @@ impl ParkedBackend {
         true
     }
 
-    /// Ends all that wait, well, in one report for each batch: as a medium that did all of it at once.
+    /// Ends all that wait, well, in one report for each batch: as a medium that did all of it at
+    /// once.
     pub fn finish_together(&self) {
         let parked = std::mem::take(&mut self.parked.lock().operations);
         let mut ended = Endings::default();
-        parked.iter().for_each(|(pending, index, done)| ended.add(done, *index, self.copy(&pending.op)));
+        parked
+            .iter()
+            .for_each(|(pending, index, done)| ended.add(done, *index, self.copy(&pending.op)));
         ended.report();
     }
 
@@ -72,13 +78,15 @@ impl ParkedBackend {
         if !self.memories.serves(op.route()) {
             return Ok(());
         }
-        // SAFETY: the operation is submitted and not completed: its submitter answers for the slots.
+        // SAFETY: the operation is submitted and not completed: its submitter answers for the
+        // slots.
         unsafe { self.memories.copy(op, Share::WHOLE) }
     }
 }
 
-// SAFETY: an operation is completed when it leaves the list, once, after its copy; dropping the backend with
-// operations parked leaves them without completion and untouched, which is what a test of that wants.
+// SAFETY: an operation is completed when it leaves the list, once, after its copy; dropping the
+// backend with operations parked leaves them without completion and untouched, which is what a test
+// of that wants.
 unsafe impl Backend for ParkedBackend {
     fn name(&self) -> &'static str {
         "parked"
@@ -111,14 +119,18 @@ mod tests {
         let mut here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
         fill_pattern(5, memory.write(&mut here[0]).unwrap());
         let parked =
-            ParkedBackend::new(vec![Arc::clone(&memory) as _], vec![(Tier::Host, Tier::Host)]).unwrap();
+            ParkedBackend::new(vec![Arc::clone(&memory) as _], vec![(Tier::Host, Tier::Host)])
+                .unwrap();
         let op = |to: usize| order(to, here[0].slot_ref(), here[to].slot_ref());
         let reports = start(&parked, vec![op(1), op(2)]);
         assert!(reports.try_recv().is_err());
         assert!(!has_pattern(5, memory.read(&here[2]).unwrap()));
         let waiting = parked.pending();
         assert!(parked.finish(waiting[1].id, Ok(())));
-        assert!(parked.finish(waiting[0].id, Err(CopyError::new(CopyErrorKind::Io, "as the test says"))));
+        assert!(
+            parked
+                .finish(waiting[0].id, Err(CopyError::new(CopyErrorKind::Io, "as the test says")))
+        );
         assert!(!parked.finish(waiting[0].id, Ok(())));
         assert!(matches!(reports.recv().unwrap(), (1, Ok(()))));
         assert!(matches!(reports.recv().unwrap(), (0, Err(_))));

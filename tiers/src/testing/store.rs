@@ -8,8 +8,8 @@ use crate::error::SetupError;
 use crate::memory::{CpuMemories, Memory};
 use crate::testing::options;
 
-/// Memory that plays a disk or an object store, and the backend that moves blocks between it and real memory,
-/// in the submitting thread.
+/// Memory that plays a disk or an object store, and the backend that moves blocks between it and
+/// real memory, in the submitting thread.
 #[derive(Debug)]
 pub struct MemoryStore {
     region: Arc<DramRegion>,
@@ -34,7 +34,8 @@ impl MemoryStore {
         &self.region
     }
 
-    /// Flips a bit of a stored block, as a failing medium does. No copy of the slot may be in flight.
+    /// Flips a bit of a stored block, as a failing medium does. No copy of the slot may be in
+    /// flight.
     ///
     /// # Panics
     /// If there is no such slot or byte.
@@ -46,7 +47,8 @@ impl MemoryStore {
     }
 }
 
-// SAFETY: each operation is executed and completed before the next one; the regions are this struct's.
+// SAFETY: each operation is executed and completed before the next one; the regions are this
+// struct's.
 unsafe impl Backend for MemoryStore {
     fn name(&self) -> &'static str {
         "memory store"

@@ -16,20 +16,22 @@ pub struct Tensors {
     map: SegmentMap,
 }
 
-/// Pieces start so many bytes behind a multiple of their size, so that they are not all aligned.
+/// Pieces start this many bytes behind a multiple of their size, so that they are not all aligned.
 const SHIFT: usize = 8;
 
 impl Tensors {
-    /// Blocks of `block_bytes` bytes, cut into `pieces` pieces (or fewer, of a byte at least). Every other
-    /// tensor has room between the pieces.
+    /// Blocks of `block_bytes` bytes, cut into `pieces` pieces (or fewer, of a byte at least).
+    /// Every other tensor has room between the pieces.
     ///
     /// # Panics
     /// If a size is zero.
     pub fn new(slots: u32, block_bytes: usize, pieces: usize) -> Self {
         let piece = block_bytes.div_ceil(pieces.min(block_bytes));
         let sizes = (0..block_bytes).step_by(piece).map(|from| piece.min(block_bytes - from));
-        let (tensors, parts): (Vec<_>, Vec<_>) =
-            sizes.enumerate().map(|(place, bytes)| tensor(slots, bytes, bytes + place % 2 * SHIFT)).unzip();
+        let (tensors, parts): (Vec<_>, Vec<_>) = sizes
+            .enumerate()
+            .map(|(place, bytes)| tensor(slots, bytes, bytes + place % 2 * SHIFT))
+            .unzip();
         let map = SegmentMap::new(slots, &parts).expect("tensors of their own");
         Self { tensors, map }
     }
@@ -41,19 +43,21 @@ impl Tensors {
 
     /// A device region that has adopted the tensors.
     pub fn into_region(self) -> DeviceRegion {
-        // SAFETY: the tensors are allocated as long as the region owns them, and nobody else knows them.
+        // SAFETY: the tensors are allocated as long as the region owns them, and nothing else knows
+        // them.
         unsafe { DeviceRegion::adopt(self.map, Space::Host, self.tensors) }
     }
 }
 
-/// Memory that does not lie as it says: two slots of one block each, at two addresses of the same bytes.
+/// Memory that does not lie as it says: two slots of one block each, at two addresses of the same
+/// bytes.
 #[derive(Debug)]
 pub struct TwoFaced {
     faces: [NonNull<c_void>; 2],
     bytes: usize,
 }
 
-// SAFETY: it only keeps the mappings; whoever uses them answers for that.
+// SAFETY: it only keeps the mappings; their user answers for that.
 unsafe impl Send for TwoFaced {}
 // SAFETY: likewise.
 unsafe impl Sync for TwoFaced {}
@@ -76,9 +80,9 @@ impl TwoFaced {
         let mut addresses = faces.map(|face| face.as_ptr().expose_provenance());
         addresses.sort_unstable();
         let [base, other] = addresses;
-        let map =
-            SegmentMap::new(2, &[Part { base, stride: other - base, bytes }]).expect("two blocks apart");
-        // SAFETY: mapped until the region drops the owner, and used by nobody else.
+        let map = SegmentMap::new(2, &[Part { base, stride: other - base, bytes }])
+            .expect("two blocks apart");
+        // SAFETY: mapped until the region drops the owner, and nothing else uses it.
         unsafe { DeviceRegion::adopt(map, Space::Host, Self { faces, bytes }) }
     }
 }
@@ -86,7 +90,7 @@ impl TwoFaced {
 impl Drop for TwoFaced {
     fn drop(&mut self) {
         for face in self.faces {
-            // SAFETY: of this size, and nobody uses it any more.
+            // SAFETY: of this size, and nothing uses it any more.
             let unmapped = unsafe { munmap(face.as_ptr(), self.bytes) };
             debug_assert!(unmapped.is_ok());
         }
@@ -101,8 +105,10 @@ impl Tensors {
     /// A device region that has adopted the tensors, and the engine's access to them.
     pub fn shared(self) -> (DeviceRegion, TensorView) {
         let tensors = Arc::new(self);
-        // SAFETY: the tensors are allocated as long as the region holds them; the view is used as its methods ask.
-        let region = unsafe { DeviceRegion::adopt(tensors.map.clone(), Space::Host, Arc::clone(&tensors)) };
+        // SAFETY: the tensors are allocated as long as the region holds them; the view is used as
+        // its methods ask.
+        let region =
+            unsafe { DeviceRegion::adopt(tensors.map.clone(), Space::Host, Arc::clone(&tensors)) };
         (region, TensorView(tensors))
     }
 }
@@ -125,7 +131,8 @@ impl TensorView {
         let mut block = Vec::new();
         for segment in segments {
             let start = std::ptr::with_exposed_provenance::<u8>(segment.address);
-            // SAFETY: the segments of a slot lie within the tensors, and nobody writes them, as the caller promises.
+            // SAFETY: the segments of a slot lie within the tensors, and nothing writes them, as
+            // the caller promises.
             block.extend_from_slice(unsafe { std::slice::from_raw_parts(start, segment.bytes) });
         }
         block
@@ -140,7 +147,8 @@ impl TensorView {
         for segment in self.0.map.segments(slot).expect("the slot is there") {
             let (piece, others) = rest.split_at(segment.bytes);
             let start = std::ptr::with_exposed_provenance_mut::<u8>(segment.address);
-            // SAFETY: the segments of a slot lie within the tensors, which the engine alone writes now.
+            // SAFETY: the segments of a slot lie within the tensors, which the engine alone writes
+            // now.
             unsafe { std::ptr::copy_nonoverlapping(piece.as_ptr(), start, piece.len()) };
             rest = others;
         }

@@ -30,7 +30,8 @@ impl Engine {
         let gpu = gpu()?;
         let bench = Bench::new(&gpu, tensors(&gpu, 4, BLOCK, 64));
         let (mut context, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: the pointers are valid for the calls, and the flag makes it independent of the default stream.
+        // SAFETY: the pointers are valid for the calls, and the flag makes it independent of the
+        // default stream.
         unsafe {
             sys::cuDevicePrimaryCtxRetain(&raw mut context, 0).result().unwrap();
             sys::cuCtxSetCurrent(context).result().unwrap();
@@ -68,9 +69,11 @@ impl Engine {
     fn copies(&self, from: usize, to: usize) {
         let piece = BLOCK / 64;
         // SAFETY: slots of the bench, which the test knows nobody else to use.
-        unsafe { sys::cuMemcpyAsync(self.bench.address(to), self.bench.address(from), piece, self.stream) }
-            .result()
-            .unwrap();
+        unsafe {
+            sys::cuMemcpyAsync(self.bench.address(to), self.bench.address(from), piece, self.stream)
+        }
+        .result()
+        .unwrap();
     }
 
     fn waits(&self) {
@@ -233,7 +236,7 @@ fn it_reads_what_a_load_brought_before_the_mark() {
 }
 
 #[test]
-fn a_fence_inside_its_capture_is_refused_and_the_capture_goes_on() {
+fn a_fence_inside_its_capture_is_refused_and_capture_continues() {
     let Some(engine) = Engine::new() else { return };
     let outcome = engine.captures(|| {
         // SAFETY: the engine's stream lives.
@@ -252,7 +255,8 @@ fn a_thread_of_its_own_may_hold_a_save_too() {
     let backend = engine.device_elsewhere();
     let raised = HostFence::new();
     // SAFETY: the engine's stream lives.
-    let error = unsafe { engine.gpu.hold(engine.handle(), &Fence::Host(raised.clone())) }.unwrap_err();
+    let error =
+        unsafe { engine.gpu.hold(engine.handle(), &Fence::Host(raised.clone())) }.unwrap_err();
     assert_eq!(error.kind(), SetupErrorKind::Invalid);
     let (send, reports) = std::sync::mpsc::channel();
     let done = each(move |_, result| send.send(result).unwrap());

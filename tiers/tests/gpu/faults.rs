@@ -1,4 +1,5 @@
-//! Faults that only a simulated driver can have: each test does nothing but in the child of its own.
+//! Faults that only a simulated driver can have: each test does nothing but in the child of its
+//! own.
 
 use super::*;
 
@@ -51,7 +52,11 @@ fn of_copies_end_every_operation_in_an_error() {
             }
         }
     }
-    simulation::run_one_test("copies-fail", "", "faults::of_copies_end_every_operation_in_an_error");
+    simulation::run_one_test(
+        "copies-fail",
+        "",
+        "faults::of_copies_end_every_operation_in_an_error",
+    );
 }
 
 /// The driver does not say whether copies have ended: they may still run.
@@ -82,8 +87,12 @@ fn of_none_nothing_is_allocated_while_copies_run() {
             for _ in 0..3 {
                 let up = |i: usize| order(i, bench.here[i].slot_ref(), bench.there[i].slot_ref());
                 let back = |i: usize| order(i, bench.there[i].slot_ref(), bench.here[i].slot_ref());
-                run(&bench.backend, (0..100).map(up).collect()).into_iter().for_each(Result::unwrap);
-                run(&bench.backend, (0..100).map(back).collect()).into_iter().for_each(Result::unwrap);
+                run(&bench.backend, (0..100).map(up).collect())
+                    .into_iter()
+                    .for_each(Result::unwrap);
+                run(&bench.backend, (0..100).map(back).collect())
+                    .into_iter()
+                    .for_each(Result::unwrap);
             }
             assert_eq!(simulation::allocations(), before);
         }

@@ -1,4 +1,5 @@
-//! Faults that only a simulated cuFile can have: each test does nothing but in the child of its own.
+//! Faults that only a simulated cuFile can have: each test does nothing but in the child of its
+//! own.
 
 use std::os::unix::fs::MetadataExt;
 
@@ -49,9 +50,16 @@ fn compatibility_mode_is_told() {
     if simulation::is("cufile-compatible") {
         let gpu = Gpu::open(0).unwrap();
         let gds = opened(&gpu).1.unwrap();
-        assert_eq!((gds.mode(), gds.name()), (CuFileMode::Compatibility, "gds (compatibility mode)"));
+        assert_eq!(
+            (gds.mode(), gds.name()),
+            (CuFileMode::Compatibility, "gds (compatibility mode)")
+        );
     }
-    simulation::run_one_test("cufile-compatible", "", "faults_of_cufile::compatibility_mode_is_told");
+    simulation::run_one_test(
+        "cufile-compatible",
+        "",
+        "faults_of_cufile::compatibility_mode_is_told",
+    );
 }
 
 /// The driver reaches NVMe, and the slot files may lie elsewhere.
@@ -95,7 +103,9 @@ fn a_block_of_many_pieces_is_shared_by_all_threads() {
         fill_pattern(5, &mut block);
         bench.upload(0, &block);
         let disk = SlotRef { tier: Tier::Disk, ..bench.here[0].slot_ref() };
-        for op in [order(0, bench.there[0].slot_ref(), disk), order(0, disk, bench.there[1].slot_ref())] {
+        for op in
+            [order(0, bench.there[0].slot_ref(), disk), order(0, disk, bench.there[1].slot_ref())]
+        {
             run(&gds, vec![op]).remove(0).unwrap();
             // How many of the four load_remote_metadata depends on the scheduler of a busy machine.
             let at_once = simulation::transfers_at_once();
@@ -107,8 +117,8 @@ fn a_block_of_many_pieces_is_shared_by_all_threads() {
 }
 
 #[test]
-fn of_pinning_name_the_limits_and_blocks_move_all_the_same() {
-    let name = "faults_of_cufile::of_pinning_name_the_limits_and_blocks_move_all_the_same";
+fn of_pinning_name_limits_and_blocks_move_all_the_same() {
+    let name = "faults_of_cufile::of_pinning_name_limits_and_blocks_move_all_the_same";
     if simulation::is("cufile-pins-little") {
         let gpu = Gpu::open(0).unwrap();
         let (device, gds) = opened(&gpu);
@@ -131,7 +141,8 @@ fn short_transfers_are_errors() {
         let (device, gds) = opened(&gpu);
         let from = device.frames().unwrap().take().unwrap();
         let disk = SlotRef { tier: Tier::Disk, ..from.slot_ref() };
-        let error = run(&gds.unwrap(), vec![order(0, from.slot_ref(), disk)]).remove(0).unwrap_err();
+        let error =
+            run(&gds.unwrap(), vec![order(0, from.slot_ref(), disk)]).remove(0).unwrap_err();
         assert!(error.to_string().contains("4095 of 4096"), "{error}");
     }
     simulation::run_one_test("cufile-short", "", "faults_of_cufile::short_transfers_are_errors");

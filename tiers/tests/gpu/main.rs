@@ -1,9 +1,9 @@
 //! The CUDA backend, on a GPU where there is one.
 //!
-//! Where there is none the tests below skip aloud, and `on_a_simulated_gpu` runs them in a child process that finds
-//! the driver of `simulated/cuda.cpp` instead. That shows that the calls, their order and the addresses in
-//! them are right, and that the kernels compute what they should; it shows nothing about speed, and real drivers
-//! may differ from what is simulated.
+//! Where there is none the tests below skip aloud, and `on_a_simulated_gpu` runs them in a child
+//! process that finds the driver of `simulated/cuda.cpp` instead. That shows that the calls, their
+//! order and the addresses in them are right, and that the kernels compute what they should; it
+//! shows nothing about speed, and real drivers may differ from what is simulated.
 
 mod beside_an_engine;
 mod faults;
@@ -16,16 +16,17 @@ use std::time::{Duration, Instant};
 
 use kvbm_tiers::checksum::checksum;
 use kvbm_tiers::cuda::{
-    self, CuFileMode, CuFileOptions, CudaBackend, DeviceChecksum, GdsBackend, Gpu, Rearranger, probe_cufile,
+    self, CuFileMode, CuFileOptions, CudaBackend, DeviceChecksum, GdsBackend, Gpu, Rearranger,
+    probe_cufile,
 };
 use kvbm_tiers::raw::RawGpu;
 use kvbm_tiers::testing::conformance::{self, Pair};
 use kvbm_tiers::testing::{each, fill_pattern, host, order, run, skip, start};
 use kvbm_tiers::transform::{Layout, Shape, Transform, View};
 use kvbm_tiers::{
-    Backend, Checksums, CopyError, CopyErrorKind, CopyOp, DeviceRegion, DiskOptions, DiskRegion, Done,
-    DramRegion, Frame, Geometry, Memory, Part, Route, SegmentMap, SetupError, SetupErrorKind, SlotId,
-    SlotRef, Tier,
+    Backend, Checksums, CopyError, CopyErrorKind, CopyOp, DeviceRegion, DiskOptions, DiskRegion,
+    Done, DramRegion, Frame, Geometry, Memory, Part, Route, SegmentMap, SetupError, SetupErrorKind,
+    SlotId, SlotRef, Tier,
 };
 use proptest::prelude::*;
 
@@ -62,7 +63,9 @@ fn whole_blocks_conform() {
 fn adopted_tensors_conform() {
     let Some(gpu) = gpu() else { return };
     for pieces in [2, 5, 64] {
-        conformance::check(|slots, block_bytes| pair(&gpu, tensors(&gpu, slots, block_bytes, pieces)));
+        conformance::check(|slots, block_bytes| {
+            pair(&gpu, tensors(&gpu, slots, block_bytes, pieces))
+        });
     }
 }
 
@@ -77,9 +80,11 @@ fn disk_and_device_conform() {
         conformance::check(|slots, block_bytes| {
             let device = Arc::new(tensors(&gpu, slots, block_bytes, pieces));
             let memory = Arc::new(host(slots, block_bytes));
-            let first = Arc::new(CudaBackend::new(&gpu, Arc::clone(&memory) as _, &device).unwrap());
+            let first =
+                Arc::new(CudaBackend::new(&gpu, Arc::clone(&memory) as _, &device).unwrap());
             let second = Arc::new(gds(&gpu, &device, home.path(), Arc::default()).unwrap());
-            let backend = Arc::new(Relay { first, second, routes: [RELAYED, (RELAYED.1, RELAYED.0)] });
+            let backend =
+                Arc::new(Relay { first, second, routes: [RELAYED, (RELAYED.1, RELAYED.0)] });
             Pair { memory, other: Tier::Disk, backend }
         });
     }
@@ -143,7 +148,8 @@ fn cufile_options() -> CuFileOptions {
 
 const RELAYED: Route = (Tier::Host, Tier::Disk);
 
-/// Host to disk by way of the device slot of the same number as the host's: lets the suite look at what GDS moved.
+/// Host to disk by way of the device slot of the same number as the host's: lets the suite look at
+/// what GDS moved.
 #[derive(Debug)]
 struct Relay {
     first: Arc<CudaBackend>,
@@ -151,8 +157,8 @@ struct Relay {
     routes: [Route; 2],
 }
 
-// SAFETY: each operation ends with its second leg, or with the first if that failed; no two operations share a
-// host slot, hence none a device slot.
+// SAFETY: each operation ends with its second leg, or with the first if that failed; no two
+// operations share a host slot, hence none a device slot.
 unsafe impl Backend for Relay {
     fn name(&self) -> &'static str {
         "relay"
@@ -190,13 +196,20 @@ fn pair(gpu: &Gpu, device: DeviceRegion) -> Pair {
     Pair { memory, other: Tier::Device, backend: Arc::new(backend) }
 }
 
-/// What an engine might have allocated: a block is a piece of each of several tensors in one allocation.
+/// What an engine might have allocated: a block is a piece of each of several tensors in one
+/// allocation.
 fn tensors(gpu: &Gpu, slots: u32, block_bytes: usize, pieces: usize) -> DeviceRegion {
     tensors_in(gpu, slots, block_bytes, pieces, false)
 }
 
 /// The first one lies last if they are `backwards`: they are no rows then.
-fn tensors_in(gpu: &Gpu, slots: u32, block_bytes: usize, pieces: usize, backwards: bool) -> DeviceRegion {
+fn tensors_in(
+    gpu: &Gpu,
+    slots: u32,
+    block_bytes: usize,
+    pieces: usize,
+    backwards: bool,
+) -> DeviceRegion {
     let piece = block_bytes.div_ceil(pieces);
     let sizes = (0..block_bytes).step_by(piece).map(|from| piece.min(block_bytes - from));
     let mut end = 0;
@@ -210,7 +223,8 @@ fn tensors_in(gpu: &Gpu, slots: u32, block_bytes: usize, pieces: usize, backward
     let memory = gpu.allocate(Geometry::new(1, end).unwrap()).unwrap();
     let base = memory.segments().parts()[0].base;
     for part in &mut parts {
-        let there = if backwards { end - part.stride * slots as usize - part.base } else { part.base };
+        let there =
+            if backwards { end - part.stride * slots as usize - part.base } else { part.base };
         part.base = base + there;
     }
     let map = SegmentMap::new(slots, &parts).unwrap();
@@ -314,7 +328,13 @@ fn a_block_is_summed_by_many_groups() {
     simulation::run_one_test("no-fault", "", name);
 }
 
-fn check_transform(gpu: &Gpu, from: View, to: View, (source, target): (usize, usize), pairs: &[(u32, u32)]) {
+fn check_transform(
+    gpu: &Gpu,
+    from: View,
+    to: View,
+    (source, target): (usize, usize),
+    pairs: &[(u32, u32)],
+) {
     let transform = Transform::new(from, to).unwrap();
     let geometry = Geometry::new(2, source.max(target)).unwrap();
     let mut bench = Bench::new(gpu, gpu.allocate(geometry).unwrap());
@@ -335,10 +355,12 @@ fn large_blocks_cross_in_every_way_of_copying() {
     // A driver that does not take rows gets pieces.
     simulation::run_one_test("rows-refused", "", "large_blocks_cross_in_every_way_of_copying");
     let Some(gpu) = gpu() else { return };
-    // One piece of 2 MiB, pieces of 512 KiB (one call), of 32 KiB, of 16 KiB (the kernel, in one direction) and of 4 KiB (in
-    // both).
+    // One piece of 2 MiB, pieces of 512 KiB (one call), of 32 KiB, of 16 KiB (the kernel, in one
+    // direction) and of 4 KiB (in both).
     let sizes = [1, 4, 64, 128, 512];
-    for (pieces, backwards) in sizes.into_iter().flat_map(|pieces| [(pieces, false), (pieces, true)]) {
+    for (pieces, backwards) in
+        sizes.into_iter().flat_map(|pieces| [(pieces, false), (pieces, true)])
+    {
         let mut bench = Bench::new(&gpu, tensors_in(&gpu, 9, 2 << 20, pieces, backwards));
         for (number, frame) in bench.here.iter_mut().enumerate() {
             fill_pattern(number, bench.memory.write(frame).unwrap());
@@ -366,8 +388,8 @@ fn yardsticks_do_what_they_time() {
     raw.matmul(16, 2).unwrap();
     assert_eq!(raw.matmul(512, 1).unwrap_err().kind(), SetupErrorKind::Invalid);
     let shape = Shape { blocks: 4, layers: 2, kv: 2, tokens: 16, heads: 8, row_bytes: 256 };
-    let [nhd, hnd] =
-        [Layout::BLOCKS_NHD, Layout::LAYERS_HND].map(|order| Layout::new(shape, order).unwrap().whole());
+    let [nhd, hnd] = [Layout::BLOCKS_NHD, Layout::LAYERS_HND]
+        .map(|order| Layout::new(shape, order).unwrap().whole());
     raw.transform(&Transform::new(nhd, hnd).unwrap(), 4).unwrap();
     let error = raw.transform(&Transform::new(nhd, hnd).unwrap(), 5).unwrap_err();
     assert_eq!(error.kind(), SetupErrorKind::Invalid);

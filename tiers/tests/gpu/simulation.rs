@@ -80,8 +80,8 @@ fn run(fault: &str, flags: &str, arguments: &[&str]) {
     assert!(!said.contains("running 0 tests"), "{fault}: {arguments:?} names no test");
 }
 
-/// The libraries, each with its source. Where NVIDIA's are installed they also lie there without a version, which is the
-/// name that is looked for first: the simulated ones must have it too.
+/// The libraries, each with its source. Where NVIDIA's are installed they also lie there without a
+/// version, which is the name that is looked for first: the simulated ones must have it too.
 const LIBRARIES: [(&str, &str); 2] = [
     ("libcuda.so.1", include_str!("../simulated/cuda.cpp")),
     ("libcufile.so.0", include_str!("../simulated/cufile.cpp")),
@@ -119,7 +119,8 @@ fn compile(home: &Path, flags: &str) -> io::Result<()> {
             "-Wno-unknown-pragmas",
         ]);
         compiler.arg(format!("-DKERNELS=\"{}\"", kernels.display())).args(flags.split_whitespace());
-        let output = compiler.arg(&path).arg("-o").arg(home.join(library)).arg("-lpthread").output()?;
+        let output =
+            compiler.arg(&path).arg("-o").arg(home.join(library)).arg("-lpthread").output()?;
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         symlink(library, home.join(library).with_extension(""))?;
     }

@@ -1,13 +1,15 @@
-//! How long the table's lock is held, at most, by what engines and background work do in a full hierarchy.
+//! How long the table's lock is held, at most, by what engines and background work do in a full
+//! hierarchy.
 
 use std::time::Duration;
 
 use kvbm::{
-    BlockHash, Hints, Lease, Manager, RequestId, RequestInfo, Tier, Transfer, Transferred, longest_hold,
+    BlockHash, Hints, Lease, Manager, RequestId, RequestInfo, Tier, Transfer, Transferred,
+    longest_hold,
 };
 use kvbm_cli::measuring::chains::{LONG, Prompts, Random, SHORT};
 use kvbm_cli::measuring::subject::{OurManager, device_and_host_of};
-use kvbm_settings::{AdmissionMode, Capacity, EvictionPolicy, Settings, WriteBudget};
+use kvbm_settings::{AdmissionMode, Capacity, EvictionKind, Settings, WriteBudget};
 use kvbm_tiers::chaos::{Chaos, Direction, Episode, Kind, Medium, Schedule};
 use serde::Serialize;
 
@@ -15,18 +17,18 @@ use crate::failure::CommandFailure;
 
 /// Prompts of a phase.
 const PROMPTS: u64 = 12;
-/// Background work has something to do for so long at most.
+/// The longest that background work has something to do.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Blocks of an hour that the rule lets through to disk, as a part of the host's. What is asked about beyond is
-/// refused.
+/// Blocks of an hour that the rule lets through to disk, as a part of the host's. What is asked
+/// about beyond is refused.
 const WRITABLE: u64 = 4;
 /// The bad block is to have more descendants than one step of a quarantine drops.
 const DESCENDANTS: usize = 1_024;
-/// Prompts push others out of the host at most so many times until one of these is long enough.
+/// Prompts push others out of the host at most this many times until one of these is long enough.
 const ROUNDS: usize = 4;
 /// Brings most of what a host has.
 const TENANT: u32 = 7;
-/// A request is over after so many milliseconds.
+/// A request is over after this many milliseconds.
 const TURN_MS: u64 = 10_000;
 
 /// The longest hold of each kind of work, in microseconds of the holder's CPU time.
@@ -36,17 +38,19 @@ pub(crate) struct Holds {
     prompt: f64,
     /// They are leased and loaded again.
     load: f64,
-    /// As many come that nobody saves: the index grows.
+    /// As many come and are not saved: the index grows.
     growth: f64,
     /// The host is full: what leaves it goes to disk ahead of time.
     headroom: f64,
     /// Policies learn from what was seen.
     upkeep: f64,
-    /// A block on disk cannot be read: those that follow it go too. `None`: of no prompt enough was on disk only.
+    /// A block on disk cannot be read: those that follow it go too. `None`: of no prompt enough was
+    /// on disk only.
     quarantine: Option<f64>,
     /// Everything is asked about, most of it refused.
     drain: f64,
-    /// Prompts of 8,192 blocks come to a host that is full and the last tier: its policy weighs them.
+    /// Prompts of 8,192 blocks come to a host that is full and the last tier: its policy weighs
+    /// them.
     admission: f64,
     /// A quarter of the host is evicted in one call.
     evict: f64,
@@ -83,14 +87,15 @@ impl Holds {
 }
 
 /// Fills hierarchies whose hosts hold `blocks` blocks and measures each kind of work in turn.
-pub(crate) fn measure(blocks: usize, eviction: EvictionPolicy) -> Result<Holds, CommandFailure> {
+pub(crate) fn measure(blocks: usize, eviction: EvictionKind) -> Result<Holds, CommandFailure> {
     let outage = outage(blocks, eviction)?;
     let LastTier { admission, evict, forget, close } = last_tier(blocks, eviction);
     let place = temporary_directory()?;
     let mut settings = device_and_host_of(blocks, eviction);
     below_the_host(&mut settings, blocks);
     settings.disk.dirs = vec![place.path().to_owned()];
-    let chaos = Chaos::new(Schedule::scripted([episode(Medium::Disk, Direction::Read, Kind::Io, Some(1))]));
+    let chaos =
+        Chaos::new(Schedule::scripted([episode(Medium::Disk, Direction::Read, Kind::Io, Some(1))]));
     let mut mix = Mix::new(OurManager::open_with(settings, Some(chaos.clone())), blocks);
     mix.fill(blocks);
     let prompts = mix.new_prompts();
@@ -118,7 +123,7 @@ struct LastTier {
     close: f64,
 }
 
-fn last_tier(blocks: usize, eviction: EvictionPolicy) -> LastTier {
+fn last_tier(blocks: usize, eviction: EvictionKind) -> LastTier {
     let hang = episode(Medium::Memory, Direction::Write, Kind::Hang, None);
     let chaos = Chaos::new(Schedule::scripted([hang]));
     let settings = device_and_host_of(blocks, eviction);
@@ -128,20 +133,21 @@ fn last_tier(blocks: usize, eviction: EvictionPolicy) -> LastTier {
     let of = |mix: &Mix, work: &dyn Fn(&Manager)| micros(|| work(mix.ours.manager()));
     LastTier {
         admission: micros(|| mix.serve(&prompts)),
-        evict: of(&mix, &|manager| _ = manager.evict(Tier::Host, blocks / 4)),
+        evict: of(&mix, &|manager| _ = manager.admin().evict(Tier::Host, blocks / 4)),
         forget: of(&mix, &|manager| manager.forget(TENANT).expect("nothing outlives the process")),
         close: mix.close(&chaos),
     }
 }
 
 /// The longest hold while the disk below a host takes nothing, and when it does again.
-fn outage(blocks: usize, eviction: EvictionPolicy) -> Result<f64, CommandFailure> {
+fn outage(blocks: usize, eviction: EvictionKind) -> Result<f64, CommandFailure> {
     let place = temporary_directory()?;
     let mut settings = device_and_host_of(blocks, eviction);
     settings.disk.capacity = Some(Capacity::Blocks((blocks / 4).max(1) as u64));
     settings.disk.o_direct = false;
     settings.disk.dirs = vec![place.path().to_owned()];
-    let chaos = Chaos::new(Schedule::scripted([episode(Medium::Disk, Direction::Write, Kind::Io, None)]));
+    let chaos =
+        Chaos::new(Schedule::scripted([episode(Medium::Disk, Direction::Write, Kind::Io, None)]));
     let mut mix = Mix::new(OurManager::open_with(settings, Some(chaos.clone())), blocks);
     chaos.start();
     Ok(micros(|| {
@@ -167,7 +173,12 @@ fn below_the_host(settings: &mut Settings, blocks: usize) {
 }
 
 /// From the start on.
-const fn episode(medium: Medium, direction: Direction, kind: Kind, operations: Option<u64>) -> Episode {
+const fn episode(
+    medium: Medium,
+    direction: Direction,
+    kind: Kind,
+    operations: Option<u64>,
+) -> Episode {
     let (start, length) = (Duration::ZERO, Duration::from_hours(1));
     Episode { medium, direction: Some(direction), kind, start, length, operations }
 }
@@ -201,14 +212,15 @@ impl Mix {
         self.saved.extend(long.map(|prompt| prompt.hashes[..prompt.saved].to_vec()));
     }
 
-    /// Fills the host with short prompts of a tenant. First come their first blocks, so that these lie side by side in the
-    /// table.
+    /// Fills the host with short prompts of a tenant. First come their first blocks, so that these
+    /// lie side by side in the table.
     fn fill_by_tenant(&mut self, blocks: usize) {
         let prompts: Vec<_> = (0..blocks / SHORT).map(|_| self.random.chain(SHORT)).collect();
         let hints = Hints { tenant: Some(TENANT), ..Hints::default() };
         for blocks in [1, SHORT] {
             for prompt in &prompts {
-                self.ours.save_for(RequestInfo { hints, ..RequestInfo::default() }, &prompt[..blocks]);
+                self.ours
+                    .save_for(RequestInfo { hints, ..RequestInfo::default() }, &prompt[..blocks]);
             }
         }
     }
@@ -261,7 +273,7 @@ impl Mix {
     fn load(&self, prompts: &[Vec<BlockHash>]) {
         let manager = self.ours.manager();
         for prompt in prompts {
-            manager.evict(Tier::Device, 256);
+            manager.admin().evict(Tier::Device, 256);
             self.wait(manager.load(manager.lease(prompt)));
         }
     }
@@ -272,7 +284,7 @@ impl Mix {
 
     /// Prompts that stay on the device: the table knows more blocks than it set aside room for.
     fn publish_only(&mut self) {
-        let device = self.ours.manager().counts(Tier::Device).total as usize;
+        let device = self.ours.manager().admin().counts(Tier::Device).total as usize;
         for _ in 0..device / self.prompt_blocks.max(1) {
             let prompt = self.random.chain(self.prompt_blocks);
             drop(self.ours.put_on_device(&prompt, RequestInfo::default()));
@@ -309,7 +321,8 @@ impl Mix {
         }
     }
 
-    /// Loads what lies on disk only, whose first block there cannot be read, and waits until what follows it is gone.
+    /// Loads what lies on disk only, whose first block there cannot be read, and waits until what
+    /// follows it is gone.
     fn quarantine(&mut self, chaos: &Chaos) -> Option<f64> {
         let prompt = self.long_on_disk_only()?;
         let manager = self.ours.manager();
@@ -319,10 +332,11 @@ impl Mix {
             self.settle();
         });
         chaos.heal();
-        (manager.stats(Tier::Disk).unreadable > 0).then_some(us)
+        (manager.admin().stats(Tier::Disk).unreadable > 0).then_some(us)
     }
 
-    /// A prompt of which many blocks lie on disk only. What goes there, and when, is for the policies to say.
+    /// A prompt of which many blocks lie on disk only. What goes there, and when, is for the
+    /// policies to say.
     fn long_on_disk_only(&mut self) -> Option<Vec<BlockHash>> {
         for _ in 0..ROUNDS {
             let longest = self.saved.iter().max_by_key(|prompt| self.on_disk_only(prompt))?;
@@ -336,6 +350,7 @@ impl Mix {
 
     fn on_disk_only(&self, prompt: &[BlockHash]) -> usize {
         let held = self.ours.manager().matches(prompt);
-        held.blocks(Tier::Disk).saturating_sub(held.blocks(Tier::Host).max(held.blocks(Tier::Device)))
+        held.blocks(Tier::Disk)
+            .saturating_sub(held.blocks(Tier::Host).max(held.blocks(Tier::Device)))
     }
 }

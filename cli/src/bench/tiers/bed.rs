@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use kvbm::{BlockHash, ChainHasher, Lease, Manager, ManualClock, Options, Tier, Transfer, Transferred};
+use kvbm::{
+    BlockHash, ChainHasher, Lease, Manager, ManualClock, Options, Tier, Transfer, Transferred,
+};
 use kvbm_settings::Settings;
 use kvbm_tiers::clock;
 use tokio::runtime::Runtime;
@@ -15,7 +17,8 @@ const CHAIN: usize = 256;
 /// Nothing that is timed takes as long.
 const LIMIT: Duration = Duration::from_mins(2);
 
-/// A manager whose device, host and, unless that is the host, bottom tier hold exactly the working set.
+/// A manager whose device, host and, unless that is the host, bottom tier hold exactly the working
+/// set.
 #[derive(Debug)]
 pub(crate) struct Bed<'r> {
     manager: Manager,
@@ -34,9 +37,10 @@ impl<'r> Bed<'r> {
         // The address may be an engine's, which runs.
         settings.metrics.enabled = false;
         // The clock stands still: only what is asked for is flushed.
-        let options = Options { clock: std::sync::Arc::new(ManualClock::default()), ..Options::default() };
+        let options =
+            Options { clock: std::sync::Arc::new(ManualClock::default()), ..Options::default() };
         let manager = runtime.block_on(Manager::open(settings, options))?;
-        let blocks = manager.counts(Tier::Device).total as usize;
+        let blocks = manager.admin().counts(Tier::Device).total as usize;
         let bed = Self { manager, chains: chains(blocks)?, blocks, bottom, runtime };
         bed.fill_device()?;
         Ok(bed)
@@ -55,7 +59,7 @@ impl<'r> Bed<'r> {
 
     /// Whatever is to be written lies in the tier above the bottom, and nowhere below.
     pub(crate) fn prepare_write(&self) -> Result<(), CommandFailure> {
-        if self.manager.counts(Tier::Device).resident == 0 {
+        if self.manager.admin().counts(Tier::Device).resident == 0 {
             self.move_all(Manager::load)?;
         }
         self.empty(Tier::Host);
@@ -129,11 +133,12 @@ impl<'r> Bed<'r> {
         Ok(())
     }
 
-    /// Who reads a block holds it where it is, with those before it: the scrubber does for as long as the drive takes.
+    /// A reader of a block holds it where it is, with those before it: the scrubber does for as
+    /// long as the drive takes.
     fn empty(&self, tier: Tier) {
         let started = clock::now();
-        while self.manager.counts(tier).resident > 0 && started.elapsed() < LIMIT {
-            if self.manager.evict(tier, self.blocks) == 0 {
+        while self.manager.admin().counts(tier).resident > 0 && started.elapsed() < LIMIT {
+            if self.manager.admin().evict(tier, self.blocks) == 0 {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
@@ -148,13 +153,14 @@ impl<'r> Bed<'r> {
     }
 
     fn expect(&self, tier: Tier, blocks: usize) -> Result<(), CommandFailure> {
-        let resident = self.manager.counts(tier).resident as usize;
+        let resident = self.manager.admin().counts(tier).resident as usize;
         if resident == blocks {
             return Ok(());
         }
-        let failures = self.manager.failures();
-        let message =
-            format!("the {tier} tier holds {resident} blocks instead of {blocks} ({failures} copies failed)");
+        let failures = self.manager.admin().failures();
+        let message = format!(
+            "the {tier} tier holds {resident} blocks instead of {blocks} ({failures} copies failed)"
+        );
         Err(CommandFailure::unexpected(message))
     }
 }

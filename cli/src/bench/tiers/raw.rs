@@ -51,7 +51,8 @@ impl Raw {
                 Self::Copy { copy: Box::new(RawCopy::open(memory).map_err(setup)?), threads }
             }
             Bottom::Disk => {
-                let ring = RawRing::open(memory, &disk(settings, geometry), settings.disk.queue_depth);
+                let ring =
+                    RawRing::open(memory, &disk(settings, geometry), settings.disk.queue_depth);
                 Self::Ring(Box::new(ring.map_err(setup)?))
             }
             // The manager's batches, and as many of them in flight as its blocks.
@@ -66,8 +67,8 @@ impl Raw {
         })
     }
 
-    /// Waits until what either side left to the page cache has reached the drive, so that nobody pays for the
-    /// other.
+    /// Waits until what either side left to the page cache has reached the drive, so that neither
+    /// pays for the other.
     pub(super) fn settle(&self) -> Result<(), CommandFailure> {
         match self {
             Self::Client(client) => client.sync(),
@@ -131,9 +132,10 @@ impl Client {
     fn open(settings: &Settings, geometry: Geometry) -> Result<Self, CommandFailure> {
         let url = settings.object.url.as_deref().and_then(|url| Url::parse(url).ok());
         let dir = url.and_then(|url| url.to_file_path().ok());
-        let dir = dir
-            .ok_or_else(|| CommandFailure::unusable("objects are timed in files: give --dir a directory"))?;
-        // The threads that the manager's own client has; those for the copies come by themselves.
+        let dir = dir.ok_or_else(|| {
+            CommandFailure::unusable("objects are timed in files: give --dir a directory")
+        })?;
+        // The threads that the manager's own client has; those for the copies start on their own.
         let runtime = Builder::new_multi_thread().worker_threads(2).build().map_err(failed)?;
         let block = |slot: u32| PutPayload::from(vec![slot as u8; geometry.block_bytes()]);
         let work = Work {
@@ -145,8 +147,8 @@ impl Client {
         Ok(Self { work: Arc::new(work), runtime, concurrency: settings.object.concurrency, dir })
     }
 
-    /// Deletes the objects of the round before, as the manager does, and writes new ones. Not in one step: some
-    /// file systems write out at once what replaces a file.
+    /// Deletes the objects of the round before, as the manager does, and writes new ones. Not in
+    /// one step: some file systems write out at once what replaces a file.
     fn write(&self) -> Result<Duration, CommandFailure> {
         self.run(|work| async move {
             while let Some((path, block)) = work.take() {
@@ -190,7 +192,7 @@ impl Client {
 }
 
 impl Work {
-    /// The next block that nobody has taken, and the name of its object.
+    /// The next block that is not taken yet, and the name of its object.
     fn take(&self) -> Option<(Path, &PutPayload)> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         Some((Path::from(number.to_string()), self.blocks.get(number)?))

@@ -120,15 +120,19 @@ type Drawn<'a> = Result<(), DrawingAreaErrorKind<<SVGBackend<'a> as DrawingBacke
 
 /// A picture across the page; its horizontal axis is logarithmic.
 pub(super) fn lines(picture: &ChartLines<'_>) -> String {
-    let range = bounds(picture.curves.iter().flat_map(|line| line.points.iter().map(|point| point.0)));
+    let range =
+        bounds(picture.curves.iter().flat_map(|line| line.points.iter().map(|point| point.0)));
     let scale = AxisScale::Logarithmic { from: range.0, to: range.1 };
     draw((960, 380), picture.label, |canvas| draw_lines(canvas, picture, scale))
 }
 
 /// A picture in a column; its horizontal axis begins at 0.
 pub(super) fn small_lines(picture: &ChartLines<'_>) -> String {
-    let (_, most) = bounds(picture.curves.iter().flat_map(|line| line.points.iter().map(|point| point.0)));
-    draw((340, 240), picture.label, |canvas| draw_lines(canvas, picture, AxisScale::Linear { to: most }))
+    let (_, most) =
+        bounds(picture.curves.iter().flat_map(|line| line.points.iter().map(|point| point.0)));
+    draw((340, 240), picture.label, |canvas| {
+        draw_lines(canvas, picture, AxisScale::Linear { to: most })
+    })
 }
 
 /// Bars side by side, on an axis from 0 to `most`.
@@ -137,7 +141,11 @@ pub(super) fn bars(label: &str, y_title: &str, most: f64, bars: &[ChartBar]) -> 
 }
 
 /// The SVG as a part of a page.
-fn draw(size: (u32, u32), label: &str, paint: impl Fn(&ChartCanvas<'_>) -> Drawn<'static>) -> String {
+fn draw(
+    size: (u32, u32),
+    label: &str,
+    paint: impl Fn(&ChartCanvas<'_>) -> Drawn<'static>,
+) -> String {
     let mut svg = String::new();
     let painted = {
         let canvas = SVGBackend::with_string(&mut svg, size).into_drawing_area();
@@ -159,8 +167,8 @@ fn draw(size: (u32, u32), label: &str, paint: impl Fn(&ChartCanvas<'_>) -> Drawn
 
 /// The smallest and the largest number; something harmless where there is none.
 fn bounds(numbers: impl Iterator<Item = f64>) -> (f64, f64) {
-    let (least, most) =
-        numbers.fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), number| (a.min(number), b.max(number)));
+    let (least, most) = numbers
+        .fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), number| (a.min(number), b.max(number)));
     if least.is_finite() { (least, most) } else { (0.0, 1.0) }
 }
 
@@ -193,8 +201,10 @@ impl AxisScale {
             Self::Logarithmic { from, to } => {
                 let (from, to) = (from.max(1.0), to.max(from.max(1.0) * 2.0));
                 let decades = (from.log10().floor() as i32)..=(to.log10().ceil() as i32);
-                let ticks = decades.flat_map(|decade| [1.0, 2.0, 5.0].map(|step| step * 10_f64.powi(decade)));
-                let ticks = ticks.filter(|tick| (from..=to).contains(tick)).map(f64::log10).collect();
+                let ticks = decades
+                    .flat_map(|decade| [1.0, 2.0, 5.0].map(|step| step * 10_f64.powi(decade)));
+                let ticks =
+                    ticks.filter(|tick| (from..=to).contains(tick)).map(f64::log10).collect();
                 ChartAxis { range: from.log10()..to.log10(), ticks }
             }
         }
@@ -228,7 +238,7 @@ impl Ranged for ChartAxis {
 
 impl ValueFormatter<f64> for ChartAxis {}
 
-/// From 0 to `most`, with about so many round numbers marked.
+/// From 0 to `most`, with about this many round numbers marked.
 fn linear_axis(most: f64, ticks: u32) -> ChartAxis {
     let step = round_step(most / f64::from(ticks));
     let marked = (0..=(most / step + 1e-9) as u32).map(|tick| f64::from(tick) * step).collect();
@@ -238,12 +248,18 @@ fn linear_axis(most: f64, ticks: u32) -> ChartAxis {
 /// The round number next above: 1, 2, 2.5 or 5 times a power of ten.
 fn round_step(least: f64) -> f64 {
     let power = 10_f64.powf(least.log10().floor());
-    let factor = [1.0, 2.0, 2.5, 5.0].into_iter().find(|factor| factor * power >= least * (1.0 - 1e-9));
+    let factor =
+        [1.0, 2.0, 2.5, 5.0].into_iter().find(|factor| factor * power >= least * (1.0 - 1e-9));
     factor.unwrap_or(10.0) * power
 }
 
-fn draw_lines(canvas: &ChartCanvas<'_>, picture: &ChartLines<'_>, scale: AxisScale) -> Drawn<'static> {
-    let (_, most) = bounds(picture.curves.iter().flat_map(|line| line.points.iter().map(|point| point.1)));
+fn draw_lines(
+    canvas: &ChartCanvas<'_>,
+    picture: &ChartLines<'_>,
+    scale: AxisScale,
+) -> Drawn<'static> {
+    let (_, most) =
+        bounds(picture.curves.iter().flat_map(|line| line.points.iter().map(|point| point.1)));
     let step = round_step(most.max(1e-3) / 5.0);
     let most = (most / step).ceil().max(1.0) * step;
     let mut chart = ChartBuilder::on(canvas)
@@ -315,13 +331,26 @@ fn draw_mark(
     if !(range.start..=range.end).contains(&x) {
         return Ok(());
     }
-    chart.draw_series(DashedLineSeries::new([(x, 0.0), (x, most)], 3, 3, mark.colour.0.stroke_width(1)))?;
-    let style = (FONT, FONT_SIZE).into_font().color(&mark.colour.0).pos(Pos::new(HPos::Center, VPos::Bottom));
+    chart.draw_series(DashedLineSeries::new(
+        [(x, 0.0), (x, most)],
+        3,
+        3,
+        mark.colour.0.stroke_width(1),
+    ))?;
+    let style = (FONT, FONT_SIZE)
+        .into_font()
+        .color(&mark.colour.0)
+        .pos(Pos::new(HPos::Center, VPos::Bottom));
     let name = EmptyElement::at((x, most)) + Text::new(mark.name.clone(), (0, -4), style);
     chart.draw_series(std::iter::once(name)).map(drop)
 }
 
-fn draw_bars(canvas: &ChartCanvas<'_>, y_title: &str, most: f64, bars: &[ChartBar]) -> Drawn<'static> {
+fn draw_bars(
+    canvas: &ChartCanvas<'_>,
+    y_title: &str,
+    most: f64,
+    bars: &[ChartBar],
+) -> Drawn<'static> {
     let places: Vec<_> = (0..bars.len()).map(|at| at as f64 + 0.5).collect();
     let x_axis = ChartAxis { range: 0.0..bars.len().max(1) as f64, ticks: places };
     let mut chart = ChartBuilder::on(canvas)
@@ -331,7 +360,8 @@ fn draw_bars(canvas: &ChartCanvas<'_>, y_title: &str, most: f64, bars: &[ChartBa
         .set_label_area_size(LabelAreaPosition::Left, 58)
         .set_label_area_size(LabelAreaPosition::Bottom, 30)
         .build_cartesian_2d(x_axis, linear_axis(most.max(1e-9), 5))?;
-    let name = |place: &f64| bars.get(*place as usize).map_or_else(String::new, |bar| bar.name.clone());
+    let name =
+        |place: &f64| bars.get(*place as usize).map_or_else(String::new, |bar| bar.name.clone());
     mesh(&mut chart, "", y_title, &name)?;
     for (at, bar) in bars.iter().enumerate() {
         draw_bar(&mut chart, at as f64, bar)?;
@@ -342,7 +372,8 @@ fn draw_bars(canvas: &ChartCanvas<'_>, y_title: &str, most: f64, bars: &[ChartBa
 fn draw_bar(chart: &mut PlotChart<'_, '_>, at: f64, bar: &ChartBar) -> Drawn<'static> {
     let corners = [(at + 0.25, bar.from), (at + 0.75, bar.to)];
     chart.draw_series(std::iter::once(Rectangle::new(corners, bar.colour.0.filled())))?;
-    let style = (FONT, FONT_SIZE).into_font().color(&INK.0).pos(Pos::new(HPos::Center, VPos::Bottom));
+    let style =
+        (FONT, FONT_SIZE).into_font().color(&INK.0).pos(Pos::new(HPos::Center, VPos::Bottom));
     let value = EmptyElement::at((at + 0.5, bar.to)) + Text::new(bar.value.clone(), (0, -4), style);
     chart.draw_series(std::iter::once(value)).map(drop)
 }
@@ -352,14 +383,22 @@ mod tests {
     use super::*;
 
     fn picture(points: Vec<(f64, f64)>) -> ChartLines<'static> {
-        let line = ChartLine { name: "a".into(), colour: DISK, is_dashed: true, has_dots: true, points };
+        let line =
+            ChartLine { name: "a".into(), colour: DISK, is_dashed: true, has_dots: true, points };
         let mark = UprightLine { name: "here".into(), x: 5.0, colour: HOST };
-        ChartLines { label: "what", x_title: "x", y_title: "y", curves: vec![line], marks: vec![mark] }
+        ChartLines {
+            label: "what",
+            x_title: "x",
+            y_title: "y",
+            curves: vec![line],
+            marks: vec![mark],
+        }
     }
 
     #[test]
     fn steps_are_round_numbers() {
-        for (least, step) in [(0.9, 1.0), (1.0, 1.0), (2.1, 2.5), (3.0, 5.0), (20.0, 20.0), (600.0, 1_000.0)]
+        for (least, step) in
+            [(0.9, 1.0), (1.0, 1.0), (2.1, 2.5), (3.0, 5.0), (20.0, 20.0), (600.0, 1_000.0)]
         {
             assert!((round_step(least) - step).abs() < 1e-9, "{least}: {}", round_step(least));
         }

@@ -29,15 +29,17 @@ pub(super) struct PlanPage {
 }
 
 impl PlanPage {
-    /// Claims the place beside `path`: that it cannot be written is better known before long work than after.
+    /// Claims the place beside `path`: that it cannot be written is better known before long work
+    /// than after.
     pub(super) fn create(path: &Path) -> Result<Self, CommandFailure> {
         let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
         let file = tempfile::Builder::new()
             .permissions(Permissions::from_mode(0o644))
             .prefix(".kvbm-plan-")
             .tempfile_in(directory.unwrap_or(Path::new(".")));
-        let file =
-            file.and_then(|file| if path.is_dir() { Err(ErrorKind::IsADirectory.into()) } else { Ok(file) });
+        let file = file.and_then(|file| {
+            if path.is_dir() { Err(ErrorKind::IsADirectory.into()) } else { Ok(file) }
+        });
         let file = file.map_err(|error| {
             CommandFailure::unusable(format!(
                 "cannot write the report {}: {error}; see --html",
@@ -50,7 +52,10 @@ impl PlanPage {
     /// Writes the report, in place of what was there.
     pub(super) fn write(mut self, plan: &PlanOutcome) -> Result<(), CommandFailure> {
         let failed = |error: std::io::Error| {
-            CommandFailure::unusable(format!("cannot write the report {}: {error}", self.path.display()))
+            CommandFailure::unusable(format!(
+                "cannot write the report {}: {error}",
+                self.path.display()
+            ))
         };
         self.file.write_all(page(plan).as_bytes()).map_err(failed)?;
         self.file.persist(&self.path).map(drop).map_err(|error| failed(error.error))
@@ -66,7 +71,10 @@ fn page(plan: &PlanOutcome) -> String {
         ("{{policies}}", policies(plan)),
         ("{{tiers}}", plan.tiers.first().map_or_else(String::new, staircase)),
         ("{{writes}}", writes(&plan.tiers)),
-        ("{{curve}}", plan.lru_curve.as_ref().map_or_else(String::new, |curve| lru_curve(curve, plan))),
+        (
+            "{{curve}}",
+            plan.lru_curve.as_ref().map_or_else(String::new, |curve| lru_curve(curve, plan)),
+        ),
         ("{{what_if}}", plan.what_if.as_ref().map_or_else(String::new, what_if)),
         ("{{notes}}", notes(&plan.notes)),
     ];
@@ -140,7 +148,11 @@ fn table(titles: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String
 fn legend(lines: &[ChartLine]) -> String {
     let entry = |line: &ChartLine| {
         let dashed = if line.is_dashed { " class=\"dashed\"" } else { "" };
-        format!("<span><i{dashed} style=\"--line:{}\"></i>{}</span>", chart::variable(line.colour), line.name)
+        format!(
+            "<span><i{dashed} style=\"--line:{}\"></i>{}</span>",
+            chart::variable(line.colour),
+            line.name
+        )
     };
     format!("<div class=\"legend\">{}</div>", lines.iter().map(entry).collect::<String>())
 }
@@ -151,7 +163,10 @@ fn policies(plan: &PlanOutcome) -> String {
         name: column[0].eviction.to_owned(),
         is_dashed: column[0].eviction == Policy::Belady.name(),
         colour: chart::policy_colour(column[0].eviction, at),
-        points: column.iter().map(|row| (f64::from(row.capacity), row.token_hit_rate * 100.0)).collect(),
+        points: column
+            .iter()
+            .map(|row| (f64::from(row.capacity), row.token_hit_rate * 100.0))
+            .collect(),
         has_dots: true,
     };
     let lines: Vec<_> = columns.iter().enumerate().map(line).collect();
@@ -166,7 +181,8 @@ fn policies(plan: &PlanOutcome) -> String {
     let titles: Vec<_> =
         ["capacity (blocks)"].into_iter().chain(columns.iter().map(|c| c[0].eviction)).collect();
     let row = |(at, first): (usize, &OutcomeRow)| {
-        let rates = columns.iter().filter_map(|column| column.get(at)).map(|row| rate(row.token_hit_rate));
+        let rates =
+            columns.iter().filter_map(|column| column.get(at)).map(|row| rate(row.token_hit_rate));
         std::iter::once(capacity(first.capacity, first.bytes)).chain(rates).collect()
     };
     let first = columns.first().copied().unwrap_or_default();
@@ -204,8 +220,12 @@ fn staircase(case: &BitsStaircase) -> String {
         to: 100.0,
         colour: chart::tier_colour("computed"),
     });
-    let picture =
-        chart::bars("Prompt tokens by the tier that they come from", "prompt tokens in %", 100.0, &bars);
+    let picture = chart::bars(
+        "Prompt tokens by the tier that they come from",
+        "prompt tokens in %",
+        100.0,
+        &bars,
+    );
     let row = |step: &TierStep| {
         vec![
             step.tier.to_owned(),
@@ -215,7 +235,8 @@ fn staircase(case: &BitsStaircase) -> String {
             amount(step.blocks_written_per_request, step.bytes_written_per_request),
         ]
     };
-    let titles = ["tier", "capacity (blocks)", "token hit rate", "read per request", "written per request"];
+    let titles =
+        ["tier", "capacity (blocks)", "token hit rate", "read per request", "written per request"];
     section(
         "Tiers together",
         &format!(
@@ -223,7 +244,10 @@ fn staircase(case: &BitsStaircase) -> String {
              between them. What no tier holds is computed.",
             case.eviction, case.admission
         ),
-        &format!("{picture}<div class=\"wide\">{}</div>", table(&titles, case.tiers.iter().map(row))),
+        &format!(
+            "{picture}<div class=\"wide\">{}</div>",
+            table(&titles, case.tiers.iter().map(row))
+        ),
     )
 }
 
@@ -233,7 +257,8 @@ fn writes(cases: &[BitsStaircase]) -> String {
     if cases.is_empty() {
         return String::new();
     }
-    let value = |step: &TierStep| step.bytes_written_per_request.unwrap_or(step.blocks_written_per_request);
+    let value =
+        |step: &TierStep| step.bytes_written_per_request.unwrap_or(step.blocks_written_per_request);
     let most = cases.iter().map(|(_, step)| value(step)).fold(0.0, f64::max);
     // In a unit in which the axis has short numbers.
     let in_bytes = cases.iter().all(|(_, step)| step.bytes_written_per_request.is_some());
@@ -282,8 +307,12 @@ fn writes(cases: &[BitsStaircase]) -> String {
 
 fn lru_curve(curve: &MissCurve, plan: &PlanOutcome) -> String {
     const LRU: &str = EvictionKind::Lru.name();
-    let at = plan.rows.chunk_by(|a, b| a.eviction == b.eviction).position(|column| column[0].eviction == LRU);
-    let points = curve.points.iter().map(|&(capacity, rate)| (f64::from(capacity), (1.0 - rate) * 100.0));
+    let at = plan
+        .rows
+        .chunk_by(|a, b| a.eviction == b.eviction)
+        .position(|column| column[0].eviction == LRU);
+    let points =
+        curve.points.iter().map(|&(capacity, rate)| (f64::from(capacity), (1.0 - rate) * 100.0));
     let line = ChartLine {
         name: LRU.to_owned(),
         is_dashed: false,
@@ -328,7 +357,8 @@ fn what_if(what_if: &WhatIf) -> String {
 }
 
 fn what_if_tier(tier: &TierWhatIf, what_if: &WhatIf) -> String {
-    let misses = what_if_picture(tier, "miss ratio in %", |point| (1.0 - point.token_hit_rate) * 100.0);
+    let misses =
+        what_if_picture(tier, "miss ratio in %", |point| (1.0 - point.token_hit_rate) * 100.0);
     let seconds = what_if_picture(tier, "mean TTFT in seconds", |point| point.mean_ttft_seconds);
     let row = |point: &WhatIfPoint| {
         vec![
@@ -382,8 +412,9 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("<trace>.jsonl");
         std::fs::write(&path, trace).unwrap();
-        let line =
-            ["plan", path.to_str().unwrap(), "--html", "unused"].into_iter().chain(options.iter().copied());
+        let line = ["plan", path.to_str().unwrap(), "--html", "unused"]
+            .into_iter()
+            .chain(options.iter().copied());
         page(&plan(&PageCommand::try_parse_from(line).unwrap().args).unwrap())
     }
 
@@ -397,7 +428,11 @@ mod tests {
             for options in [["--what-if"].as_slice(), &[], &object, &["--tiers", "host=0"]] {
                 let page = page_of(&trace, options);
                 assert!(!page.contains("{{") && !page.contains("NaN"), "{page}");
-                assert!(!page.contains("http") && !page.contains("<script") && !page.contains("<trace>"));
+                assert!(
+                    !page.contains("http")
+                        && !page.contains("<script")
+                        && !page.contains("<trace>")
+                );
                 assert_eq!(page.matches("<svg role").count(), page.matches("</svg>").count());
                 assert_eq!(page.matches("<section>").count(), page.matches("</section>").count());
             }

@@ -28,14 +28,17 @@ fn rule(block: &Block) -> Result<Rule<'_>, String> {
         ("sh" | "json" | "python" | "promql", "by") if !rest.is_empty() => Ok(Rule::By(rest)),
         ("rust,ignore", "from") if !rest.is_empty() => Ok(Rule::From(rest)),
         ("sh" | "toml", "skip:") => reason(Rule::Nothing),
-        (language, rule) => Err(format!("`{language} {rule}` says not what is done with the block")),
+        (language, rule) => {
+            Err(format!("`{language} {rule}` says not what is done with the block"))
+        }
     }
 }
 
 /// Blocks of a language that `keep` keeps by their rule.
 fn blocks(language: &str, keep: impl Fn(&Rule<'_>) -> bool) -> Vec<(Block, Place)> {
     let all = pages().into_iter().flat_map(|page| page.blocks());
-    let kept = all.filter(|block| block.language == language && rule(block).is_ok_and(|rule| keep(&rule)));
+    let kept =
+        all.filter(|block| block.language == language && rule(block).is_ok_and(|rule| keep(&rule)));
     kept.map(|block| (block, Place::new())).collect()
 }
 
@@ -48,7 +51,8 @@ fn assert_ok(block: &Block, output: &Output) {
 #[test]
 fn every_block_says_what_is_done_with_it() {
     let all: Vec<Block> = pages().into_iter().flat_map(|page| page.blocks()).collect();
-    let wrong = all.iter().filter_map(|block| Some(format!("{}: {}", block.at, rule(block).err()?)));
+    let wrong =
+        all.iter().filter_map(|block| Some(format!("{}: {}", block.at, rule(block).err()?)));
     let wrong: Vec<_> = wrong.collect();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert!(all.len() > 50, "the pages are not where they were");
@@ -62,7 +66,9 @@ fn a_block_that_says_nothing_is_seen() {
         rule: rule.into(),
         text: String::new(),
     };
-    for (language, rule_) in [("", ""), ("sh", ""), ("sh", "skip:"), ("python", "run"), ("rust", "")] {
+    for (language, rule_) in
+        [("", ""), ("sh", ""), ("sh", "skip:"), ("python", "run"), ("rust", "")]
+    {
         assert!(rule(&block(language, rule_)).is_err(), "{language} {rule_}");
     }
     assert_eq!(rule(&block("sh", "run")), Ok(Rule::Run));
@@ -71,7 +77,8 @@ fn a_block_that_says_nothing_is_seen() {
 
 const KVBM: &str = env!("CARGO_BIN_EXE_kvbm");
 
-/// Commands find `kvbm`, some traces and some directories, and `cargo run --release --` is the binary that is tested.
+/// Commands find `kvbm`, some traces and some directories, and `cargo run --release --` is the
+/// binary that is tested.
 fn shell(place: &Place) -> Command {
     let shell = shell_with_cargo(
         place,
@@ -79,7 +86,9 @@ fn shell(place: &Place) -> Command {
     );
     symlink(KVBM, place.path("bin/kvbm")).expect("a link");
     // Compressed or not, traces are known by their first bytes.
-    for name in ["TRACE", "trace.jsonl", "trace.jsonl.gz", "conversation.jsonl.gz", "agentic.jsonl.gz"] {
+    for name in
+        ["TRACE", "trace.jsonl", "trace.jsonl.gz", "conversation.jsonl.gz", "agentic.jsonl.gz"]
+    {
         place.trace(name, 60, 6);
     }
     shell
@@ -112,32 +121,40 @@ fn commands_run() {
 /// Its commands are run one after the other.
 const QUICK_START: &str = "docs/quick-start.md:";
 
-/// What a newcomer is told to do works from the first command to the last, with nothing there but what they made.
+/// What a newcomer is told to do works from the first command to the last, with nothing there but
+/// what they made.
 #[test]
 fn the_quick_start_takes_nothing_for_granted() {
     let all = blocks("sh", |rule| *rule == Rule::Run);
-    let steps: Vec<_> =
-        all.iter().map(|(block, _)| block).filter(|block| block.at.starts_with(QUICK_START)).collect();
+    let steps: Vec<_> = all
+        .iter()
+        .map(|(block, _)| block)
+        .filter(|block| block.at.starts_with(QUICK_START))
+        .collect();
     let script: Vec<_> = steps.iter().map(|block| block.text.as_str()).collect();
     let place = Place::new();
     let cargo = format!(
         "[ \"$*\" = 'build --release' ] || exit 2\nmkdir -p target/release\nln -s {KVBM} target/release/kvbm\n"
     );
-    let output =
-        shell_with_cargo(&place, &cargo).args(["-c", &script.join("\n")]).output().expect("bash starts");
+    let output = shell_with_cargo(&place, &cargo)
+        .args(["-c", &script.join("\n")])
+        .output()
+        .expect("bash starts");
     assert_ok(steps[0], &output);
 }
 
 /// The `kvbm` command lines of a block: their arguments, whatever else stands there.
 fn kvbm_lines(text: &str) -> Vec<Vec<String>> {
     let lines = text.replace("\\\n", " ");
-    let words =
-        lines.lines().map(|line| shlex::split(line).unwrap_or_else(|| panic!("no shell reads: {line}")));
+    let words = lines
+        .lines()
+        .map(|line| shlex::split(line).unwrap_or_else(|| panic!("no shell reads: {line}")));
     words.filter_map(kvbm_arguments).collect()
 }
 
 fn kvbm_arguments(words: Vec<String>) -> Option<Vec<String>> {
-    let is_assignment = |word: &String| word.split('=').next().is_some_and(is_variable) && word.contains('=');
+    let is_assignment =
+        |word: &String| word.split('=').next().is_some_and(is_variable) && word.contains('=');
     let words: Vec<String> = words.into_iter().skip_while(is_assignment).collect();
     let rest = if words.first()? == "kvbm" {
         &words[1..]
@@ -191,7 +208,10 @@ fn settings_are_taken() {
         fs::write(place.path("kvbm.toml"), &block.text).expect("the settings are written");
         // An engine says how large its blocks are.
         let mut command = place.command(&["--config", "kvbm.toml", "config"]);
-        assert_ok(&block, &command.env("DYN_KVBM_BLOCK_BYTES", "1MiB").output().expect("the binary starts"));
+        assert_ok(
+            &block,
+            &command.env("DYN_KVBM_BLOCK_BYTES", "1MiB").output().expect("the binary starts"),
+        );
     }
 }
 
@@ -220,7 +240,8 @@ fn whoever_executes_a_block_names_its_page() {
 fn squeeze(code: &str) -> String {
     let mut squeezed = String::new();
     for line in code.lines() {
-        let line = line.trim_start().trim_start_matches("///").trim_start_matches("//!").trim_start();
+        let line =
+            line.trim_start().trim_start_matches("///").trim_start_matches("//!").trim_start();
         let line = line.split_once("// ").map_or(line, |(code, _)| code);
         squeezed.extend(line.chars().filter(|letter| !letter.is_whitespace()));
     }

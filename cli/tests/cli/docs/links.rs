@@ -26,7 +26,8 @@ fn is_elsewhere(link: &str) -> bool {
 
 /// What is wrong with a link, if anything.
 fn trouble(page: &Page, link: &str) -> Option<String> {
-    let (file, anchor) = link.split_once('#').map_or((link, None), |(file, anchor)| (file, Some(anchor)));
+    let (file, anchor) =
+        link.split_once('#').map_or((link, None), |(file, anchor)| (file, Some(anchor)));
     let target = match file {
         "" => page.path.clone(),
         file => normal(&page.path.parent().expect("a file").join(file)),
@@ -76,6 +77,7 @@ fn the_book_has_every_page() {
     assert_eq!(in_book.len(), listed.len(), "a page is in docs/SUMMARY.md twice");
     let all = pages();
     let of_book = all.iter().map(|page| &page.path).filter(|path| path.starts_with("docs"));
-    let missing: Vec<_> = of_book.filter(|path| **path != summary.path && !in_book.contains(path)).collect();
+    let missing: Vec<_> =
+        of_book.filter(|path| **path != summary.path && !in_book.contains(path)).collect();
     assert!(missing.is_empty(), "docs/SUMMARY.md lacks {missing:?}");
 }

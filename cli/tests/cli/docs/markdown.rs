@@ -78,7 +78,9 @@ impl Page {
                     inside = true;
                 }
                 Event::End(TagEnd::CodeBlock) => inside = false,
-                Event::Text(text) if inside => blocks.last_mut().expect("a block").text.push_str(&text),
+                Event::Text(text) if inside => {
+                    blocks.last_mut().expect("a block").text.push_str(&text);
+                }
                 _ => {}
             }
         }
@@ -112,7 +114,11 @@ impl Page {
                 Event::End(TagEnd::Heading(_)) => {
                     let anchor = anchor(&heading.take().expect("it began"));
                     let before = seen.entry(anchor.clone()).or_default();
-                    anchors.insert(if *before == 0 { anchor } else { format!("{anchor}-{before}") });
+                    anchors.insert(if *before == 0 {
+                        anchor
+                    } else {
+                        format!("{anchor}-{before}")
+                    });
                     *before += 1;
                 }
                 _ => {}

@@ -1,4 +1,5 @@
-//! The pages of `docs/` and the READMEs do what they say: commands run, settings are taken, links lead somewhere.
+//! The pages of `docs/` and the READMEs do what they say: commands run, settings are taken, links
+//! lead somewhere.
 //!
 //! The first line of each fenced block says, behind its language, what is done with it:
 //!

@@ -18,14 +18,16 @@ const SECTIONS: [&str; 8] =
     ["device.", "host.", "disk.", "object.", "transfer.", "flush.", "hybrid.", "encryption."];
 
 fn is_setting(word: &str) -> bool {
-    let is_key =
-        |key: &str| !key.is_empty() && key.chars().all(|letter| letter == '_' || letter.is_ascii_lowercase());
+    let is_key = |key: &str| {
+        !key.is_empty() && key.chars().all(|letter| letter == '_' || letter.is_ascii_lowercase())
+    };
     // Names of files.
     if [".md", ".rs", ".json", ".keys", ".leader"].iter().any(|suffix| word.ends_with(suffix)) {
         return false;
     }
     // A prefix such as `DYN_KVBM_` stands for all that begin so.
-    let is_variable = word.starts_with("DYN_KVBM_") && !word.ends_with('_') && word != "DYN_KVBM_CONFIG";
+    let is_variable =
+        word.starts_with("DYN_KVBM_") && !word.ends_with('_') && word != "DYN_KVBM_CONFIG";
     is_variable || SECTIONS.iter().any(|section| word.strip_prefix(section).is_some_and(is_key))
 }
 

@@ -10,7 +10,7 @@ use kvbm_tiers::{Backend, Checksums, DeviceRegion, DiskRegion, FramePool, Memory
 use super::super::report::GpuReport;
 use super::super::setup;
 use super::{AllocateFn, GpuTier};
-use crate::device::Device;
+use crate::api::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 
 /// The GPU that the settings name, and the tier's memory there.
@@ -20,7 +20,7 @@ struct CudaTier {
     region: Arc<DeviceRegion>,
 }
 
-/// What allocates a tier on this GPU.
+/// Returns what allocates a tier on this GPU.
 pub(super) fn find(ordinal: u32) -> std::result::Result<AllocateFn, SetupError> {
     let gpu = Gpu::open(ordinal)?;
     Ok(Box::new(move |geometry| {
@@ -66,17 +66,19 @@ impl GpuTier for CudaTier {
         asked_for: bool,
     ) -> Result<Arc<dyn Backend>> {
         let (device, options) = (Arc::clone(&self.region), CuFileOptions::default());
-        let gds = GdsBackend::new(&self.gpu, device, disk, checksums, depth, &options).map_err(setup)?;
-        // Where it is not direct, `auto` goes through host memory by itself (docs/gpu.md).
+        let gds =
+            GdsBackend::new(&self.gpu, device, disk, checksums, depth, &options).map_err(setup)?;
+        // If it is not direct, `auto` goes through host memory by itself (docs/gpu.md).
         if let Some(why) = gds.indirect().filter(|_| !asked_for) {
-            let message = format!("cuFile would go through host memory: the slot files lie on {why}");
+            let message =
+                format!("cuFile would go through host memory: the slot files lie on {why}");
             return Err(Error::new(ErrorKind::Unavailable, message));
         }
         Ok(Arc::new(gds))
     }
 }
 
-/// Driver, compiler and cuFile, as they are here.
+/// The state of driver, compiler and cuFile on this machine.
 pub(in crate::assemble) fn probe() -> GpuReport {
     let found = cuda::probe();
     let driver = found.driver.clone().ready();
@@ -85,15 +87,20 @@ pub(in crate::assemble) fn probe() -> GpuReport {
         cuda: found.driver.ready().map(|driver| shown(&driver)),
         nvrtc: found.nvrtc.ready().map(|()| "kernels are compiled for this GPU".to_owned()),
         gds: gds.ready().map(|report| report.to_string()),
-        nodes: driver.into_iter().flat_map(|driver| driver.devices).map(|gpu| gpu.numa_node()).collect(),
+        nodes: driver
+            .into_iter()
+            .flat_map(|driver| driver.devices)
+            .map(|gpu| gpu.numa_node())
+            .collect(),
     }
 }
 
 fn shown(driver: &Driver) -> String {
     let devices = driver.devices.iter().enumerate().map(|(ordinal, gpu)| {
         let node = gpu.numa_node().map_or_else(String::new, |node| format!(", NUMA node {node}"));
-        let window =
-            gpu.window_bytes().map_or_else(String::new, |bytes| format!(", BAR1 {} MiB", bytes >> 20));
+        let window = gpu
+            .window_bytes()
+            .map_or_else(String::new, |bytes| format!(", BAR1 {} MiB", bytes >> 20));
         format!("GPU {ordinal}: {}, {} GiB{window}{node}", gpu.name, gpu.memory >> 30)
     });
     format!("CUDA {}; {}", driver.version, devices.collect::<Vec<_>>().join("; "))

@@ -20,7 +20,7 @@ use crate::error::Result;
 /// The library, and the agent that its plugins run in.
 struct LoadedLibrary {
     library: &'static nixl::Library,
-    /// Made with the first plugin: nothing is started where nothing is asked for.
+    /// Made with the first plugin: without one nothing is started.
     agent: Option<Agent>,
 }
 
@@ -37,7 +37,8 @@ pub(in crate::assemble) fn installed(library: Option<&str>) -> Vec<String> {
 
 impl Library for LoadedLibrary {
     fn describe(&self) -> String {
-        let version = self.library.version().map_or_else(String::new, |version| format!("NIXL {version}, "));
+        let version =
+            self.library.version().map_or_else(String::new, |version| format!("NIXL {version}, "));
         format!("{version}{}", self.library.path().display())
     }
 
@@ -65,7 +66,12 @@ impl Library for LoadedLibrary {
 struct RunningPlugin(Arc<BackendHandle>);
 
 impl NixlPlugin for RunningPlugin {
-    fn disk(&self, memory: Arc<dyn Memory>, region: Arc<DiskRegion>, depth: u32) -> Result<Arc<dyn Backend>> {
+    fn disk(
+        &self,
+        memory: Arc<dyn Memory>,
+        region: Arc<DiskRegion>,
+        depth: u32,
+    ) -> Result<Arc<dyn Backend>> {
         Ok(Arc::new(NixlBackend::disk(&self.0, memory, region, depth).map_err(setup)?))
     }
 
@@ -81,8 +87,11 @@ impl NixlPlugin for RunningPlugin {
     }
 }
 
-/// An agent whose name no other of this machine has.
-fn new_agent(library: &'static nixl::Library, settings: &Settings) -> std::result::Result<Agent, SetupError> {
+/// An agent with a name that is unique on this machine.
+fn new_agent(
+    library: &'static nixl::Library,
+    settings: &Settings,
+) -> std::result::Result<Agent, SetupError> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     check_plugin_directory(library_path(settings), &settings.nixl.enabled())?;
     let name = format!("kvbm-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
@@ -93,8 +102,8 @@ fn library_path(settings: &Settings) -> Option<&Path> {
     settings.nixl.library.as_deref().map(Path::new)
 }
 
-/// Those of the settings, and what follows from others. `None`: the plugin needs to know a place, and there is
-/// none.
+/// Those of the settings, and those derived from other settings. `None`: the plugin needs a
+/// destination, and there is none.
 fn parameters(
     name: &str,
     settings: &Settings,
@@ -121,7 +130,7 @@ fn chooses_queue(settings: &Settings) -> bool {
     settings.nixl.parameters.get("POSIX").is_some_and(|given| given.keys().any(chosen))
 }
 
-/// Nobody asked for NIXL, so its absence is no error; but who counts on it is told.
+/// NIXL was not asked for, so its absence is no error; but an operator who counts on it is told.
 pub(super) fn say_once_if_missing() {
     static SAID: Once = Once::new();
     if let Err(error) = find() {

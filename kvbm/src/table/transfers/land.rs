@@ -1,14 +1,14 @@
-//! The landing: what became of copies, told to the table in batches; and how transfers end.
+//! The landing: results of copies, told to the table in batches; and how transfers end.
 
 use std::time::Duration;
 
 use kvbm_tiers::{Frame, SlotId, Tier};
 
 use super::{
-    BlockState, BlockWaiter, Destination, Effects, OpenTransfer, Reply, Spent, TransferCaller, TransferEnd,
-    TransferParent,
+    BlockState, BlockWaiter, Destination, Effects, OpenTransfer, Reply, SaveAgain, Spent,
+    TransferCaller, TransferCut, TransferEnd, TransferParent, TransferPlan,
 };
-use crate::events::StoreReason;
+use crate::observe::events::StoreReason;
 use crate::table::budget::Budget;
 use crate::table::flush_queue::DirtyBlock;
 use crate::table::index::RecordId;
@@ -17,9 +17,14 @@ use crate::table::{MissReason, RequestInfo, Table};
 use crate::task::{CopyTask, Outcome, TaskResult, TransferId};
 
 impl Table {
-    /// Takes note of what became of copies, at `now` by the clock of the hardware: publishes what can be, gives back
-    /// the slots of what failed, ends transfers. What follows from that is done with the table unlocked.
-    pub fn land(&mut self, results: impl IntoIterator<Item = TaskResult>, now: Duration) -> Effects {
+    /// Records the results of copies, at `now` by the clock of the hardware: publishes what can be,
+    /// frees the slots of what failed, ends transfers. What follows is done with the table
+    /// unlocked.
+    pub fn land(
+        &mut self,
+        results: impl IntoIterator<Item = TaskResult>,
+        now: Duration,
+    ) -> Effects {
         let mut arrived: Vec<TransferId> = Vec::new();
         for TaskResult { task, outcome } in results {
             let (id, block) = (task.id.transfer, task.id.block as usize);
@@ -54,8 +59,8 @@ impl Table {
                     if writes_destination {
                         self.block_overdue(id, block);
                     } else {
-                        // The medium is busy with the source; nothing will come here.
-                        self.fail(id, block);
+                        // The medium is busy with the source; nothing will arrive here.
+                        self.fail_for_good(id, block);
                         self.free_slot(id, block, None);
                     }
                 }
@@ -70,8 +75,8 @@ impl Table {
         self.publish_more()
     }
 
-    /// Makes resident what can be, and gives up what failed, as much of it as a hold has time for: thousands of blocks may
-    /// have waited for one that arrived, or did not.
+    /// Makes resident what can be, and gives up what failed, as much as a hold has time for:
+    /// thousands of blocks may have waited for one that arrived or failed.
     pub fn publish_more(&mut self) -> Effects {
         let mut budget = Budget::of_a_hold();
         self.give_up_failed(&mut budget);
@@ -84,7 +89,7 @@ impl Table {
         self.take_effects()
     }
 
-    /// What was put off until the table is unlocked.
+    /// Takes what was put off until the table is unlocked.
     pub fn take_effects(&mut self) -> Effects {
         let has_more = !(self.transfers.ready.is_empty() && self.transfers.failed.is_empty());
         let news = self.listeners.take_news();
@@ -96,33 +101,39 @@ impl Table {
         self.transfers.tasks_planned() > 0
     }
 
-    /// Ends a transfer early: of what has not arrived, what waits is not copied.
+    /// Ends a transfer early: queued copies are dropped.
     pub fn cancel(&mut self, id: TransferId) -> Effects {
-        self.fail(id, 0);
+        self.fail_for_good(id, 0);
         self.publish_more()
     }
 
-    /// Takes on no more transfers. Those that there are [end one by one](Self::end_next); copies that a medium works on keep
-    /// their slots until they end.
+    /// Takes no more transfers. Existing ones [end one by one](Self::end_next); copies that a
+    /// medium works on keep their slots until they end.
     pub fn close(&mut self) {
-        // Set under the lock: whoever plans after this sees it, whoever planned before is among those that end.
+        // Set under the lock: a later plan sees it, and earlier transfers are among those that end.
         self.transfers.is_closed = true;
         self.listeners.close();
     }
 
-    /// Ends a transfer of a past namespace, or any once the table is [closed](Self::close): the one at place `from` or
-    /// behind it. Returns where to go on. `None`: there are no more.
+    /// Ends a transfer of a past namespace, or any once the table is [closed](Self::close): the
+    /// first from place `from` on. Returns where to go on. `None`: there are no more.
     pub fn end_next(&mut self, from: u32, budget: &mut Budget) -> Option<u32> {
         let (present, is_closed) = (self.namespace(), self.transfers.is_closed);
         let is_past = |transfer: &OpenTransfer| is_closed || transfer.namespace != present;
         let id = self.transfers.next(from, |transfer| is_past(transfer) && !transfer.has_ended)?;
-        self.fail(id, 0);
+        self.fail_for_good(id, 0);
         self.give_up_failed(budget);
         Some(id.place + 1)
     }
 
-    /// Makes blocks resident that an engine has filled: the `first`-th of a transfer and those behind it.
-    pub fn fill(&mut self, id: TransferId, first: usize, frames: impl IntoIterator<Item = Frame>) -> Effects {
+    /// Makes blocks resident that an engine has filled: the `first`-th of a transfer and those
+    /// behind it.
+    pub fn fill(
+        &mut self,
+        id: TransferId,
+        first: usize,
+        frames: impl IntoIterator<Item = Frame>,
+    ) -> Effects {
         for (block, frame) in (first..).zip(frames) {
             self.block_arrived(id, block, Some(frame), Duration::ZERO);
         }
@@ -130,7 +141,8 @@ impl Table {
         self.publish_more()
     }
 
-    /// Gives back the slots of blocks that an engine does not fill: the `first`-th of a transfer and those behind it.
+    /// Frees the slots of blocks that an engine does not fill: the `first`-th of a transfer and
+    /// those behind it.
     pub fn abandon(
         &mut self,
         id: TransferId,
@@ -144,7 +156,8 @@ impl Table {
         self.publish_more()
     }
 
-    /// No more blocks of a transfer come. Who waits for it is told of its end, and has a lease of what it brought.
+    /// No more blocks of a transfer come. Its caller is told of its end, and gets a lease of what
+    /// it brought.
     pub fn end_plan(&mut self, id: TransferId, caller: Option<(Pins, Reply)>) {
         let Some(transfer) = self.transfers.at_mut(id) else { return };
         transfer.is_open = false;
@@ -156,10 +169,11 @@ impl Table {
         self.end_if_done(id);
     }
 
-    /// The bytes of a block are there. `frame`: the handle to its slot, from the engine that had it.
+    /// The bytes of a block have arrived. `frame`: the handle to its slot, from the engine that had
+    /// it.
     fn block_arrived(&mut self, id: TransferId, block: usize, frame: Option<Frame>, now: Duration) {
         let Some(transfer) = self.transfers.at_mut(id) else { return };
-        // What comes before it failed while its own copy was under way: its bytes are right and of no use.
+        // An earlier block failed during its copy: its bytes are right but useless.
         if block >= transfer.alive {
             return self.block_returned(id, block, frame);
         }
@@ -176,7 +190,7 @@ impl Table {
         self.came_home(id, block);
     }
 
-    /// A block will not come, and nobody touches its slot any more.
+    /// A block will not come, and nothing touches its slot any more.
     fn block_failed(&mut self, id: TransferId, block: usize, frame: Option<Frame>) {
         self.fail(id, block);
         self.block_returned(id, block, frame);
@@ -184,8 +198,8 @@ impl Table {
 
     /// A block will not come, and a medium may still write its slot.
     fn block_overdue(&mut self, id: TransferId, block: usize) {
-        // What comes behind it can never be published, so nobody need wait for that either.
-        self.fail(id, block);
+        // The blocks behind it can never be published, so no one need wait for them either.
+        self.fail_for_good(id, block);
         let Some(transfer) = self.transfers.at_mut(id) else { return };
         let (tier, held) = (transfer.to, &mut transfer.blocks[block]);
         debug_assert_eq!(held.state, BlockState::Coming, "a block that had ended is overdue");
@@ -195,13 +209,13 @@ impl Table {
         }
     }
 
-    /// Nobody has a block that has failed any more.
+    /// No queue, medium or engine has a failed block any more.
     fn block_returned(&mut self, id: TransferId, block: usize, frame: Option<Frame>) {
         self.free_slot(id, block, frame);
         self.came_home(id, block);
     }
 
-    /// Nobody touches the slot of a block that has failed any more.
+    /// Nothing touches the slot of a failed block any more.
     fn free_slot(&mut self, id: TransferId, block: usize, frame: Option<Frame>) {
         let Some(transfer) = self.transfers.at_mut(id) else { return };
         let (tier, held) = (transfer.to, &mut transfer.blocks[block]);
@@ -220,15 +234,19 @@ impl Table {
     fn came_home(&mut self, id: TransferId, block: usize) {
         let Some(transfer) = self.transfers.at_mut(id) else { return };
         transfer.away -= 1;
-        // An open transfer may get more blocks, which read the same sources.
-        let sources = if transfer.away == 0 && !transfer.is_open { transfer.sources.take() } else { None };
+        // An open transfer may get more blocks that read the same sources.
+        let sources =
+            if transfer.away == 0 && !transfer.is_open { transfer.sources.take() } else { None };
         let source = transfer.blocks[block].source.take();
         source.into_iter().for_each(|slot| self.unpin(Tier::Host, slot));
         sources.into_iter().for_each(|pins| self.release(pins));
+        // One whose foreign copies failed waits for its own before it begins anew.
+        self.end_if_done(id);
         self.forget_if_home(id);
     }
 
-    /// Publishes what is ready of a transfer, as far as the hold goes. Those that hang on it are ready as well then.
+    /// Publishes what is ready of a transfer, as far as the hold goes. Then transfers that hang on
+    /// it are ready too.
     fn publish_ready(&mut self, id: TransferId, budget: &mut Budget) {
         let present = self.namespace();
         let Some(transfer) = self.transfers.at_mut(id) else { return };
@@ -241,7 +259,8 @@ impl Table {
         while !budget.is_spent()
             && let Some(next) = self.transfers.at_mut(id).and_then(|transfer| transfer.next_ready())
         {
-            // The engine must not hear of a block that it is there, once it was told that it is wrong.
+            // Once the engine was told that a block is wrong, it must not hear that the block is
+            // there.
             is_dropped = matches!(next, Destination::Engine { source } if !self.is_given(source));
             if is_dropped {
                 break;
@@ -265,7 +284,7 @@ impl Table {
             self.fail(id, 0);
         }
         if budget.is_spent() {
-            // Perhaps for nothing: the next step sees.
+            // Perhaps for nothing: the next step will see.
             self.transfers.ready.push(id);
         }
         self.end_if_done(id);
@@ -292,15 +311,19 @@ impl Table {
         transfer.parent = TransferParent::Resident(slot);
         let depth = self.records.depth(record);
         let (held, records) = self.tier_and_records(tier);
-        // The new pin before the old one goes: the ancestors must not be evictable in between.
+        // The new pin first: the ancestors must not be evictable in between.
         held.pin(slot);
         let access = context.access(now_ms, slot, depth, inserted as u32);
         held.touch(&access, records);
         self.unpin_parent(tier, old);
     }
 
-    /// Holds on to the block that a transfer will hang on.
-    pub(in crate::table) fn pin_parent(&mut self, tier: Tier, parent: Option<RecordId>) -> TransferParent {
+    /// Pins the block that a transfer will hang on.
+    pub(in crate::table) fn pin_parent(
+        &mut self,
+        tier: Tier,
+        parent: Option<RecordId>,
+    ) -> TransferParent {
         let Some(parent) = parent else { return TransferParent::Root };
         let record = self.records.at(parent);
         if record.filling().has(tier) {
@@ -328,7 +351,10 @@ impl Table {
         self.note_residence(record);
         if let Some(parent) = self.records.at(record).parent() {
             let parent = self.records.at(parent).slot(tier);
-            self.tier_mut(tier).gain_child(parent);
+            let held = self.tier_mut(tier);
+            held.gain_child(parent);
+            // The chain is used again: it may be worth more by now.
+            held.turned_away = held.turned_away.filter(|block| block.slot != parent);
         }
         let since_ms = self.now_ms;
         let resident = self.records.at(record).resident();
@@ -343,18 +369,20 @@ impl Table {
         self.mark_clean_above(tier, record);
     }
 
-    /// `record` reached `tier`: where another tier waited for that before evicting it, it is clean now.
+    /// `record` reached `tier`: it is clean now in a tier that waited for that before evicting it.
     fn mark_clean_above(&mut self, tier: Tier, record: RecordId) {
         let known = *self.records.at(record);
         for above in self.tiers.iter_mut().flatten().filter(|above| above.flush_to == Some(tier)) {
             if known.resident().has(above.tier) {
                 above.flush_succeeded();
-                above.reconsider(known.slot(above.tier));
+                let slot = known.slot(above.tier);
+                above.turned_away = above.turned_away.filter(|block| block.slot != slot);
+                above.reconsider(slot);
             }
         }
     }
 
-    /// The block that a copy waited for is in the host tier now, or will not come there: sends the copy on its way.
+    /// The block that a copy waited for has reached the host tier, or never will: sends the copy.
     fn resume(&mut self, mut task: CopyTask) {
         let there = self.pin_resident_slot(Tier::Host, task.block);
         let (id, block) = (task.id.transfer, task.id.block as usize);
@@ -369,25 +397,48 @@ impl Table {
         self.transfers.effects.tasks.push(task);
     }
 
-    /// [Fails](Self::fail) a transfer from its `from`-th block on, and gives up what failed as far as a hold goes;
-    /// [`publish_more`](Self::publish_more) does the rest.
+    /// [Fails](Self::fail) a transfer from its `from`-th block on, and gives up what failed as far
+    /// as a hold goes; [`publish_more`](Self::publish_more) does the rest.
     pub(in crate::table) fn abort(&mut self, id: TransferId, from: usize) {
-        self.fail(id, from);
+        self.fail_for_good(id, from);
         self.give_up_failed(&mut Budget::of_a_hold());
     }
 
-    /// Nothing of a transfer lands any more from its `from`-th block on. What its records say of these blocks, and every
-    /// transfer that hangs on one of them, is to be [given up](Self::give_up_failed).
+    /// [Fails](Self::fail) a transfer, which is not planned anew.
+    fn fail_for_good(&mut self, id: TransferId, from: usize) {
+        if let Some(transfer) = self.transfers.at_mut(id) {
+            transfer.cut = TransferCut::Failed;
+        }
+        self.fail(id, from);
+    }
+
+    /// From its `from`-th block on nothing of a transfer lands any more. The records of these
+    /// blocks, and every transfer that hangs on one of them, are to be [given
+    /// up](Self::give_up_failed).
     pub(in crate::table) fn fail(&mut self, id: TransferId, from: usize) {
         let Some(transfer) = self.transfers.at_mut(id) else { return };
         let was = transfer.alive;
         transfer.alive = from.max(transfer.published).min(was);
-        transfer.is_cut = true;
+        if !transfer.is_cut() {
+            transfer.cut = TransferCut::Failed;
+        }
         let (alive, is_away) = (transfer.alive, transfer.away > 0);
         if alive < was && is_away {
+            transfer.cancellations += 1;
             self.transfers.effects.cancelled.push((id, alive as u32));
         }
         self.transfers.failed.push(id);
+    }
+
+    /// One of the [cancellations](Effects::cancelled) of a transfer was made: its copies are out of
+    /// the queues.
+    pub fn cancellation_made(&mut self, id: TransferId) -> Effects {
+        if let Some(transfer) = self.transfers.at_mut(id) {
+            transfer.cancellations = transfer.cancellations.saturating_sub(1);
+            self.end_if_done(id);
+            self.forget_if_home(id);
+        }
+        self.take_effects()
     }
 
     /// Gives up blocks that have failed, as many as the hold has time for.
@@ -398,7 +449,7 @@ impl Table {
             }
             match self.transfers.at_mut(id).and_then(|transfer| transfer.last_failed()) {
                 Some((tier, block, record)) => {
-                    // A record must not be forgotten before those that name it as their parent.
+                    // Records that name a record as their parent must be forgotten before it.
                     if !record.is_some_and(|record| self.fail_waiting(tier, record)) {
                         budget.change();
                         self.give_up_block(id, block);
@@ -406,8 +457,10 @@ impl Table {
                 }
                 None => {
                     self.transfers.failed.pop();
-                    // Not before: what it hangs on may fail as well, and must not be given up ahead of it.
-                    if self.transfers.at_mut(id).is_some_and(|transfer| transfer.alive == 0) {
+                    // Not before: the block that it hangs on may fail too, and must not be given up
+                    // first.
+                    let is_nothing = |held: &mut OpenTransfer| held.is_cut() && held.alive == 0;
+                    if self.transfers.at_mut(id).is_some_and(is_nothing) {
                         self.stop_waiting(id);
                     }
                     self.end_if_done(id);
@@ -416,14 +469,20 @@ impl Table {
         }
     }
 
-    /// Fails what waits for a block that has failed. Returns whether there are transfers to be given up before it.
+    /// Fails what waits for a failed block. Returns whether there are transfers to give up before
+    /// it.
     fn fail_waiting(&mut self, tier: Tier, record: RecordId) -> bool {
         let mut goes_first = false;
         for waiter in self.transfers.take_waiting_for(tier, record) {
             match waiter {
                 BlockWaiter::Transfer(waiting) => {
-                    let held = self.transfers.at_mut(waiting);
-                    held.into_iter().for_each(|held| held.parent = TransferParent::Root);
+                    if let Some(held) = self.transfers.at_mut(waiting) {
+                        held.parent = TransferParent::Root;
+                        // One that failed by itself was not let down by another.
+                        if !held.is_cut() {
+                            held.cut = TransferCut::LetDown;
+                        }
+                    }
                     self.fail(waiting, 0);
                     goes_first = true;
                 }
@@ -433,21 +492,23 @@ impl Table {
         goes_first
     }
 
-    /// A transfer that hangs on a block which is on its way does not wait for it any more.
+    /// A transfer that hangs on a block on its way stops waiting for it.
     fn stop_waiting(&mut self, id: TransferId) {
         let Some(transfer) = self.transfers.at_mut(id) else { return };
         let TransferParent::Awaited(record) = transfer.parent else { return };
         transfer.parent = TransferParent::Root;
         let block = (transfer.to, record);
         if let Some(waiting) = self.transfers.waiting.get_mut(&block) {
-            waiting.retain(|waiter| !matches!(waiter, BlockWaiter::Transfer(other) if *other == id));
+            waiting
+                .retain(|waiter| !matches!(waiter, BlockWaiter::Transfer(other) if *other == id));
             if waiting.is_empty() {
                 self.transfers.waiting.remove(&block);
             }
         }
     }
 
-    /// The block will not become resident: its record forgets the tier. If its bytes have arrived, its slot is free.
+    /// The block will not become resident: its record forgets the tier. If its bytes have arrived,
+    /// its slot is free.
     fn give_up_block(&mut self, id: TransferId, block: usize) {
         let Some(transfer) = self.transfers.at_mut(id) else { return };
         transfer.recorded = block;
@@ -466,17 +527,22 @@ impl Table {
 
     fn end_if_done(&mut self, id: TransferId) {
         let present = self.namespace();
-        let Some(transfer) = self.transfers.at_mut(id).filter(|held| held.is_done() && !held.has_ended)
-        else {
+        let is_over = |held: &mut OpenTransfer| held.is_done() && !held.has_ended;
+        if !self.transfers.at_mut(id).is_some_and(is_over) || self.begins_anew(id) {
             return;
-        };
+        }
+        let Some(transfer) = self.transfers.at_mut(id) else { return };
         transfer.has_ended = true;
         let (tier, parent, namespace) = (transfer.to, transfer.parent, transfer.namespace);
         let copied = if namespace == present { transfer.published } else { 0 };
-        // Whatever comes home later finds nobody to tell: the end is reported once.
+        // Copies that come back later are not reported: the end is reported once.
         let caller = transfer.caller.take();
         let account = std::mem::take(&mut transfer.account);
         let (class, blocks) = (transfer.class, account.blocks);
+        let took = account
+            .copied
+            .filter(|_| copied == blocks)
+            .map(|end| end.saturating_sub(account.started));
         let (pins, reply) = match caller {
             Some(TransferCaller { pins, reply }) if namespace != present => {
                 self.unpin_parent(tier, parent);
@@ -487,8 +553,13 @@ impl Table {
             Some(TransferCaller { mut pins, reply }) => {
                 self.extend_lease(&mut pins, tier, parent, account.before + copied);
                 if copied == 0 {
-                    // Of what other transfers brought, as much as arrived.
-                    self.hold_leading(&mut pins, tier, account.before - account.found.len(), &account.found);
+                    // As much of what other transfers brought as arrived.
+                    self.hold_leading(
+                        &mut pins,
+                        tier,
+                        account.before - account.found.len(),
+                        &account.found,
+                    );
                 }
                 self.drop_quarantined(&mut pins);
                 (Some(pins), Some(reply))
@@ -498,13 +569,17 @@ impl Table {
                 (None, None)
             }
         };
-        let took = account.copied.filter(|_| copied == blocks).map(|end| end.saturating_sub(account.started));
+        // Blocks that others should have brought, or had, and that are missing: to the engine they
+        // failed.
+        let there = pins.as_ref().map_or(0, |pins| pins.held().blocks(tier));
+        let gone = account.before.saturating_sub(there).min(account.duplicates);
         self.transfers.effects.ended.push(TransferEnd {
             id,
             class,
             to: tier,
-            blocks,
+            blocks: blocks + gone,
             copied,
+            duplicates: account.duplicates - gone,
             source: account.source,
             took,
             recompute: account.recompute,
@@ -516,11 +591,43 @@ impl Table {
         self.forget_if_home(id);
     }
 
-    /// Hands a transfer's pin over to its caller's lease, which holds `blocks` leading ones from now on.
+    /// Plans a save anew from the engine's slots, if it relied on copies of others that failed. Its
+    /// own copies must have ended first, since the next ones get their names. False: it ends.
+    fn begins_anew(&mut self, id: TransferId) -> bool {
+        let (present, dropped) = (self.namespace(), self.quarantines.names_dropped());
+        let is_closed = self.transfers.is_closed;
+        let Some(transfer) =
+            self.transfers.at_mut(id).filter(|held| held.cut == TransferCut::LetDown)
+        else {
+            return false;
+        };
+        let is_of_now = !is_closed && transfer.namespace == present;
+        let may_come = transfer.relying.as_ref().is_some_and(|own| own.names_dropped == dropped);
+        if !is_of_now || !may_come || transfer.caller.is_none() {
+            return false;
+        }
+        // A cancellation that is made later must not take copies of the new plan, which have the
+        // same names.
+        if transfer.away > 0 || transfer.cancellations > 0 {
+            return true;
+        }
+        let (Some(own), Some(TransferCaller { pins, reply })) =
+            (transfer.relying.take(), transfer.caller.take())
+        else {
+            return false;
+        };
+        (transfer.is_open, transfer.cut) = (true, TransferCut::Whole);
+        let plan = TransferPlan::again((id, transfer.to), own, pins);
+        self.transfers.effects.again.push(SaveAgain { plan, reply });
+        true
+    }
+
+    /// Hands a transfer's pin over to its caller's lease, which holds `blocks` leading ones from
+    /// now on.
     fn extend_lease(&mut self, pins: &mut Pins, tier: Tier, parent: TransferParent, blocks: usize) {
         self.drop_quarantined(pins);
         if let TransferParent::Resident(slot) = parent {
-            // What was missing elsewhere is no reason to let go of what it has here.
+            // Blocks missing elsewhere are no reason to release what it has here.
             if pins.held().blocks(tier) > blocks {
                 return self.unpin(tier, slot);
             }
@@ -534,12 +641,12 @@ impl Table {
         if self.transfers.at_mut(id).as_ref().is_some_and(is_over) {
             let Some(over) = self.transfers.remove(id) else { return };
             debug_assert!(over.sources.is_none(), "what was read stays pinned");
-            self.transfers.effects.spent.push(Spent(over.blocks));
+            self.transfers.effects.spent.push(Spent(over.blocks, over.relying));
             self.transfers.effects.released.extend(over.with_media);
         }
     }
 
-    /// Pins the slot of a block that `tier` holds. `None`: it does not.
+    /// Pins the slot of a block in `tier`. `None`: the tier lacks it.
     fn pin_resident_slot(&mut self, tier: Tier, key: kvbm_tiers::BlockKey) -> Option<SlotId> {
         let slot = self.slot_of(tier, key)?;
         self.tier_mut(tier).pin(slot);

@@ -2,13 +2,13 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `plan` | what a request lacks in a tier, and the slots for it: in steps, so that a long prompt does not keep the lock |
-//! | `land` | what became of the copies: publication, failure, and the end |
+//! | `plan` | what a request lacks in a tier, and the slots for it: in steps that bound the lock |
+//! | `land` | the results of copies: publication, failure, and the end |
 //!
-//! Copies end in any order, publication follows the chain: a block becomes resident when its bytes are there and its
-//! parent is resident. A block that fails takes the rest of its transfer with it, and every transfer that hangs on
-//! it. A transfer has ended when nothing of it can become resident any more; it stays on the books until no medium
-//! has its slots.
+//! Copies end in any order, publication follows the chain: a block becomes resident when its bytes
+//! are there and its parent is resident. A block that fails takes with it the rest of its transfer,
+//! and every transfer that hangs on it. A transfer has ended when no more of its blocks can become
+//! resident; it stays on the books until no medium uses its slots.
 
 mod land;
 mod plan;
@@ -27,10 +27,11 @@ use super::namespace::NamespaceId;
 use super::pins::Pins;
 use super::request::RequestContext;
 use super::tier_set::TierSet;
-use crate::events::{EventBuffer, StoreReason};
-use crate::hash::BlockHash;
+use crate::names::hash::BlockHash;
+use crate::observe::events::{EventBuffer, StoreReason};
 use crate::task::{Class, CopyTask, Defect, TaskId, TransferId};
 
+use self::plan::EngineBlocks;
 pub use self::plan::{Filled, Reserved, Steps, TransferPlan};
 
 /// What a transfer's first unpublished block hangs on.
@@ -47,10 +48,10 @@ pub(super) enum TransferParent {
 /// Where a block goes.
 #[derive(Clone, Copy, Debug)]
 enum Destination {
-    /// Into a tier, as this record tells.
+    /// Into a tier, for this record.
     Tier(RecordId),
-    /// Into a slot of the engine's own, of which nothing is recorded: the block that the lease holds in this one, unless it
-    /// is dropped meanwhile.
+    /// Into a slot of the engine's own, which has no record: the block that the lease holds in
+    /// `source`, unless it is dropped meanwhile.
     Engine { source: SlotRef },
 }
 
@@ -59,10 +60,10 @@ enum Destination {
 struct BlockInTransfer {
     destination: Destination,
     slot: SlotId,
-    /// The handle to its slot, unless the engine has it, which fills the slot or owns it, or the tier.
+    /// The handle to its slot, unless the tier has it, or the engine, which fills or owns the slot.
     frame: Option<Frame>,
     state: BlockState,
-    /// The slot of the host tier that its copy reads, pinned for that.
+    /// The host slot that its copy reads, pinned for that.
     source: Option<SlotId>,
 }
 
@@ -70,9 +71,9 @@ struct BlockInTransfer {
 enum BlockState {
     /// Its bytes are on the way, or will be.
     Coming,
-    /// They are there; its parent is not yet.
+    /// They are there; its parent is not there yet.
     Arrived,
-    /// Nobody waits for them, and a medium may still write them.
+    /// Given up, but a medium may still write them.
     Overdue,
     /// It is resident, or it failed and its slot is free.
     Ended,
@@ -87,10 +88,10 @@ impl BlockInTransfer {
     }
 }
 
-/// A block of a transfer: where a search among all that are on their way goes on.
+/// A block of a transfer: where a search among all blocks on their way goes on.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TransferCursor {
-    /// Of the transfer.
+    /// The place of the transfer.
     place: u32,
     block: usize,
 }
@@ -98,12 +99,12 @@ pub struct TransferCursor {
 /// Who asked for a transfer.
 #[derive(Debug)]
 struct TransferCaller {
-    /// His lease. It holds the destination's part as well when the transfer has ended.
+    /// The caller's lease. After the end it also holds the destination's part.
     pins: Pins,
     reply: Reply,
 }
 
-/// What is done with the end of a transfer, once the table is unlocked.
+/// Handles the end of a transfer, once the table is unlocked.
 pub struct Reply(Box<dyn FnOnce(TransferEnd) + Send>);
 
 impl Reply {
@@ -125,7 +126,7 @@ struct OpenTransfer {
     class: Class,
     to: Tier,
     context: RequestContext,
-    /// That of its blocks. Once it is past, nothing of the transfer lands.
+    /// The namespace of its blocks. Once it is past, nothing of the transfer lands.
     namespace: NamespaceId,
     parent: TransferParent,
     blocks: Vec<BlockInTransfer>,
@@ -133,43 +134,61 @@ struct OpenTransfer {
     published: usize,
     /// Blocks from here on have failed.
     alive: usize,
-    /// Blocks from here on have been given up: their records do not tell of them any more. Those between have failed and
-    /// are given up in their turn.
+    /// Blocks from here on have been given up: their records no longer mention them. Those between
+    /// `alive` and here have failed and will be given up.
     recorded: usize,
     /// Copies that a queue or a medium still has, and blocks that an engine fills.
     away: usize,
-    /// How its blocks come, as those who listen are told.
+    /// Cancellations among the effects that are not made yet.
+    cancellations: u32,
+    /// How its blocks come, as listeners are told.
     reason: StoreReason,
-    /// More blocks may come, or its caller.
+    /// More blocks, or its caller, may still be added.
     is_open: bool,
     has_ended: bool,
-    /// Its end has failed, perhaps before any block of it: nothing can be added behind.
-    is_cut: bool,
-    /// The transfer of those of its blocks that stay in the host tier when they pass it, and the first of them here.
+    cut: TransferCut,
+    /// The transfer of its blocks that stay in the host tier when they pass it, and the first of
+    /// them here.
     kept: Option<(TransferId, usize)>,
-    /// Pins what its copies read until the last of them is out of the media's hands, whatever becomes of the caller's
-    /// lease.
+    /// Pins what its copies read until media have finished the last of them, whether or not the
+    /// caller keeps its lease.
     sources: Option<Pins>,
     caller: Option<TransferCaller>,
-    /// Goes when no medium has a slot of it any more: who lent the slots looks at that.
+    /// Dropped when no medium uses its slots any more: the lender of the slots looks at that.
     with_media: Option<Arc<()>>,
+    /// Set for a save that relies on copies of others.
+    relying: Option<EngineBlocks>,
     account: TransferAccount,
 }
 
-/// What is reported of a transfer besides its blocks.
+/// Whether a transfer has failed at its end, perhaps before its first block: then nothing can be
+/// added behind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum TransferCut {
+    /// Nothing has failed.
+    Whole,
+    /// It failed, or it was ended.
+    Failed,
+    /// All of it failed, because copies of others that it relied on did.
+    LetDown,
+}
+
+/// What is reported about a transfer besides its blocks.
 #[derive(Debug, Default)]
 struct TransferAccount {
     /// Leading blocks of the chain that come before those of the transfer.
     before: usize,
-    /// The last of them, root first: those of which the caller's lease may not know in the destination, because they
-    /// came there since or are on the way in other transfers.
+    /// The last of them, root first: those that the caller's lease may not hold in the destination,
+    /// because they came since or are on the way in other transfers.
     found: Vec<BlockKey>,
-    /// Blocks that it is to bring.
+    /// Blocks that it should bring.
     blocks: usize,
+    /// The engine's blocks that are there, or come, without it.
+    duplicates: usize,
     recompute: usize,
     declined: usize,
     refused: usize,
-    /// The tier that all its blocks come from, if it is one.
+    /// The tier that all its blocks come from, if there is one.
     source: Option<Tier>,
     started: Duration,
     /// When its last copy arrived.
@@ -179,7 +198,7 @@ struct TransferAccount {
 /// How a transfer ended.
 #[derive(Debug)]
 pub struct TransferEnd {
-    /// Which it was.
+    /// The transfer.
     pub id: TransferId,
     /// What kind of work it was.
     pub class: Class,
@@ -189,28 +208,39 @@ pub struct TransferEnd {
     pub blocks: usize,
     /// Those of them that are resident now.
     pub copied: usize,
-    /// The tier that all of them came from, if it is one.
+    /// The tier that all of them came from, if there is one.
     pub source: Option<Tier>,
+    /// Blocks that the engine brought and that are there already.
+    pub duplicates: usize,
     /// How long their copies took, time in queues included; `None` if not all of them arrived.
     pub took: Option<Duration>,
-    /// Blocks left to the engine, which computes them sooner than they are loaded.
+    /// Blocks left to the engine, which computes them faster than they are loaded.
     pub recompute: usize,
-    /// Blocks that the destination did not think worth the room.
+    /// Blocks that were not worth their room to the destination.
     pub declined: usize,
-    /// Blocks that found no room or no way.
+    /// Blocks that found no room or no route.
     pub refused: usize,
-    /// The caller's lease, which holds the destination's part as well.
+    /// The caller's lease, which also holds the destination's part.
     pub pins: Option<Pins>,
     reply: Option<Reply>,
 }
 
 impl TransferEnd {
-    /// Tells the caller. Not under the table's lock: a lease that nobody wants any more ends here.
+    /// Tells the caller. Not under the table's lock: a lease that is no longer wanted ends here.
     pub fn report(mut self) {
         if let Some(Reply(reply)) = self.reply.take() {
             reply(self);
         }
     }
+}
+
+/// A save to plan anew, since it relied on copies of others that failed.
+#[derive(Debug)]
+pub struct SaveAgain {
+    /// The new plan.
+    pub plan: TransferPlan,
+    /// Called with its end.
+    pub reply: Reply,
 }
 
 /// Blocks that were dropped from a tier with a bad one.
@@ -224,70 +254,74 @@ pub struct Dropped {
     pub defect: Defect,
 }
 
-/// What is to be done about a change of the table once it is unlocked.
+/// What a change of the table leads to once it is unlocked.
 #[derive(Debug, Default)]
 #[must_use]
 pub struct Effects {
     /// Copies to make.
     pub tasks: Vec<CopyTask>,
-    /// Blocks that others wait for who are more urgent than whoever queued them.
+    /// Blocks that a more urgent copy waits for than the one that queued them.
     pub awaited: Vec<BlockKey>,
-    /// Transfers, and from which block on their copies are in vain.
+    /// Transfers, and the block from which on their copies are useless.
     pub cancelled: Vec<(TransferId, u32)>,
     /// Transfers that have ended.
     pub ended: Vec<TransferEnd>,
-    /// Held for those who lent slots to transfers that no medium has any more.
+    /// Saves to plan anew.
+    pub again: Vec<SaveAgain>,
+    /// Markers for lenders of slots to transfers that no medium has any more.
     pub released: Vec<Arc<()>>,
-    /// Blocks that are gone.
+    /// Blocks that were dropped.
     pub dropped: Vec<Dropped>,
-    /// Blocks that left a tier, where somebody wants to know.
+    /// Blocks that left a tier, if a listener is set.
     pub(crate) left: Vec<LeftBlock>,
-    /// Those who listen, and for whom something was noted.
+    /// Listeners for whom an event was noted.
     pub(crate) news: Vec<Arc<EventBuffer>>,
-    /// What was kept of the blocks of transfers that are over. It goes with the table unlocked: to give back a large array
-    /// the kernel interrupts every processor that the process runs on, and waits for each.
+    /// Memory of transfers that are over. It is freed with the table unlocked: to free a large
+    /// array the kernel interrupts every processor that the process runs on, and waits for each.
     pub(crate) spent: Vec<Spent>,
-    /// What was to be flushed and is forgotten.
+    /// Dirty blocks that were forgotten.
     pub unflushed: Vec<Unflushed>,
-    /// More blocks can become resident than one step takes: [`Table::publish_more`](super::Table::publish_more) goes on.
+    /// More blocks can become resident than one step takes:
+    /// [`Table::publish_more`](super::Table::publish_more) goes on.
     pub has_more: bool,
 }
 
-/// Nothing but memory.
+/// Only memory.
 #[derive(Debug)]
-pub(crate) struct Spent(#[expect(dead_code, reason = "it is kept to be dropped")] Vec<BlockInTransfer>);
+#[expect(dead_code, reason = "it is kept to be dropped")]
+pub(crate) struct Spent(Vec<BlockInTransfer>, Option<EngineBlocks>);
 
 /// A block that left a tier.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LeftBlock {
     pub(crate) tier: Tier,
     pub(crate) hash: BlockHash,
-    /// No tier has it any more.
+    /// Whether no tier has it any more.
     pub(crate) is_gone: bool,
 }
 
-/// Who waits for a block that is on its way into a tier.
+/// What waits for a block that is on its way into a tier.
 #[derive(Debug)]
 enum BlockWaiter {
     /// A transfer that hangs on it.
     Transfer(TransferId),
-    /// A copy that would read it from further down, and goes on from here instead.
+    /// A copy that would else read it from further down.
     Copy(CopyTask),
 }
 
-/// All transfers on the books, who waits for whom, and what is to be done about it after the lock.
+/// All transfers on the books, what waits for what, and what to do after unlock.
 #[derive(Debug, Default)]
 pub(super) struct OpenTransfers {
     places: Vec<(u32, Option<OpenTransfer>)>,
     free: Vec<u32>,
     waiting: HashMap<(Tier, RecordId), Vec<BlockWaiter>>,
     effects: Effects,
-    /// Transfers of which blocks can become resident.
+    /// Transfers with blocks that can become resident.
     ready: Vec<TransferId>,
-    /// Transfers of which blocks are to be given up. One that hangs on another comes after it, and goes first.
+    /// Transfers with blocks to give up. One that hangs on another comes after it, and goes first.
     failed: Vec<TransferId>,
     is_closed: bool,
-    /// Blocks that leave are noted.
+    /// Whether blocks that leave are noted.
     notes_left: bool,
 }
 
@@ -299,7 +333,7 @@ impl TransferCursor {
 }
 
 impl OpenTransfers {
-    /// Has blocks that leave a tier noted from here on.
+    /// Notes blocks that leave a tier from here on.
     pub(super) const fn note_left_blocks(&mut self) {
         self.notes_left = true;
     }
@@ -313,10 +347,7 @@ impl OpenTransfers {
     }
 
     fn open(&mut self, transfer: OpenTransfer) -> TransferId {
-        let awaited = match transfer.parent {
-            TransferParent::Awaited(parent) => Some((transfer.to, parent)),
-            _ => None,
-        };
+        let awaited = transfer.awaited();
         let place = self.free.pop().unwrap_or_else(|| {
             self.places.push((0, None));
             self.places.len() as u32 - 1
@@ -330,6 +361,19 @@ impl OpenTransfers {
         id
     }
 
+    /// Begins an open transfer without copies anew. Returns whether it has been cut.
+    fn reopen(&mut self, id: TransferId, transfer: OpenTransfer) -> bool {
+        let awaited = transfer.awaited();
+        let held = self.at_mut(id).expect("it is open until its plan is finished");
+        let old = std::mem::replace(held, transfer);
+        let was_cut = old.is_cut();
+        self.effects.spent.push(Spent(old.blocks, old.relying));
+        if let Some(block) = awaited {
+            self.wait_for(block, BlockWaiter::Transfer(id));
+        }
+        was_cut
+    }
+
     fn at_mut(&mut self, id: TransferId) -> Option<&mut OpenTransfer> {
         let (life, transfer) = self.places.get_mut(id.place as usize)?;
         transfer.as_mut().filter(|_| *life == id.life)
@@ -338,13 +382,13 @@ impl OpenTransfers {
     fn remove(&mut self, id: TransferId) -> Option<OpenTransfer> {
         self.at_mut(id)?;
         let (life, transfer) = &mut self.places[id.place as usize];
-        // A completion of a transfer that is over must not find the next one in its place.
+        // A completion of an ended transfer must not find the next one in its place.
         *life = life.wrapping_add(1);
         self.free.push(id.place);
         transfer.take()
     }
 
-    /// A block is read from a slot of the host tier instead, which is pinned for that.
+    /// Has a block read from a slot of the host tier instead, which is pinned for that.
     fn read_from(&mut self, task: TaskId, host: SlotId) {
         let transfer = self.at_mut(task.transfer).expect("its copy is not sent yet");
         transfer.blocks[task.block as usize].source = Some(host);
@@ -354,9 +398,9 @@ impl OpenTransfers {
         self.waiting.entry(block).or_default().push(waiter);
     }
 
-    /// Who waits for a block of which it is known now what becomes of it.
+    /// Takes what waits for a block that has come or failed.
     fn take_waiting_for(&mut self, tier: Tier, record: RecordId) -> Vec<BlockWaiter> {
-        // Nearly always nobody waits for anything.
+        // Nearly always nothing waits.
         if self.waiting.is_empty() {
             return Vec::new();
         }
@@ -365,26 +409,32 @@ impl OpenTransfers {
 
     fn iter(&self) -> impl Iterator<Item = (TransferId, &OpenTransfer)> {
         let places = (0u32..).zip(&self.places);
-        places.filter_map(|(place, (life, held))| Some((TransferId { place, life: *life }, held.as_ref()?)))
+        places.filter_map(|(place, (life, held))| {
+            Some((TransferId { place, life: *life }, held.as_ref()?))
+        })
     }
 
-    /// The transfer at a place that has not ended, with the tiers that it fills and reads; none, if there is no transfer.
+    /// The unfinished transfer at a place, with the tiers that it fills and reads, if there is one.
     /// `None`: there is no such place.
     pub(super) fn tiers_at(&self, place: u32) -> Option<(TransferId, TierSet)> {
         let (life, held) = self.places.get(place as usize)?;
-        let tiers = held.as_ref().filter(|held| !held.has_ended).map(OpenTransfer::tiers).unwrap_or_default();
+        let tiers = held
+            .as_ref()
+            .filter(|held| !held.has_ended)
+            .map(OpenTransfer::tiers)
+            .unwrap_or_default();
         Some((TransferId { place, life: *life }, tiers))
     }
 
-    /// The first at place `from` or behind it that is what is looked for.
+    /// The first from place `from` on that `is_it` accepts.
     fn next(&self, from: u32, is_it: impl Fn(&OpenTransfer) -> bool) -> Option<TransferId> {
         let mut places = (from..).zip(self.places.get(from as usize..)?);
         let (place, (life, _)) = places.find(|(_, (_, held))| held.as_ref().is_some_and(&is_it))?;
         Some(TransferId { place, life: *life })
     }
 
-    /// The transfer that brings a block into `tier`, and which of its blocks it is. Those of a transfer follow one another in
-    /// a chain: `depth_of` tells where.
+    /// The transfer that brings a block into `tier`, and the block's number in it. Blocks of a
+    /// transfer are successive in a chain: `depth_of` tells where.
     pub(super) fn bringing(
         &self,
         tier: Tier,
@@ -402,8 +452,8 @@ impl OpenTransfers {
         into_tier.find_map(|(id, transfer)| Some((id, place_in(transfer)?)))
     }
 
-    /// The first block on its way, of those from `from` on, whose record is what is looked for. Else where the next hold
-    /// goes on, if this one is over before all were looked at.
+    /// The first block on its way, from `from` on, whose record is accepted. Else where the next
+    /// hold goes on, if this one ended before all were looked at.
     pub(super) fn next_with(
         &self,
         mut from: TransferCursor,
@@ -411,7 +461,8 @@ impl OpenTransfers {
         budget: &mut Budget,
     ) -> Result<(TransferId, usize), Option<TransferCursor>> {
         while let Some((life, held)) = self.places.get(from.place as usize) {
-            let first = held.as_ref().map_or(0, |held| held.published.max(from.block).min(held.alive));
+            let first =
+                held.as_ref().map_or(0, |held| held.published.max(from.block).min(held.alive));
             let coming = held.as_ref().map_or(&[][..], |held| &held.blocks[first..held.alive]);
             for (at, block) in (first..).zip(coming) {
                 if block.record().is_some_and(&is_it) {
@@ -440,12 +491,21 @@ impl OpenTransfers {
         self.iter().any(|(_, transfer)| transfer.to == tier && !transfer.has_ended)
     }
 
-    /// The transfers into `tier` whose next block hangs on one of `slots`, with how far each has come.
-    pub(super) fn hanging_on(&self, tier: Tier, is_one: impl Fn(SlotId) -> bool) -> Vec<(TransferId, usize)> {
+    /// The transfers into `tier` whose next block hangs on one of `slots`, with how far each has
+    /// come.
+    pub(super) fn hanging_on(
+        &self,
+        tier: Tier,
+        is_one: impl Fn(SlotId) -> bool,
+    ) -> Vec<(TransferId, usize)> {
         let hangs = |transfer: &OpenTransfer| {
-            transfer.to == tier && matches!(transfer.parent, TransferParent::Resident(slot) if is_one(slot))
+            transfer.to == tier
+                && matches!(transfer.parent, TransferParent::Resident(slot) if is_one(slot))
         };
-        self.iter().filter(|(_, transfer)| hangs(transfer)).map(|(id, held)| (id, held.published)).collect()
+        self.iter()
+            .filter(|(_, transfer)| hangs(transfer))
+            .map(|(id, held)| (id, held.published))
+            .collect()
     }
 
     /// Copies to make once the table is unlocked.
@@ -477,22 +537,36 @@ impl OpenTransfer {
             alive: 0,
             recorded: 0,
             away: 0,
+            cancellations: 0,
             reason: store_reason(class),
             is_open: true,
             has_ended: false,
-            is_cut: false,
+            cut: TransferCut::Whole,
             kept: None,
             sources: None,
             caller: None,
             with_media: None,
+            relying: None,
             account: TransferAccount::default(),
         }
     }
 
-    /// Those that it fills and reads.
+    fn is_cut(&self) -> bool {
+        self.cut != TransferCut::Whole
+    }
+
+    /// The block of another transfer that it hangs on.
+    const fn awaited(&self) -> Option<(Tier, RecordId)> {
+        match self.parent {
+            TransferParent::Awaited(parent) => Some((self.to, parent)),
+            _ => None,
+        }
+    }
+
+    /// The tiers that it fills and reads.
     fn tiers(&self) -> TierSet {
         let tiers = self.sources.as_ref().map(Pins::tiers).unwrap_or_default().with(self.to);
-        // Copies may read what was to pass the host tier, and is there.
+        // Copies may read blocks that were to pass the host tier, and are there.
         let reads_host = self.blocks.iter().any(|block| block.source.is_some());
         if reads_host { tiers.with(Tier::Host) } else { tiers }
     }
@@ -516,11 +590,12 @@ impl OpenTransfer {
         if matches!(self.parent, TransferParent::Awaited(_)) || self.published == self.alive {
             return None;
         }
-        let next = self.blocks.get(self.published).filter(|block| block.state == BlockState::Arrived)?;
+        let next =
+            self.blocks.get(self.published).filter(|block| block.state == BlockState::Arrived)?;
         Some(next.destination)
     }
 
-    /// Counts the next block as published, and gives out the handle to its slot in a tier.
+    /// Counts the next block as published, and returns the handle to its slot in a tier.
     fn take_ready(&mut self) -> Option<Frame> {
         let block = self.blocks.get_mut(self.published)?;
         block.state = BlockState::Ended;
@@ -528,7 +603,7 @@ impl OpenTransfer {
         block.frame.take()
     }
 
-    /// Whether nothing of it can become resident any more.
+    /// Whether no block of it can become resident any more.
     const fn is_done(&self) -> bool {
         let is_given_up = self.recorded == self.alive;
         !self.is_open
@@ -537,20 +612,20 @@ impl OpenTransfer {
             && is_given_up
     }
 
-    /// The last block that failed and has not been given up, with its tier and its record.
+    /// The last failed block that has not been given up, with its tier and record.
     fn last_failed(&self) -> Option<(Tier, usize, Option<RecordId>)> {
         let last = self.recorded.checked_sub(1).filter(|&last| last >= self.alive)?;
         Some((self.to, last, self.blocks[last].record()))
     }
 
-    /// The block of the host tier in which its `block`-th one stays on its way.
+    /// Where in the host tier's transfer its `block`-th block stays on its way.
     fn kept_block(&self, block: usize) -> Option<(TransferId, usize)> {
         let (id, first) = self.kept?;
         Some((id, block.checked_sub(first)?))
     }
 }
 
-/// How blocks come that are copied.
+/// How copied blocks come.
 const fn store_reason(class: Class) -> StoreReason {
     match class {
         Class::Load => StoreReason::Loaded,

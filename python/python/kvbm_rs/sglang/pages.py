@@ -141,7 +141,7 @@ class Pages:
         """Which of them are here now. `prefix`: those before the first one; `None`: SGLang did not say."""
         slots = self._host.slots_of(indices, len(keys))
         if self._is_chained and prefix is not None:
-            save = self._manager.save_from(self._chain([*prefix, *keys]), len(prefix), slots)
+            save = self._manager.save_from(self._chain([*prefix, *keys]), [(0, len(prefix), slots)])
             end = _ended(save)
             if not end.orphans:
                 self._count(end)
@@ -151,7 +151,7 @@ class Pages:
 
     def _save_alone(self, keys: Sequence[str], slots: Sequence[int]) -> list[bool]:
         lacking = [at for at, key in enumerate(keys) if not self._chained([key])]
-        saves = [(at, self._manager.save_from(self._alone(keys[at]), 0, [slots[at]])) for at in lacking]
+        saves = [(at, self._manager.save_from(self._alone(keys[at]), [(0, 0, [slots[at]])])) for at in lacking]
         kept = [True] * len(keys)
         for at, save in saves:
             end = _ended(save)
@@ -202,7 +202,7 @@ class Pages:
         return bool(self._manager.matches(self._alone(key)))
 
     def _load(self, chain: Chain, slots: list[int]) -> "Load":
-        return self._manager.load_into(self._manager.lease(chain), 0, slots)
+        return self._manager.load_into(self._manager.lease(chain), [(0, 0, slots)])
 
     def _count(self, end: "SaveEnd") -> None:
         self.counts["stored"] += end.copied

@@ -122,7 +122,7 @@ class Engine:
         if self._on_gpu:
             # Steps that are queued may still read what the slots had before.
             torch.cuda.synchronize()
-        self.loads[request] = (self.manager.load_into(lease, first, slots), len(slots))
+        self.loads[request] = (self.manager.load_into(lease, [(0, first, slots)]), len(slots))
 
     def compute(self, saves: list[PlannedSave], stream: Any = None) -> None:
         """A step is queued on `stream`: when it has ended, `saves` begin."""
@@ -140,7 +140,7 @@ class Engine:
         """Begins saves whose step has ended, and forgets those that have ended themselves."""
         while self._computing and (self._computing[0].done is None or self._computing[0].done.query()):
             for save in self._computing.pop(0).saves:
-                begun = self.manager.save_from(save.chain, save.first, save.slots, request=save.request)
+                begun = self.manager.save_from(save.chain, [(0, save.first, save.slots)], request=save.request)
                 self._saves.append((save.request, begun))
         self._saves = [(request, save) for request, save in self._saves if not _has_ended(save)]
 

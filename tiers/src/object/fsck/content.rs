@@ -33,7 +33,7 @@ pub(super) enum ObjectContent {
 }
 
 impl ObjectContent {
-    /// Reads all of a segment, `PIECE` bytes at a time; what is authenticated, if there is a key for that.
+    /// Reads all of a segment, `PIECE` bytes at a time; an authenticated one if its key is there.
     pub(super) async fn read(
         store: &Store,
         meta: &ObjectMeta,
@@ -86,7 +86,9 @@ impl ObjectContent {
             Self::Blocks { wrong, blocks, .. } => {
                 Some((Problem::Damaged, format!("{wrong} of {blocks} blocks have changed")))
             }
-            Self::Crooked => Some((Problem::Damaged, "its blocks do not lie side by side".to_owned())),
+            Self::Crooked => {
+                Some((Problem::Damaged, "its blocks do not lie side by side".to_owned()))
+            }
             // Another's, as far as can be told without the key.
             Self::Format(error @ (FormatError::Version { .. } | FormatError::NoKey { .. })) => {
                 Some((Problem::Foreign, error.to_string()))
@@ -108,14 +110,20 @@ async fn read_footer(
 ) -> Result<(Footer, bool), FooterError> {
     let deadline = Instant::now() + OPERATION_LIMIT;
     match fetch_footer(store, meta, (TAIL, None), deadline).await {
-        Err(FooterError::Format(FormatError::Version { version: SEALED_VERSION })) if key.is_some() => {
+        Err(FooterError::Format(FormatError::Version { version: SEALED_VERSION }))
+            if key.is_some() =>
+        {
             Ok((fetch_footer(store, meta, (TAIL, key), deadline).await?, true))
         }
         footer => Ok((footer?, false)),
     }
 }
 
-async fn piece(store: &Store, meta: &ObjectMeta, range: std::ops::Range<u64>) -> Result<Bytes, FooterError> {
+async fn piece(
+    store: &Store,
+    meta: &ObjectMeta,
+    range: std::ops::Range<u64>,
+) -> Result<Bytes, FooterError> {
     match timeout(OPERATION_LIMIT, store.client.get_range(&meta.location, range)).await {
         Ok(Ok(piece)) => Ok(piece),
         Ok(Err(error)) => Err(FooterError::of(store, &error)),
@@ -149,7 +157,8 @@ impl BlockCheck {
 
     fn take(&mut self, mut bytes: &[u8]) {
         while let Some(entry) = self.left.front().copied().filter(|_| !bytes.is_empty()) {
-            let (part, rest) = bytes.split_at(bytes.len().min((entry.length - self.taken) as usize));
+            let (part, rest) =
+                bytes.split_at(bytes.len().min((entry.length - self.taken) as usize));
             self.sum.add(part);
             self.taken += part.len() as u64;
             bytes = rest;

@@ -35,7 +35,7 @@ pub(super) struct NamespaceObjects {
     pub(super) manifests: Vec<ObjectMeta>,
     /// Files that were not finished, and when each was last written to, in milliseconds since 1970.
     pub(super) leftovers: Vec<(Path, i64)>,
-    /// What is something else.
+    /// Other objects.
     pub(super) foreign: Vec<Path>,
 }
 
@@ -72,7 +72,8 @@ impl BucketInventory {
         let below: Vec<_> = meta.location.parts().skip(root.parts().count()).collect();
         let kinds = [SEGMENTS, FORMER_SEGMENTS, MANIFESTS, EPOCHS, COLLECTOR, KEYS, NIXL];
         let is_kind = |name: &str| kinds.contains(&name);
-        let Some(at) = below.iter().rposition(|part| is_kind(part.as_ref())).filter(|&at| at > 0) else {
+        let Some(at) = below.iter().rposition(|part| is_kind(part.as_ref())).filter(|&at| at > 0)
+        else {
             self.strangers += 1;
             return;
         };
@@ -80,9 +81,8 @@ impl BucketInventory {
         let kind = below[at].as_ref().to_owned();
         let place = match &below[at + 1..] {
             [_] => BlockPlace::Direct,
-            [epoch, _] => {
-                parse_epoch_name(epoch.as_ref()).map_or(BlockPlace::Elsewhere, |_| BlockPlace::InEpoch)
-            }
+            [epoch, _] => parse_epoch_name(epoch.as_ref())
+                .map_or(BlockPlace::Elsewhere, |_| BlockPlace::InEpoch),
             _ => BlockPlace::Elsewhere,
         };
         let namespace = self.namespaces.entry(path.clone()).or_default();
@@ -112,14 +112,16 @@ impl NamespaceObjects {
                 self.directories.insert(meta.location.parts().take(parts).collect());
                 self.segments.push((name, meta));
             }
-            (MANIFESTS, _) if is_direct && worker_of(&meta.location).is_some() => self.manifests.push(meta),
+            (MANIFESTS, _) if is_direct && worker_of(&meta.location).is_some() => {
+                self.manifests.push(meta);
+            }
             (EPOCHS, _) if is_direct && let Some(epoch) = parse_marker(&meta.location) => {
                 self.directories.insert(self.path.clone().join(SEGMENTS).join(epoch_name(epoch)));
             }
             (COLLECTOR, _) if is_direct && parse_term(&meta.location).is_some() => {}
-            // What blocks are encrypted with: whoever removes one makes them unreadable.
+            // What blocks are encrypted with: removing one makes them unreadable.
             (KEYS, _) if is_key(&meta.location) => {}
-            // Slots of a tier on NIXL: nobody but the process that wrote them knows what they mean.
+            // Slots of a tier on NIXL: only the process that wrote them knows what they mean.
             (NIXL, _) if !is_direct => {}
             _ => self.foreign.push(meta.location),
         }

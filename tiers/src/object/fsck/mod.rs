@@ -1,8 +1,9 @@
-//! Checking a bucket from outside, whoever uses it meanwhile.
+//! Checking a bucket from outside, while workers may use it.
 //!
-//! Nothing is locked: workers go on storing and deleting. So what is gone by the time that it is read was deleted, and
-//! is no damage; and what is to be removed is held against the manifests once more, a while after everything was listed:
-//! a worker that started in between has said by then what it relies on.
+//! Nothing is locked: workers go on storing and deleting. So what is gone by the time that it is
+//! read was deleted, and is no damage; and what is to be removed is held against the manifests once
+//! more, a while after everything was listed: a worker that started in between has said by then
+//! what it relies on.
 //!
 //! | module | holds |
 //! |---|---|
@@ -52,12 +53,13 @@ pub struct FsckOptions {
     pub renewal: Duration,
     /// As [`Sharing::collect_after`](super::Sharing::collect_after).
     pub collect_after: Duration,
-    /// Main keys that footers of encrypted blocks are authenticated with; `None`: those are left alone.
+    /// Main keys that footers of encrypted blocks are authenticated with; `None`: those are left
+    /// alone.
     pub keys: Option<Arc<KeyRing>>,
 }
 
 impl FsckOptions {
-    /// What is younger is nobody's to delete.
+    /// What is younger may not be deleted.
     fn grace(&self) -> Duration {
         self.renewal * LAPSES
     }
@@ -75,7 +77,7 @@ pub struct BucketReport {
     pub namespaces: Vec<NamespaceReport>,
     /// Objects that are not ours, outside of any namespace: they are left alone.
     pub strangers: u64,
-    /// What is worth a line, the first thousand.
+    /// Findings that are worth a line, the first thousand.
     pub findings: Vec<Finding>,
     /// What else would be.
     pub more_findings: u64,
@@ -106,9 +108,11 @@ pub struct NamespaceReport {
     pub unreadable_manifests: u64,
     /// Segments that are not there although workers rely on them.
     pub missing: u64,
-    /// Segments that no worker relies on: what the next ones start warm from, until they are garbage.
+    /// Segments that no worker relies on: what the next ones start warm from, until they are
+    /// garbage.
     pub unclaimed: u64,
-    /// Unclaimed segments that a worker would collect, manifests of workers that are gone, and half-written files.
+    /// Unclaimed segments that a worker would collect, manifests of workers that are gone, and
+    /// half-written files.
     pub garbage: u64,
     /// Objects that were removed.
     pub removed: u64,
@@ -145,7 +149,7 @@ pub enum Problem {
     Missing,
     /// A manifest that cannot be understood.
     UnreadableManifest,
-    /// A segment that nobody relies on and that is older than workers let it become.
+    /// A segment that no worker relies on and that is older than workers let it become.
     Garbage,
     /// The manifest of a worker that is gone.
     GoneWorker,
@@ -154,7 +158,7 @@ pub enum Problem {
 }
 
 impl Problem {
-    /// Whether it may be removed, if nobody relies on it.
+    /// Whether it may be removed, if no worker relies on it.
     const fn may_go(self) -> bool {
         !matches!(self, Self::Foreign | Self::Unread | Self::Missing)
     }
@@ -177,9 +181,10 @@ impl fmt::Display for Problem {
 }
 
 impl BucketReport {
-    /// Whether nobody misses anything for what was found.
+    /// Whether no worker misses anything for what was found.
     pub fn is_sound(&self) -> bool {
-        let damage = |found: &NamespaceReport| found.damaged + found.missing + found.unreadable_manifests;
+        let damage =
+            |found: &NamespaceReport| found.damaged + found.missing + found.unreadable_manifests;
         self.namespaces.iter().all(|namespace| damage(namespace) == 0)
     }
 
@@ -194,14 +199,15 @@ impl BucketReport {
     }
 }
 
-/// Is told of bytes that were read, and of how many there are.
+/// Called with the bytes that were read, and how many there are.
 pub type OnProgress = Arc<dyn Fn(u64, u64) + Send + Sync>;
 
-/// Checks the bucket at `url`: every block of every segment against its checksum, and what workers rely on. Only
-/// [`repair`](FsckOptions::repair) changes anything.
+/// Checks the bucket at `url`: every block of every segment against its checksum, and what workers
+/// rely on. Only [`repair`](FsckOptions::repair) changes anything.
 ///
 /// # Errors
-/// `Invalid`: the URL or an option is malformed. `Unavailable`: the store does not answer or refuses us.
+/// `Invalid`: the URL or an option is malformed. `Unavailable`: the store does not answer or
+/// refuses us.
 pub fn fsck(
     url: &str,
     store: &StoreOptions,
@@ -227,7 +233,7 @@ pub(super) fn check_store(
     })
 }
 
-/// Who is at work has written a manifest anew after so many renewals.
+/// A worker that is at work has written its manifest anew after this many renewals.
 const FRESH: u32 = 2;
 /// Findings that are told one by one.
 const MAX_FINDINGS: usize = 1_000;
@@ -263,7 +269,7 @@ impl LivingWorkers {
         self.claims.iter().any(|claim| claim.names.contains(&name))
     }
 
-    /// Somebody may rely on anything.
+    /// Whether some worker may rely on anything.
     fn hold_everything(&self) -> bool {
         self.unreadable.iter().any(|&(_, holds)| holds)
     }
@@ -296,14 +302,16 @@ impl BucketCheck {
         for CheckedNamespace { report: namespace, findings } in left.into_values() {
             report.namespaces.push(namespace);
             report.more_findings +=
-                findings.len().saturating_sub(MAX_FINDINGS.saturating_sub(report.findings.len())) as u64;
+                findings.len().saturating_sub(MAX_FINDINGS.saturating_sub(report.findings.len()))
+                    as u64;
             report.findings.extend(findings.into_iter().map(|(_, finding)| finding));
             report.findings.truncate(MAX_FINDINGS);
         }
         Ok(report)
     }
 
-    /// The store's time, in milliseconds since 1970. Whoever only looks writes nothing, and takes his own.
+    /// The store's time, in milliseconds since 1970. A check that only looks writes nothing, and
+    /// takes its own clock.
     async fn now_ms(&self) -> Result<i64, StoreError> {
         if !self.options.repair {
             return Ok(i64::try_from(clock::since_1970().as_millis()).unwrap_or(i64::MAX));
@@ -349,8 +357,9 @@ impl BucketCheck {
         let contents = futures::stream::iter(namespace.segments.clone()).map(|(name, meta)| {
             let key = keys.as_ref().map(|keys| keys.of(name.0));
             async move {
-                let on_read =
-                    |bytes| (self.on_progress)(read.fetch_add(bytes, Ordering::Relaxed) + bytes, of);
+                let on_read = |bytes| {
+                    (self.on_progress)(read.fetch_add(bytes, Ordering::Relaxed) + bytes, of);
+                };
                 let content = ObjectContent::read(&self.store, &meta, key, &on_read).await;
                 (name, meta, content)
             }
@@ -403,8 +412,11 @@ impl BucketCheck {
             self.note(checked, gone, (Problem::GoneWorker, detail), false);
         }
         for (path, holds) in &workers.unreadable {
-            let detail =
-                if *holds { "it holds all segments back for a day" } else { "it is more than a day old" };
+            let detail = if *holds {
+                "it holds all segments back for a day"
+            } else {
+                "it is more than a day old"
+            };
             self.note(checked, path, (Problem::UnreadableManifest, detail), *holds);
         }
         let there: HashSet<_> = namespace.segments.iter().map(|&(name, _)| name).collect();
@@ -428,7 +440,11 @@ impl BucketCheck {
     }
 
     /// What workers say now.
-    async fn workers(&self, manifests: &[ObjectMeta], now_ms: i64) -> Result<LivingWorkers, StoreError> {
+    async fn workers(
+        &self,
+        manifests: &[ObjectMeta],
+        now_ms: i64,
+    ) -> Result<LivingWorkers, StoreError> {
         let mut workers = LivingWorkers::default();
         let read = futures::stream::iter(manifests.to_vec())
             .map(|meta| read_manifest(&self.store, meta, OPERATION_LIMIT));
@@ -437,14 +453,22 @@ impl BucketCheck {
             let Some(OtherWorker { meta, manifest }) = &other? else { continue };
             let path = meta.location.clone();
             match manifest {
-                None => workers.unreadable.push((path, !is_older(written_ms(meta), now_ms, UNREADABLE))),
+                None => {
+                    workers
+                        .unreadable
+                        .push((path, !is_older(written_ms(meta), now_ms, UNREADABLE)));
+                }
                 Some(manifest) if is_older(written_ms(meta), now_ms, manifest.lapses_after()) => {
                     workers.gone.push(path);
                 }
                 Some(claim) => workers.claims.push(WorkerClaim {
                     manifest: path,
                     names: claim.names().collect(),
-                    is_fresh: !is_older(written_ms(meta), now_ms, claim.lapses_after() * FRESH / LAPSES),
+                    is_fresh: !is_older(
+                        written_ms(meta),
+                        now_ms,
+                        claim.lapses_after() * FRESH / LAPSES,
+                    ),
                 }),
             }
         }
@@ -452,7 +476,11 @@ impl BucketCheck {
     }
 
     /// It may have been stored since the listing.
-    async fn is_in_any(&self, directories: &BTreeSet<Path>, name: SegmentName) -> Result<bool, StoreError> {
+    async fn is_in_any(
+        &self,
+        directories: &BTreeSet<Path>,
+        name: SegmentName,
+    ) -> Result<bool, StoreError> {
         for directory in directories {
             if self.exists(&directory.clone().join(name.to_string())).await? {
                 return Ok(true);

@@ -1,4 +1,4 @@
-//! Removing what is damaged, and garbage, as far as nobody can be relying on it.
+//! Removing what is damaged, and garbage, as far as no worker can be relying on it.
 
 use std::time::{Duration, Instant};
 
@@ -11,11 +11,11 @@ use super::super::files::is_staged;
 use super::super::names::SegmentName;
 use super::super::share::worker_of;
 use super::{
-    BucketCheck, CheckedNamespace, DISCOVERY_LIMIT, LivingWorkers, OPERATION_LIMIT, Problem, is_older,
-    written_ms,
+    BucketCheck, CheckedNamespace, DISCOVERY_LIMIT, LivingWorkers, OPERATION_LIMIT, Problem,
+    is_older, written_ms,
 };
 
-/// A worker that starts has said what it relies on so long after it listed the segments.
+/// A worker that starts has said what it relies on within this time of listing the segments.
 const START_LIMIT: Duration = DISCOVERY_LIMIT.saturating_mul(2);
 
 impl BucketCheck {
@@ -33,15 +33,21 @@ impl BucketCheck {
         tokio::time::sleep(settled.saturating_sub(listed.elapsed())).await;
         let now_ms = self.now_ms().await?;
         let workers = self.workers_now(namespace, now_ms).await?;
-        for (path, finding) in checked.findings.iter_mut().filter(|(_, finding)| finding.problem.may_go()) {
-            finding.removed =
-                self.may_remove(finding.problem, path, &workers, now_ms).await? && self.remove(path).await?;
+        for (path, finding) in
+            checked.findings.iter_mut().filter(|(_, finding)| finding.problem.may_go())
+        {
+            finding.removed = self.may_remove(finding.problem, path, &workers, now_ms).await?
+                && self.remove(path).await?;
             checked.report.removed += u64::from(finding.removed);
         }
         Ok(())
     }
 
-    async fn workers_now(&self, namespace: &Path, now_ms: i64) -> Result<LivingWorkers, StoreError> {
+    async fn workers_now(
+        &self,
+        namespace: &Path,
+        now_ms: i64,
+    ) -> Result<LivingWorkers, StoreError> {
         let directory = namespace.clone().join("manifests");
         let mut listed = self.store.listing(&directory, None, OPERATION_LIMIT).rest().await?;
         listed.retain(|meta| worker_of(&meta.location).is_some());
@@ -68,7 +74,7 @@ impl BucketCheck {
         })
     }
 
-    /// Whether nobody who is about to say that he relies on it can still do so.
+    /// Whether it is too late for a worker to say that it relies on it.
     async fn is_settled(&self, path: &Path, now_ms: i64) -> Result<bool, StoreError> {
         match timeout(OPERATION_LIMIT, self.store.client.head(path)).await? {
             Ok(meta) => Ok(is_older(written_ms(&meta), now_ms, self.options.grace())),
@@ -78,9 +84,13 @@ impl BucketCheck {
     }
 
     async fn remove(&self, path: &Path) -> Result<bool, StoreError> {
-        let directory =
-            path.parts().count().checked_sub(1).map(|parts| path.parts().take(parts).collect::<Path>());
-        let file = directory.and_then(|directory| self.store.files_below(&directory)).zip(path.filename());
+        let directory = path
+            .parts()
+            .count()
+            .checked_sub(1)
+            .map(|parts| path.parts().take(parts).collect::<Path>());
+        let file =
+            directory.and_then(|directory| self.store.files_below(&directory)).zip(path.filename());
         // What is half-written has a name that the client takes for none.
         if let Some((directory, file)) = file.filter(|(_, file)| is_staged(file)) {
             return Ok(std::fs::remove_file(directory.join(file)).is_ok());

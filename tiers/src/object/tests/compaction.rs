@@ -1,4 +1,4 @@
-//! Space stays bounded, whatever order slots are written in, and nobody notices how.
+//! Space stays bounded, whatever order slots are written in, and no reader notices how.
 
 use super::*;
 
@@ -42,7 +42,8 @@ impl Fixture {
     fn check(&self) {
         let blocks: Vec<_> = (0..).zip(&self.content).collect();
         for blocks in blocks.chunks(PER_SEGMENT) {
-            let full: Vec<_> = blocks.iter().filter_map(|&(slot, seed)| Some((slot, (*seed)?))).collect();
+            let full: Vec<_> =
+                blocks.iter().filter_map(|&(slot, seed)| Some((slot, (*seed)?))).collect();
             assert!(all_ok(&read(&self.backend, &self.heap, &full)));
         }
     }
@@ -53,7 +54,7 @@ impl Fixture {
     }
 }
 
-/// So many different slots, drawn by xorshift.
+/// `count` different slots, drawn by xorshift.
 fn draw(state: &mut u64, count: usize, slots: u32) -> Vec<u32> {
     let mut drawn = Vec::new();
     while drawn.len() < count {
@@ -112,7 +113,8 @@ fn a_compaction_that_fails_half_way_changes_nothing() {
     // The first 20 requests fill the tier; each of the others fails in turn, with all that follow.
     for budget in (20..60).step_by(4) {
         let slots = 640;
-        let limit = ObjectOptions { operation_limit: Duration::from_millis(500), ..options(PER_SEGMENT) };
+        let limit =
+            ObjectOptions { operation_limit: Duration::from_millis(500), ..options(PER_SEGMENT) };
         let mut tier = Fixture::with(slots, Fault::AfterRequests(AtomicI64::new(budget)), &limit);
         let mut state = budget as u64;
         for _ in 0..12 {
@@ -161,7 +163,8 @@ fn a_corrupt_block_is_not_made_whole_by_a_compaction() {
     let (memory, checksums) = (Arc::clone(&heap) as Arc<dyn Memory>, Arc::new(Checksums::new()));
     let recorded = Some(Arc::clone(&checksums));
     let backend =
-        ObjectBackend::new(open_directory(dir.path()), Arc::clone(&memory), recorded, &options(8)).unwrap();
+        ObjectBackend::new(open_directory(dir.path()), Arc::clone(&memory), recorded, &options(8))
+            .unwrap();
     let backend = Arc::new(backend);
     let verified = Verified::new(Arc::clone(&backend), memory, checksums).unwrap();
     let old: Vec<_> = (0..8).map(|slot| (slot, slot + 1)).collect();
@@ -202,14 +205,18 @@ fn writers_and_readers_at_once_never_see_a_wrong_byte() {
             let picked = draw(&mut state, 8, 64);
             let known: Vec<_> =
                 picked.iter().filter_map(|&slot| Some((slot, seeds[slot as usize]?))).collect();
-            let reads = (0..).zip(&known).map(|(index, &(slot, seed))| op(object(slot), memory(index), seed));
+            let reads = (0..)
+                .zip(&known)
+                .map(|(index, &(slot, seed))| op(object(slot), memory(index), seed));
             assert!(all_ok(&run(&backend, reads.collect())));
             for (index, &(_, seed)) in (0..).zip(&known) {
                 assert!(heap.holds(host + index, seed));
             }
         }
     };
-    std::thread::scope(|scope| (0..THREADS).for_each(|thread| _ = scope.spawn(move || work(thread))));
+    std::thread::scope(|scope| {
+        (0..THREADS).for_each(|thread| _ = scope.spawn(move || work(thread)));
+    });
     assert!(backend.stats().moved_blocks > 0);
     // The last readers may still be at segments that were emptied meanwhile.
     eventually("segments are left that nobody needs", || {

@@ -17,14 +17,18 @@ fn some_blocks(count: u32) -> Vec<(u32, u32)> {
 
 #[track_caller]
 fn assert_all_unavailable(results: &Results) {
-    assert!(kinds(results).iter().all(|kind| *kind == Some(CopyErrorKind::Unavailable)), "{results:?}");
+    assert!(
+        kinds(results).iter().all(|kind| *kind == Some(CopyErrorKind::Unavailable)),
+        "{results:?}"
+    );
 }
 
 #[test]
 fn all_operations_on_a_silent_store_end_within_one_limit() {
     let (server, heap) = (Server::start(), Heap::new());
     let backend = backend(server.open(), &heap, &limited(1));
-    let (old, new) = (some_blocks(16), [(20, 70), (21, 71), (22, 72), (23, 73), (24, 74), (25, 75)]);
+    let (old, new) =
+        (some_blocks(16), [(20, 70), (21, 71), (22, 72), (23, 73), (24, 74), (25, 75)]);
     assert!(all_ok(&write(&backend, &heap, &old)));
 
     server.feel(Mood::Silent);
@@ -49,7 +53,8 @@ fn a_store_that_reads_nothing_holds_no_slot() {
     let bytes = 64 << 20;
     let (server, memory) = (Server::start(), Arc::new(host(1, bytes)));
     let options = ObjectOptions { segment_bytes: bytes as u64, ..limited(1) };
-    let backend = ObjectBackend::new(server.open(), Arc::clone(&memory) as _, None, &options).unwrap();
+    let backend =
+        ObjectBackend::new(server.open(), Arc::clone(&memory) as _, None, &options).unwrap();
     let put = || run(&backend, vec![op((Tier::Host, 0), (Tier::Object, 0), 1)]);
     server.feel(Mood::Deaf);
     assert_all_unavailable(&put());
@@ -136,7 +141,7 @@ fn a_store_that_is_down_keeps_its_blocks() {
 }
 
 #[test]
-fn an_object_that_is_gone_or_too_short_is_a_loss() {
+fn an_object_gone_or_too_short_is_a_loss() {
     let (server, heap) = (Server::start(), Heap::new());
     let backend = backend(server.open(), &heap, &options(4));
     let blocks = some_blocks(4);
@@ -177,7 +182,7 @@ fn an_object_that_arrives_too_late_is_deleted() {
 }
 
 #[test]
-fn what_cannot_be_deleted_is_deleted_when_the_store_is_well() {
+fn failed_deletions_happen_when_the_store_is_well() {
     let (server, heap) = (Server::start(), Heap::new());
     let backend = backend(server.open(), &heap, &limited(4));
     let blocks = some_blocks(8);

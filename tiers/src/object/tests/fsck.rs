@@ -33,7 +33,7 @@ fn change(path: &FilePath, change: impl FnOnce(&mut Vec<u8>)) {
     std::fs::write(path, bytes).unwrap();
 }
 
-/// Until what is there is nobody's any more who has just begun.
+/// Waits until a worker that has just begun can no longer rely on what is there.
 fn outlast_grace() {
     std::thread::sleep(RENEWAL * 12);
 }
@@ -59,13 +59,13 @@ fn a_bucket_in_use_is_sound_in_files() {
 #[test]
 fn a_bucket_in_use_is_sound_in_a_service() {
     let server = Server::start();
-    // Its clock is not ours: only who writes is told its time.
+    // Its clock is not ours: only a writer is told its time.
     is_sound(|| server.open(), |store| repair(store, Duration::from_hours(1)));
     assert!(server.objects() > 6);
 }
 
 #[test]
-fn progress_ends_at_all_bytes_and_nothing_is_written_by_looking() {
+fn progress_ends_at_all_bytes_and_looking_writes_nothing() {
     let server = Server::start();
     let worker = Worker::start(server.open(), &shared(7));
     assert!(all_ok(&worker.write(0, &seeds(1..41))));
@@ -81,7 +81,7 @@ fn progress_ends_at_all_bytes_and_nothing_is_written_by_looking() {
 }
 
 #[test]
-fn what_is_wrong_is_named_and_goes_unless_somebody_relies_on_it() {
+fn what_is_wrong_is_named_and_goes_if_unused() {
     let dir = tempfile::tempdir().unwrap();
     let killed = Worker::start(open_directory(dir.path()), &shared(4));
     for part in 0..6 {
@@ -101,22 +101,29 @@ fn what_is_wrong_is_named_and_goes_unless_somebody_relies_on_it() {
     let report = look(open_directory(dir.path()));
     let mut found = problems(&report);
     found.sort_by_key(ToString::to_string);
-    assert_eq!(found, [Damaged, Damaged, Foreign, Foreign, Leftover, Torn, GoneWorker], "{report:?}");
+    assert_eq!(
+        found,
+        [Damaged, Damaged, Foreign, Foreign, Leftover, Torn, GoneWorker],
+        "{report:?}"
+    );
     assert!(!report.is_sound() && report.removed() == 0);
     assert_eq!(report.namespaces[0].wrong_blocks, 1);
 
-    // Nobody relies on what is damaged: it goes. What is not ours, or another version's, stays.
+    // No worker relies on what is damaged: it goes. What is not ours, or another version's, stays.
     let report = repair(open_directory(dir.path()), Duration::from_hours(1));
     assert_eq!(report.removed(), 5, "{report:?}");
     let again = look(open_directory(dir.path()));
     assert!(again.is_sound(), "{again:?}");
     assert_eq!(problems(&again), [Foreign, Foreign]);
     let next = Worker::start(open_directory(dir.path()), &shared(4));
-    assert!(all_ok(&next.write(40, &seeds(41..45))) && next.read_found() == 8, "what is sound is of use");
+    assert!(
+        all_ok(&next.write(40, &seeds(41..45))) && next.read_found() == 8,
+        "what is sound is of use"
+    );
 }
 
 #[test]
-fn what_a_living_worker_names_stays_and_what_it_misses_is_told() {
+fn a_living_workers_segments_stay_and_missing_ones_are_told() {
     let dir = tempfile::tempdir().unwrap();
     let first = Worker::start(open_directory(dir.path()), &shared(4));
     assert!(all_ok(&first.write(0, &seeds(1..13))));
@@ -139,7 +146,7 @@ fn what_a_living_worker_names_stays_and_what_it_misses_is_told() {
         "{report:?}"
     );
     assert!(segments[0].exists() && segments[2].exists() && !report.is_sound());
-    // It heals by itself: what is missed is stored anew, and what nobody needs any more goes.
+    // It heals on its own: what is missed is stored anew, and what is not needed any more goes.
     assert_eq!(second.read_found(), 7);
     assert!(all_ok(&second.write(20, &seeds(1..13))));
     drop(second);
@@ -155,7 +162,7 @@ fn ring(number: u32, digits: &str) -> Arc<KeyRing> {
 }
 
 #[test]
-fn sealed_segments_are_verified_with_their_key_and_nothing_goes_for_a_wrong_one() {
+fn sealed_segments_take_their_key_a_wrong_one_removes_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let (ours, impostor) = (ring(1, "0123456789abcdef"), ring(1, "fedcba9876543210"));
     let sealed = || {
@@ -174,7 +181,8 @@ fn sealed_segments_are_verified_with_their_key_and_nothing_goes_for_a_wrong_one(
     };
     let hour = Duration::from_hours(1);
     let segments = |report: &BucketReport| {
-        let found: Vec<_> = problems(report).into_iter().filter(|&problem| problem != GoneWorker).collect();
+        let found: Vec<_> =
+            problems(report).into_iter().filter(|&problem| problem != GoneWorker).collect();
         (report.namespaces[0].blocks, found)
     };
     assert_eq!(segments(&check(Some(&ours), false, hour)), (16, vec![]));
@@ -192,7 +200,8 @@ fn sealed_segments_are_verified_with_their_key_and_nothing_goes_for_a_wrong_one(
     let report = check(Some(&ours), true, hour);
     assert_eq!(segments(&report), (12, vec![Damaged; 2]), "{report:?}");
     assert!(!files[0].exists() && !files[1].exists() && files[2].exists());
-    // And then it heals: what is sound is of use, and goes when nobody relies on it for long enough.
+    // And then it heals: what is sound is of use, and goes when no worker relies on it for long
+    // enough.
     let next = Worker::start(open_directory(dir.path()), &sealed());
     assert!(all_ok(&next.write(40, &seeds(41..45))) && next.read_found() == 8);
     assert!(check(Some(&ours), true, hour).is_sound());
@@ -212,16 +221,26 @@ fn garbage_goes_by_the_age_that_workers_collect_by() {
     outlast_grace();
     let kept = repair(open_directory(dir.path()), Duration::from_hours(1));
     assert_eq!((kept.namespaces[0].unclaimed, segment_files(dir.path()).len()), (3, 3));
-    // Somebody of another version may rely on anything.
-    let manifest =
-        dir.path().join("model/tp0/manifests").join(format!("{:032x}.kvman", SegmentNames::new().next().0));
+    // A worker of another version may rely on anything.
+    let manifest = dir
+        .path()
+        .join("model/tp0/manifests")
+        .join(format!("{:032x}.kvman", SegmentNames::new().next().0));
     std::fs::create_dir_all(manifest.parent().unwrap()).unwrap();
     std::fs::write(&manifest, "from the future").unwrap();
     let held = repair(open_directory(dir.path()), Duration::ZERO);
-    assert_eq!((held.removed(), problems(&held)), (0, vec![Problem::UnreadableManifest]), "{held:?}");
+    assert_eq!(
+        (held.removed(), problems(&held)),
+        (0, vec![Problem::UnreadableManifest]),
+        "{held:?}"
+    );
     std::fs::write(&manifest, Manifest::new(RENEWAL * 100, []).encode()).unwrap();
     let gone = repair(open_directory(dir.path()), Duration::ZERO);
-    assert_eq!((gone.removed(), segment_files(dir.path()).len(), gone.is_sound()), (3, 0, true), "{gone:?}");
+    assert_eq!(
+        (gone.removed(), segment_files(dir.path()).len(), gone.is_sound()),
+        (3, 0, true),
+        "{gone:?}"
+    );
 }
 
 #[test]
@@ -230,7 +249,8 @@ fn a_store_that_cannot_be_read_is_no_damage() {
     drop(Worker::start(server.open(), &shared(4)));
     let store = server.open();
     server.feel(server::Mood::Refuses(403));
-    let error = check_store(store, &options_of(false, Duration::ZERO), Arc::new(|_, _| {})).unwrap_err();
+    let error =
+        check_store(store, &options_of(false, Duration::ZERO), Arc::new(|_, _| {})).unwrap_err();
     let text = format!("{error} {:?}", std::error::Error::source(&error).map(ToString::to_string));
     assert!(text.contains("cannot check the object store") && !text.contains("secret"), "{text}");
 }

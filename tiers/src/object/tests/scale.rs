@@ -1,5 +1,6 @@
-//! Buckets with many segments, which are made up as they are asked for: what is listed is listed in pages, and memory does
-//! not grow with the bucket. `KVBM_SEGMENTS=1000000 cargo test … a_bucket_of_many_segments -- --nocapture` for a million.
+//! Buckets with many segments, which are made up as they are asked for: what is listed is listed in
+//! pages, and memory does not grow with the bucket. `KVBM_SEGMENTS=1000000 cargo test …
+//! a_bucket_of_many_segments -- --nocapture` for a million.
 
 use std::sync::atomic::AtomicU64;
 
@@ -19,13 +20,13 @@ const FOOTER_BYTES: usize = BLOCKS * ENTRY_BYTES + TRAILER_BYTES;
 const STEP_MS: u64 = 1_000;
 const WRITER: u128 = 7;
 
-/// A store of segments that nobody has in memory. All else is kept as it is.
+/// A store of segments that are not in memory. All else is kept as it is.
 #[derive(Debug)]
 struct MadeUp {
     rest: InMemory,
     /// Written when it was made: types of times come from there.
     opened: ObjectMeta,
-    /// The first segment was written so long before.
+    /// How long before now the first segment was written.
     first_age_ms: u64,
     since_ms: u64,
     segments: AtomicU64,
@@ -45,7 +46,8 @@ impl MadeUp {
             rest.head(&path).await
         };
         let opened = opened.now_or_never().unwrap().unwrap();
-        let (segments, deleted) = (AtomicU64::new(segments), Mutex::new(vec![false; segments as usize * 2]));
+        let (segments, deleted) =
+            (AtomicU64::new(segments), Mutex::new(vec![false; segments as usize * 2]));
         let listed = AtomicU64::new(0);
         Arc::new(Self { rest, opened, first_age_ms, since_ms, segments, deleted, listed })
     }
@@ -57,8 +59,10 @@ impl MadeUp {
 
     /// `None`: it is none of these.
     fn number(&self, path: &Path) -> Option<u64> {
-        let name = SegmentName::parse(path.filename()?).filter(|name| name.writer() == WRITER as u64)?;
-        Some(name.0 as u64 & 0xffff_ffff).filter(|number| *number < self.segments.load(Ordering::Relaxed))
+        let name =
+            SegmentName::parse(path.filename()?).filter(|name| name.writer() == WRITER as u64)?;
+        Some(name.0 as u64 & 0xffff_ffff)
+            .filter(|number| *number < self.segments.load(Ordering::Relaxed))
     }
 
     fn meta(&self, number: u64) -> ObjectMeta {
@@ -72,7 +76,10 @@ impl MadeUp {
         }
     }
 
-    fn list_from(self: &Arc<Self>, first: u64) -> BoxStream<'static, object_store::Result<ObjectMeta>> {
+    fn list_from(
+        self: &Arc<Self>,
+        first: u64,
+    ) -> BoxStream<'static, object_store::Result<ObjectMeta>> {
         let (own, end) = (Arc::clone(self), self.segments.load(Ordering::Relaxed));
         let there = (first..end).filter_map(move |number| {
             let is_deleted = own.deleted.lock()[number as usize];
@@ -132,7 +139,11 @@ impl ObjectStore for Client {
         self.0.rest.put_multipart_opts(location, opts).await
     }
 
-    async fn get_opts(&self, location: &Path, options: GetOptions) -> object_store::Result<GetResult> {
+    async fn get_opts(
+        &self,
+        location: &Path,
+        options: GetOptions,
+    ) -> object_store::Result<GetResult> {
         let Some(number) = self.0.number(location) else {
             return self.0.rest.get_opts(location, options).await;
         };
@@ -193,7 +204,12 @@ impl ObjectStore for Client {
         self.0.rest.list_with_delimiter(prefix).await
     }
 
-    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> object_store::Result<()> {
+    async fn copy_opts(
+        &self,
+        from: &Path,
+        to: &Path,
+        options: CopyOptions,
+    ) -> object_store::Result<()> {
         self.0.rest.copy_opts(from, to, options).await
     }
 }
@@ -207,16 +223,22 @@ fn peak_mib() -> u64 {
 
 fn backend_of(store: &Arc<MadeUp>, sharing: Sharing) -> ObjectBackend {
     let options = ObjectOptions { sharing: Some(sharing), ..shared(BLOCKS) };
-    backend(Store::with_client(Arc::new(Client(Arc::clone(store)))).unwrap(), &Heap::new(), &options)
+    backend(
+        Store::with_client(Arc::new(Client(Arc::clone(store)))).unwrap(),
+        &Heap::new(),
+        &options,
+    )
 }
 
 #[test]
-fn a_bucket_of_many_segments_is_found_looked_at_and_collected_in_pages() {
+fn a_bucket_of_many_segments_is_handled_in_pages() {
     let segments = std::env::var("KVBM_SEGMENTS").map_or(20_000, |text| text.parse().unwrap());
     let store = MadeUp::new(segments);
     let (began, before) = (Instant::now(), peak_mib());
-    let lasting =
-        shared(BLOCKS).sharing.map(|sharing| Sharing { collect_after: Duration::MAX, ..sharing }).unwrap();
+    let lasting = shared(BLOCKS)
+        .sharing
+        .map(|sharing| Sharing { collect_after: Duration::MAX, ..sharing })
+        .unwrap();
     let reader = backend_of(&store, lasting.clone());
     let found = reader.discover(4_096);
     let newest = (found.blocks[0].block.hash >> 64) as u64;
@@ -245,10 +267,11 @@ fn a_bucket_of_many_segments_is_found_looked_at_and_collected_in_pages() {
     println!("5 more: found in {:?}, {listed} names listed", began.elapsed());
     drop(reader);
 
-    // To another model they mean nothing, and nobody relies on them any more.
+    // To another model they mean nothing, and no worker relies on them any more.
     let (began, before) = (Instant::now(), peak_mib());
     let provenance = Provenance { fingerprint: 1, epoch: 3, forgotten: 0 };
-    let collector = backend_of(&store, Sharing { provenance, collect_after: Duration::ZERO, ..lasting });
+    let collector =
+        backend_of(&store, Sharing { provenance, collect_after: Duration::ZERO, ..lasting });
     collector.discover(0);
     let limit = Duration::from_secs(60 + segments / 200);
     let collected = || collector.stats().collected;

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use super::super::{Store, StoreOptions};
 
-/// How the service feels.
+/// The state of the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mood {
     Well,
@@ -44,7 +44,8 @@ impl Server {
     pub(super) fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let state = State { mood: Mood::Well, objects: HashMap::new(), requests: HashMap::new() };
-        let server = Self { address: listener.local_addr().unwrap(), state: Arc::new(Mutex::new(state)) };
+        let server =
+            Self { address: listener.local_addr().unwrap(), state: Arc::new(Mutex::new(state)) };
         server.listen(listener);
         server
     }
@@ -130,7 +131,8 @@ fn serve(connection: &TcpStream, state: &Mutex<State>) {
         while state.lock().mood == Mood::Deaf {
             thread::sleep(Duration::from_millis(5));
         }
-        let length = request.headers.get("content-length").map_or(0, |length| length.parse().unwrap());
+        let length =
+            request.headers.get("content-length").map_or(0, |length| length.parse().unwrap());
         let mut body = vec![0; length];
         if reader.read_exact(&mut body).is_err() {
             return;
@@ -167,12 +169,19 @@ fn read_head(reader: &mut BufReader<TcpStream>) -> Option<Request> {
 }
 
 /// Returns whether the connection is over.
-fn answer(to: &TcpStream, request: &Request, body: Vec<u8>, state: &mut State) -> std::io::Result<bool> {
+fn answer(
+    to: &TcpStream,
+    request: &Request,
+    body: Vec<u8>,
+    state: &mut State,
+) -> std::io::Result<bool> {
     if let Mood::Refuses(status) = state.mood {
         return send(to, status, &[], b"").map(|()| false);
     }
     match (&*request.method, state.objects.get(&request.path)) {
-        ("PUT", Some(_)) if request.headers.contains_key("if-none-match") => send(to, 412, &[], b"")?,
+        ("PUT", Some(_)) if request.headers.contains_key("if-none-match") => {
+            send(to, 412, &[], b"")?;
+        }
         ("PUT", _) => {
             state.objects.insert(request.path.clone(), body);
             send(to, 200, &["ETag: \"1\""], b"")?;
@@ -182,7 +191,12 @@ fn answer(to: &TcpStream, request: &Request, body: Vec<u8>, state: &mut State) -
             send(to, 204, &[], b"")?;
         }
         ("GET", None) if request.path.contains("list-type=2") => {
-            send(to, 200, &["Content-Type: application/xml"], list(&request.path, state).as_bytes())?;
+            send(
+                to,
+                200,
+                &["Content-Type: application/xml"],
+                list(&request.path, state).as_bytes(),
+            )?;
         }
         (_, None) => send(to, 404, &[], b"")?,
         ("HEAD", Some(object)) => head(to, 200, &["ETag: \"1\""], object.len())?,
@@ -201,7 +215,8 @@ fn list(path: &str, state: &State) -> String {
     let (prefix, after) = (parameter("prefix"), parameter("start-after"));
     let bucket = path.split('?').next().unwrap_or_default().trim_end_matches('/').to_owned() + "/";
     let objects = state.objects.iter();
-    let named = objects.filter_map(|(path, object)| Some((path.strip_prefix(&bucket)?, object.len())));
+    let named =
+        objects.filter_map(|(path, object)| Some((path.strip_prefix(&bucket)?, object.len())));
     let mut named: Vec<_> =
         named.filter(|&(name, _)| name.starts_with(&prefix) && name > after.as_str()).collect();
     named.sort_unstable();
@@ -215,8 +230,14 @@ fn list(path: &str, state: &State) -> String {
     format!("<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>")
 }
 
-fn send_range(mut to: &TcpStream, request: &Request, object: &[u8], mood: Mood) -> std::io::Result<bool> {
-    let range = request.headers.get("range").and_then(|range| range.strip_prefix("bytes=")).unwrap();
+fn send_range(
+    mut to: &TcpStream,
+    request: &Request,
+    object: &[u8],
+    mood: Mood,
+) -> std::io::Result<bool> {
+    let range =
+        request.headers.get("range").and_then(|range| range.strip_prefix("bytes=")).unwrap();
     let (start, end) = range.split_once('-').unwrap();
     let (start, end): (usize, usize) = (start.parse().unwrap(), end.parse().unwrap());
     if start >= object.len() {
@@ -240,6 +261,7 @@ fn head(mut to: &TcpStream, status: u16, headers: &[&str], length: usize) -> std
     let headers = headers.iter().fold(String::new(), |all, header| all + header + "\r\n");
     let date = "Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT";
     // No body may follow these, not even an empty one.
-    let length = if status == 204 { String::new() } else { format!("Content-Length: {length}\r\n") };
+    let length =
+        if status == 204 { String::new() } else { format!("Content-Length: {length}\r\n") };
     write!(to, "HTTP/1.1 {status} status\r\n{date}\r\n{headers}{length}\r\n")
 }

@@ -1,12 +1,13 @@
-//! Workers that share a bucket: each finds what others stored, and nobody deletes what another relies on.
+//! Workers that share a bucket: each finds what others stored, and none deletes what another relies
+//! on.
 
 use super::server::Server;
 use super::*;
 use crate::copy::Owner;
 use crate::object::segment::Provenance;
 use crate::object::{
-    Discovered, Discovery, EpochStanding, FoundBlock, OlderEpoch, RequestKind, RequestOutcome, Sharing,
-    TakeIn,
+    Discovered, Discovery, EpochStanding, FoundBlock, OlderEpoch, RequestKind, RequestOutcome,
+    Sharing, TakeIn,
 };
 
 const PROVENANCE: Provenance = Provenance { fingerprint: 77, epoch: 3, forgotten: 0 };
@@ -45,9 +46,11 @@ pub(super) struct Worker {
 impl Worker {
     pub(super) fn start(store: Store, options: &ObjectOptions) -> Self {
         let heap = Heap::new();
-        let (memory, checksums) = (Arc::clone(&heap) as Arc<dyn Memory>, Arc::new(Checksums::new()));
+        let (memory, checksums) =
+            (Arc::clone(&heap) as Arc<dyn Memory>, Arc::new(Checksums::new()));
         let known = Some(Arc::clone(&checksums));
-        let object = Arc::new(ObjectBackend::new(store, Arc::clone(&memory), known, options).unwrap());
+        let object =
+            Arc::new(ObjectBackend::new(store, Arc::clone(&memory), known, options).unwrap());
         let found = object.discover(SLOTS);
         let verified = Verified::new(Arc::clone(&object), memory, checksums).unwrap();
         Self { heap, object, verified, found }
@@ -72,11 +75,14 @@ impl Worker {
         run(&self.verified, ops.collect())
     }
 
-    /// Reads every block that was found, and checks that it is what it is said to be. Returns how many came.
+    /// Reads every block that was found, and checks that it is what it is said to be. Returns how
+    /// many came.
     pub(super) fn read_found(&self) -> usize {
         let seeds = self.found.blocks.iter().map(|found| (found.block.hash >> 64) as u32);
-        let blocks: Vec<_> = self.found.blocks.iter().map(|found| found.slot.0).zip(seeds).collect();
-        let read = blocks.chunks(SLOTS as usize).map(|blocks| read(&self.verified, &self.heap, blocks));
+        let blocks: Vec<_> =
+            self.found.blocks.iter().map(|found| found.slot.0).zip(seeds).collect();
+        let read =
+            blocks.chunks(SLOTS as usize).map(|blocks| read(&self.verified, &self.heap, blocks));
         read.flatten().flatten().count()
     }
 
@@ -121,7 +127,8 @@ fn finds_all(open: impl Fn() -> Store) {
     assert_eq!((second.found.blocks.len(), second.found.segments, second.found.unread), (40, 6, 0));
     assert_eq!(second.read_found(), 40);
     for (at, found) in second.found.blocks.iter().enumerate() {
-        let is_behind = |parent| second.found.blocks[..at].iter().any(|before| before.block.hash == parent);
+        let is_behind =
+            |parent| second.found.blocks[..at].iter().any(|before| before.block.hash == parent);
         assert!(found.parent.is_none_or(is_behind), "root first");
     }
     drop(first);
@@ -148,28 +155,32 @@ fn blocks_of_another_fingerprint_epoch_or_size_are_not_found() {
     let first = Worker::start(open_directory(dir.path()), &shared(7));
     assert!(all_ok(&first.write(0, &seeds(1..9))));
     let earlier = |older_epoch| {
-        let sharing = Sharing { provenance: Provenance { epoch: 1, ..PROVENANCE }, older_epoch, ..sharing() };
-        let late =
-            Worker::start(open_directory(dir.path()), &ObjectOptions { sharing: Some(sharing), ..shared(7) });
+        let sharing =
+            Sharing { provenance: Provenance { epoch: 1, ..PROVENANCE }, older_epoch, ..sharing() };
+        let late = Worker::start(
+            open_directory(dir.path()),
+            &ObjectOptions { sharing: Some(sharing), ..shared(7) },
+        );
         (late.found.standing, late.found.epoch, late.found.blocks.len())
     };
     assert_eq!(earlier(OlderEpoch::Refuse), (EpochStanding::Behind(3), 1, 0));
     assert_eq!(earlier(OlderEpoch::Follow), (EpochStanding::Current(3), 3, 8));
     assert_eq!(earlier(OlderEpoch::Keep), (EpochStanding::Current(1), 1, 0));
-    // Whoever works in an epoch has begun it, for all who start later: the later one comes last.
+    // A worker in an epoch has begun it, for all who start later: the later one comes last.
     for provenance in [
         Provenance { fingerprint: 78, ..PROVENANCE },
         Provenance { forgotten: 1, ..PROVENANCE },
         Provenance { epoch: 4, ..PROVENANCE },
     ] {
         let sharing = Some(Sharing { provenance, ..sharing() });
-        let other = Worker::start(open_directory(dir.path()), &ObjectOptions { sharing, ..shared(7) });
+        let other =
+            Worker::start(open_directory(dir.path()), &ObjectOptions { sharing, ..shared(7) });
         assert!(other.found.blocks.is_empty(), "{provenance:?}: {:?}", other.found);
     }
 }
 
 #[test]
-fn an_epoch_that_has_begun_is_the_first_of_later_workers() {
+fn later_workers_start_in_the_epoch_that_has_begun() {
     let dir = tempfile::tempdir().unwrap();
     let first = Worker::start(open_directory(dir.path()), &shared(7));
     assert!(all_ok(&first.write(0, &seeds(1..9))));
@@ -183,7 +194,7 @@ fn an_epoch_that_has_begun_is_the_first_of_later_workers() {
 }
 
 #[test]
-fn the_newest_chains_are_found_whole_where_there_is_no_room_for_all() {
+fn the_newest_chains_are_found_whole_when_room_is_short() {
     let dir = tempfile::tempdir().unwrap();
     let first = Worker::start(open_directory(dir.path()), &shared(64));
     // The root of the newest chain is the oldest segment of all.
@@ -193,7 +204,7 @@ fn the_newest_chains_are_found_whole_where_there_is_no_room_for_all() {
     first.heap.fill(0, 50);
     let newest = CopyOp { parent, ..op((Tier::Host, 0), (Tier::Object, 50), 50) };
     assert!(all_ok(&run(&first.verified, vec![newest])));
-    // One whose parent nobody has.
+    // One whose parent no worker has.
     first.heap.fill(0, 60);
     let orphan = CopyOp { parent: Some(12_345), ..op((Tier::Host, 0), (Tier::Object, 60), 60) };
     assert!(all_ok(&run(&first.verified, vec![orphan])));
@@ -209,7 +220,7 @@ fn the_newest_chains_are_found_whole_where_there_is_no_room_for_all() {
 }
 
 #[test]
-fn segments_that_are_torn_or_of_another_version_are_counted_and_ignored() {
+fn torn_or_foreign_segments_are_counted_and_ignored() {
     let dir = tempfile::tempdir().unwrap();
     let first = Worker::start(open_directory(dir.path()), &shared(4));
     for part in 0..5 {
@@ -241,7 +252,7 @@ fn what_another_relies_on_stays_until_it_does_not() {
     let first = Worker::start(open_directory(dir.path()), &dropping);
     assert!(all_ok(&first.write(0, &seeds(1..5))));
     assert!(all_ok(&first.write(4, &seeds(5..9))));
-    // Nobody takes it for gone, however busy the machine is.
+    // No worker takes it for gone, however busy the machine is.
     let patient = Sharing { renewal: RENEWAL * 20, ..sharing() };
     let patient = ObjectOptions { sharing: Some(patient), ..shared(4) };
     let second = Worker::start(open_directory(dir.path()), &patient);
@@ -252,10 +263,15 @@ fn what_another_relies_on_stays_until_it_does_not() {
     settle(&first.object);
     assert_eq!(second.read_found(), 8);
     drop(first);
-    assert_eq!(files(dir.path(), "manifests"), 1, "who does not keep anything takes back what it said");
+    assert_eq!(
+        files(dir.path(), "manifests"),
+        1,
+        "who does not keep anything takes back what it said"
+    );
     assert_eq!(second.read_found(), 8);
     assert_eq!(files(dir.path(), "blocks"), 2, "what nobody else relies on went with its writer");
-    // Slots that are written anew let go of what was found, but the segments are not this worker's to delete at once.
+    // Slots that are written anew let go of what was found, but the segments are not this worker's
+    // to delete at once.
     for first in (0..8).step_by(4) {
         assert!(all_ok(&second.write(first, &seeds(31 + first..35 + first))));
     }
@@ -266,7 +282,7 @@ fn what_another_relies_on_stays_until_it_does_not() {
 }
 
 #[test]
-fn garbage_of_writers_that_crashed_goes_after_a_while_and_everything_works() {
+fn garbage_of_crashed_writers_goes_later_and_everything_works() {
     let dir = tempfile::tempdir().unwrap();
     let crashed = Worker::start(open_directory(dir.path()), &shared(4));
     assert!(all_ok(&crashed.write(0, &seeds(1..9))));
@@ -278,7 +294,10 @@ fn garbage_of_writers_that_crashed_goes_after_a_while_and_everything_works() {
     drop(crashed);
     let bucket = dir.path().join("other");
     let none = ObjectOptions {
-        sharing: Some(Sharing { provenance: Provenance { fingerprint: 1, ..PROVENANCE }, ..sharing() }),
+        sharing: Some(Sharing {
+            provenance: Provenance { fingerprint: 1, ..PROVENANCE },
+            ..sharing()
+        }),
         ..shared(4)
     };
     // A worker to whom the blocks mean nothing.
@@ -307,7 +326,7 @@ fn copy_tree(from: &FilePath, to: &FilePath) {
 }
 
 #[test]
-fn a_bucket_that_is_too_full_loses_the_oldest_that_nobody_relies_on() {
+fn an_overfull_bucket_loses_the_oldest_unused_segments() {
     let dir = tempfile::tempdir().unwrap();
     let first = Worker::start(open_directory(dir.path()), &shared(4));
     for part in 0..6 {
@@ -316,11 +335,16 @@ fn a_bucket_that_is_too_full_loses_the_oldest_that_nobody_relies_on() {
     drop(first);
     std::fs::remove_dir_all(dir.path().join("model/tp0/manifests")).unwrap();
     let segment = segment_files(dir.path())[0].metadata().unwrap().len();
-    let limits =
-        Sharing { collect_after: Duration::from_hours(1), collect_above: Some(segment * 3), ..sharing() };
+    let limits = Sharing {
+        collect_after: Duration::from_hours(1),
+        collect_above: Some(segment * 3),
+        ..sharing()
+    };
     let stranger = Sharing { provenance: Provenance { fingerprint: 5, ..PROVENANCE }, ..limits };
-    let stranger =
-        Worker::start(open_directory(dir.path()), &ObjectOptions { sharing: Some(stranger), ..shared(4) });
+    let stranger = Worker::start(
+        open_directory(dir.path()),
+        &ObjectOptions { sharing: Some(stranger), ..shared(4) },
+    );
     eventually("it is still too full", || stranger.object.stats().collected == 3);
     std::thread::sleep(RENEWAL * 25);
     assert_eq!((stranger.object.stats().collected, files(dir.path(), "blocks")), (3, 3));
@@ -338,10 +362,13 @@ fn a_manifest_that_nobody_understands_holds_everything_back() {
     let manifests = dir.path().join("model/tp0/manifests");
     std::fs::remove_dir_all(&manifests).unwrap();
     std::fs::create_dir_all(&manifests).unwrap();
-    std::fs::write(manifests.join("00000000000000000000000000000001.kvman"), b"from the future").unwrap();
+    std::fs::write(manifests.join("00000000000000000000000000000001.kvman"), b"from the future")
+        .unwrap();
     let stranger = Sharing { provenance: Provenance { fingerprint: 5, ..PROVENANCE }, ..sharing() };
-    let stranger =
-        Worker::start(open_directory(dir.path()), &ObjectOptions { sharing: Some(stranger), ..shared(4) });
+    let stranger = Worker::start(
+        open_directory(dir.path()),
+        &ObjectOptions { sharing: Some(stranger), ..shared(4) },
+    );
     std::thread::sleep(RENEWAL * 40);
     assert_eq!((stranger.object.stats().collected, files(dir.path(), "blocks")), (0, 1));
     std::fs::remove_file(manifests.join("00000000000000000000000000000001.kvman")).unwrap();
@@ -363,7 +390,7 @@ fn segments_that_are_gone_are_misses_and_are_written_anew() {
 }
 
 #[test]
-fn a_store_that_does_not_list_is_not_used_until_it_does() {
+fn a_store_that_cannot_list_is_unused_until_it_can() {
     for status in [500, 403, 503] {
         let server = Server::start();
         let first = Worker::start(server.open(), &shared(4));
@@ -375,7 +402,9 @@ fn a_store_that_does_not_list_is_not_used_until_it_does() {
         assert_eq!((second.found.standing, second.found.blocks.len()), (EpochStanding::Unknown, 0));
         assert_eq!(kinds(&second.write(0, &seeds(11..15))), [Some(CopyErrorKind::Unavailable); 4]);
         server.feel(super::server::Mood::Well);
-        eventually("it does not find out", || second.object.epoch_standing() == EpochStanding::Current(3));
+        eventually("it does not find out", || {
+            second.object.epoch_standing() == EpochStanding::Current(3)
+        });
         assert!(all_ok(&second.write(0, &seeds(11..15))));
         assert!(all_ok(&read(&second.verified, &second.heap, &[(0, 11), (3, 14)])));
         let third = Worker::start(server.open(), &shared(4));
@@ -406,7 +435,7 @@ fn what_another_has_stored_meanwhile_is_not_stored_again() {
     assert_eq!(second.object.stats().segments, stored);
     let blocks: Vec<_> = (1..9).map(|seed| (seed - 1, seed)).collect();
     assert!(all_ok(&read(&second.verified, &second.heap, &blocks)));
-    // What cannot be had from there is stored by whoever has it.
+    // What cannot be had from there is stored by a worker that has it.
     std::thread::sleep(RENEWAL * 2);
     drop(first);
     for file in segment_files(dir.path()) {
@@ -434,8 +463,10 @@ fn segments_take_few_requests() {
     let backend = backend(server.open(), &heap, &options);
     backend.discover(0);
     for first in (0..BLOCKS).step_by(SLOTS as usize * 4) {
-        // A segment of 16 MiB holds 256 blocks of 64 KiB; the blocks of this test are smaller, their number counts.
-        let ops = (0..256).map(|at| op((Tier::Host, at % SLOTS), (Tier::Object, first + at), first + at));
+        // A segment of 16 MiB holds 256 blocks of 64 KiB; the blocks of this test are smaller,
+        // their number counts.
+        let ops =
+            (0..256).map(|at| op((Tier::Host, at % SLOTS), (Tier::Object, first + at), first + at));
         assert!(all_ok(&run(&backend, ops.collect())));
     }
     let written = backend.traffic().total();
@@ -451,7 +482,7 @@ fn segments_take_few_requests() {
     assert!(traffic.bytes_received() >= u64::from(BLOCKS) * BLOCK as u64);
 }
 
-/// Takes in whatever comes.
+/// Takes in all that comes.
 #[derive(Default)]
 pub(super) struct TakeAll(pub(super) Mutex<Vec<BlockKey>>);
 
@@ -494,7 +525,7 @@ impl TakeIn for TakeAll {
 }
 
 #[test]
-fn looking_asks_for_each_segment_once_and_reads_what_it_says() {
+fn looking_reads_each_segment_once() {
     let server = Server::start();
     // Nothing but looks goes on.
     let looking = Sharing { renewal: Duration::from_hours(1), ..sharing() };
@@ -505,7 +536,8 @@ fn looking_asks_for_each_segment_once_and_reads_what_it_says() {
     second.object.keep_looking(Arc::clone(&all) as Arc<dyn TakeIn>);
     assert!(all_ok(&first.write(0, &seeds(1..21))));
     eventually("not all was found", || all.0.lock().len() == 20);
-    let blocks: Vec<_> = (0..).zip(all.0.lock().iter().map(|block| (block.hash >> 64) as u32)).collect();
+    let blocks: Vec<_> =
+        (0..).zip(all.0.lock().iter().map(|block| (block.hash >> 64) as u32)).collect();
     assert!(all_ok(&read(&second.verified, &second.heap, &blocks)));
     let gets = || second.object.traffic().requests(RequestKind::Get, RequestOutcome::Done);
     let before = gets();
@@ -516,7 +548,7 @@ fn looking_asks_for_each_segment_once_and_reads_what_it_says() {
 }
 
 #[test]
-fn what_could_not_be_fetched_is_found_when_the_store_is_well_again() {
+fn failed_fetches_are_found_when_the_store_is_well() {
     let server = Server::start();
     let first = Worker::start(server.open(), &shared(4));
     let second = Worker::start(server.open(), &shared(4));

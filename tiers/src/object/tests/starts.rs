@@ -1,4 +1,5 @@
-//! Starts on stores that refuse, are slow or answer in part: never an older epoch, never a lost key, and then they heal.
+//! Starts on stores that refuse, are slow or answer in part: never an older epoch, never a lost
+//! key, and then they heal.
 
 use super::sharing::{RENEWAL, TakeAll, Worker, following, seeds, shared};
 use super::*;
@@ -10,8 +11,9 @@ use crate::sealed::{FoundKey, KeyId, KeyStore, RECORD_BYTES};
 const LIMIT: Duration = Duration::from_millis(150);
 
 fn impatient(options: ObjectOptions) -> ObjectOptions {
-    let sharing =
-        options.sharing.map(|sharing| Sharing { collect_after: Duration::from_hours(1), ..sharing });
+    let sharing = options
+        .sharing
+        .map(|sharing| Sharing { collect_after: Duration::from_hours(1), ..sharing });
     ObjectOptions { operation_limit: LIMIT, sharing, ..options }
 }
 
@@ -40,7 +42,7 @@ impl Bucket {
     fn new() -> Self {
         let objects = Arc::new(InMemory::new());
         let open = || Store::with_client(Arc::clone(&objects) as _).unwrap();
-        // Nobody deletes what is past: it is there to be found by mistake.
+        // Nothing deletes what is past: it is there to be found by mistake.
         let past = Worker::start(open(), &shared(4));
         assert!(all_ok(&past.write(0, &seeds(PAST))));
         drop(past);
@@ -62,8 +64,8 @@ impl Bucket {
     }
 }
 
-/// One start, with a fault at its requests from number `spared` on; `None`: it makes no more than that. Returns whether it
-/// knew of the epochs before all was well again.
+/// One start, with a fault at its requests from number `spared` on; `None`: it makes no more than
+/// that. Returns whether it knew of the epochs before all was well again.
 fn start(bucket: &Bucket, options: &ObjectOptions, script: &str, spared: u64) -> Option<bool> {
     let chaos = Chaos::new(Schedule::scripted([script.parse().unwrap()]));
     chaos.spare(spared);
@@ -71,7 +73,10 @@ fn start(bucket: &Bucket, options: &ObjectOptions, script: &str, spared: u64) ->
     let store = chaos.around_store(bucket.open());
     let keys = store.keys("model/tp0");
     let asked = keys.find(KEY);
-    assert!(matches!(asked, Err(_) | Ok(FoundKey::Live(_))), "{script} {spared}: a key is lost: {asked:?}");
+    assert!(
+        matches!(asked, Err(_) | Ok(FoundKey::Live(_))),
+        "{script} {spared}: a key is lost: {asked:?}"
+    );
     let worker = Worker::start(store, options);
     let all = Arc::new(TakeAll::default());
     worker.object.keep_looking(Arc::clone(&all) as Arc<dyn TakeIn>);
@@ -79,18 +84,32 @@ fn start(bucket: &Bucket, options: &ObjectOptions, script: &str, spared: u64) ->
 
     let found = worker.found();
     let knew = found.standing == EpochStanding::Current(9);
-    assert!(knew || found.standing == EpochStanding::Unknown, "{script} {spared}: {:?}", found.standing);
+    assert!(
+        knew || found.standing == EpochStanding::Unknown,
+        "{script} {spared}: {:?}",
+        found.standing
+    );
     let is_present = |block: &BlockKey| PRESENT.contains(&((block.hash >> 64) as u32));
-    assert!(found.blocks.iter().all(|found| is_present(&found.block)), "{script} {spared}: {found:?}");
-    if !knew && worker.object.epoch_standing() == EpochStanding::Unknown && !chaos_may_have_passed(script) {
+    assert!(
+        found.blocks.iter().all(|found| is_present(&found.block)),
+        "{script} {spared}: {found:?}"
+    );
+    if !knew
+        && worker.object.epoch_standing() == EpochStanding::Unknown
+        && !chaos_may_have_passed(script)
+    {
         let refused = worker.write(40, &seeds(41..43));
         assert_eq!(kinds(&refused), [Some(CopyErrorKind::Unavailable); 2], "{script} {spared}");
     }
 
     // And then it heals, and everything works.
     chaos.heal();
-    eventually("it does not find out", || worker.object.epoch_standing() == EpochStanding::Current(9));
-    let there = || found.blocks.iter().map(|found| found.block).chain(all.0.lock().iter().copied()).collect();
+    eventually("it does not find out", || {
+        worker.object.epoch_standing() == EpochStanding::Current(9)
+    });
+    let there = || {
+        found.blocks.iter().map(|found| found.block).chain(all.0.lock().iter().copied()).collect()
+    };
     eventually("not all of the epoch is found", || {
         let there: Vec<BlockKey> = there();
         seeds(PRESENT).into_iter().all(|seed| there.contains(&key(seed)))
@@ -105,7 +124,7 @@ fn start(bucket: &Bucket, options: &ObjectOptions, script: &str, spared: u64) ->
     was_hit.then_some(knew)
 }
 
-/// Whether a fault ends by itself, so that a worker may know of the epochs at any moment.
+/// Whether a fault ends on its own, so that a worker may know of the epochs at any moment.
 fn chaos_may_have_passed(script: &str) -> bool {
     script.ends_with("x1")
 }
@@ -137,43 +156,49 @@ fn ninth() -> ObjectOptions {
 }
 
 #[test]
-fn a_request_of_a_start_that_is_refused_brings_no_older_epoch() {
+fn one_refused_request_of_a_start_brings_no_older_epoch() {
     every_request(Kind::Http503, " x1");
 }
 
 #[test]
-fn a_store_that_refuses_from_any_request_on_brings_no_older_epoch() {
+fn a_store_refusing_from_any_request_brings_no_older_epoch() {
     every_request(Kind::Http503, "");
 }
 
 #[test]
-fn a_request_of_a_start_that_hangs_brings_no_older_epoch() {
+fn one_hanging_request_of_a_start_brings_no_older_epoch() {
     every_request(Kind::Hang, " x1");
 }
 
 #[test]
-fn a_store_that_hangs_from_any_request_on_brings_no_older_epoch() {
+fn a_store_hanging_from_any_request_brings_no_older_epoch() {
     every_request(Kind::Hang, "");
 }
 
 #[test]
-fn an_answer_in_part_to_any_request_brings_no_older_epoch() {
+fn one_answer_in_part_brings_no_older_epoch() {
     every_request(Kind::Short, " x1");
 }
 
 #[test]
-fn a_store_that_answers_in_part_from_any_request_on_brings_no_older_epoch() {
+fn answers_in_part_from_any_request_bring_no_older_epoch() {
     every_request(Kind::Short, "");
 }
 
 #[test]
-fn a_worker_in_an_older_epoch_stores_and_finds_nothing_until_it_is_in_the_bucket_s() {
+fn a_worker_behind_the_buckets_epoch_stores_and_finds_nothing() {
     let bucket = Bucket::new();
     let behind = Worker::start(bucket.open(), &impatient(shared(4)));
-    assert_eq!((behind.found().standing, behind.found().blocks.len()), (EpochStanding::Behind(9), 0));
+    assert_eq!(
+        (behind.found().standing, behind.found().blocks.len()),
+        (EpochStanding::Behind(9), 0)
+    );
     assert_eq!(kinds(&behind.write(0, &seeds(31..33))), [Some(CopyErrorKind::Unavailable); 2]);
     let error = behind.object.begin_epoch(5, 0).unwrap_err();
-    assert!(error.to_string().contains("epoch 9") && error.to_string().contains("epoch 5"), "{error}");
+    assert!(
+        error.to_string().contains("epoch 9") && error.to_string().contains("epoch 5"),
+        "{error}"
+    );
     assert_eq!(kinds(&behind.write(0, &seeds(31..33))), [Some(CopyErrorKind::Unavailable); 2]);
     behind.object.begin_epoch(9, 0).unwrap();
     assert!(all_ok(&behind.write(0, &seeds(31..33))));
@@ -181,19 +206,24 @@ fn a_worker_in_an_older_epoch_stores_and_finds_nothing_until_it_is_in_the_bucket
 }
 
 #[test]
-fn a_worker_that_keeps_an_older_epoch_finds_that_one_s_blocks_and_no_other() {
+fn a_worker_in_an_older_epoch_finds_only_its_blocks() {
     let bucket = Bucket::new();
     let options = impatient(shared(4));
-    let sharing = options.sharing.map(|sharing| Sharing { older_epoch: OlderEpoch::Keep, ..sharing });
+    let sharing =
+        options.sharing.map(|sharing| Sharing { older_epoch: OlderEpoch::Keep, ..sharing });
     let kept = Worker::start(bucket.open(), &ObjectOptions { sharing, ..options });
     assert_eq!((kept.found().standing, kept.read_found()), (EpochStanding::Current(3), 8));
     assert!(all_ok(&kept.write(20, &seeds(61..63))));
     let others = Worker::start(bucket.open(), &impatient(following(4)));
-    assert_eq!((others.found().epoch, others.read_found()), (9, 4), "for others the bucket's is the ninth");
+    assert_eq!(
+        (others.found().epoch, others.read_found()),
+        (9, 4),
+        "for others the bucket's is the ninth"
+    );
 }
 
 #[test]
-fn nothing_is_stored_in_an_epoch_that_the_bucket_does_not_know_of() {
+fn nothing_is_stored_in_an_epoch_unknown_to_the_bucket() {
     let objects = Arc::new(InMemory::new());
     let chaos = Chaos::new(Schedule::scripted(["object.write:503@0s+1h".parse().unwrap()]));
     let store = chaos.around_store(Store::with_client(Arc::clone(&objects) as _).unwrap());
@@ -203,14 +233,16 @@ fn nothing_is_stored_in_an_epoch_that_the_bucket_does_not_know_of() {
     worker.object.begin_epoch(9, 0).unwrap_err();
     assert_eq!(kinds(&worker.write(10, &seeds(11..13))), [Some(CopyErrorKind::Unavailable); 2]);
     chaos.heal();
-    eventually("it is not told again", || worker.object.epoch_standing() == EpochStanding::Current(9));
+    eventually("it is not told again", || {
+        worker.object.epoch_standing() == EpochStanding::Current(9)
+    });
     assert!(all_ok(&worker.write(10, &seeds(11..13))));
     let late = Worker::start(Store::with_client(objects).unwrap(), &impatient(following(4)));
     assert_eq!((late.found().epoch, late.read_found()), (9, 2));
 }
 
 #[test]
-fn segments_of_a_former_version_are_not_read_and_go_when_nobody_relies_on_them() {
+fn segments_of_former_versions_are_unread_and_go_when_unused() {
     let dir = tempfile::tempdir().unwrap();
     let first = Worker::start(open_directory(dir.path()), &shared(4));
     assert!(all_ok(&first.write(0, &seeds(1..5))));
@@ -221,7 +253,10 @@ fn segments_of_a_former_version_are_not_read_and_go_when_nobody_relies_on_them()
     let moved = former.join(file.file_name().unwrap());
     std::fs::rename(&file, &moved).unwrap();
     let second = Worker::start(open_directory(dir.path()), &shared(4));
-    assert_eq!((second.found().standing, second.found().blocks.len()), (EpochStanding::Current(3), 0));
+    assert_eq!(
+        (second.found().standing, second.found().blocks.len()),
+        (EpochStanding::Current(3), 0)
+    );
     eventually("garbage is left", || !moved.exists());
     assert!(all_ok(&second.write(0, &seeds(1..5))));
     std::thread::sleep(RENEWAL);

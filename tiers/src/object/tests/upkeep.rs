@@ -1,4 +1,5 @@
-//! What workers do to a bucket beside storing: markers, deletions, looks, compactions, and the end of forked children.
+//! What workers do to a bucket beside storing: markers, deletions, looks, compactions, and the end
+//! of forked children.
 
 use super::sharing::{TakeAll, TakeNone, Worker, seeds, shared};
 use super::*;
@@ -8,16 +9,18 @@ use crate::object::{RequestKind, RequestOutcome, Sharing};
 use crate::sealed::KeyRing;
 use crate::testing::holds_in_a_child;
 
-/// What nobody relies on stays for the length of a test.
+/// What no worker relies on stays for the length of a test.
 pub(super) fn lasting(blocks_per_segment: usize) -> ObjectOptions {
     let options = shared(blocks_per_segment);
-    let sharing =
-        options.sharing.clone().map(|sharing| Sharing { collect_after: Duration::from_hours(1), ..sharing });
+    let sharing = options
+        .sharing
+        .clone()
+        .map(|sharing| Sharing { collect_after: Duration::from_hours(1), ..sharing });
     ObjectOptions { sharing, ..options }
 }
 
 #[test]
-fn a_marker_that_a_killed_writer_left_half_written_blocks_nobody() {
+fn a_half_written_marker_of_a_killed_writer_blocks_nobody() {
     let dir = tempfile::tempdir().unwrap();
     let first = Worker::start(open_directory(dir.path()), &shared(4));
     let epochs = dir.path().join("model/tp0/epochs");
@@ -29,9 +32,10 @@ fn a_marker_that_a_killed_writer_left_half_written_blocks_nobody() {
 }
 
 #[test]
-fn four_workers_begin_one_epoch_together_and_none_hears_an_error() {
+fn four_workers_begin_one_epoch_together_without_an_error() {
     let dir = tempfile::tempdir().unwrap();
-    let workers: Vec<_> = (0..4).map(|_| Worker::start(open_directory(dir.path()), &shared(4))).collect();
+    let workers: Vec<_> =
+        (0..4).map(|_| Worker::start(open_directory(dir.path()), &shared(4))).collect();
     for epoch in 10..40 {
         let together = std::sync::Barrier::new(workers.len());
         std::thread::scope(|scope| {
@@ -46,7 +50,7 @@ fn four_workers_begin_one_epoch_together_and_none_hears_an_error() {
 }
 
 #[test]
-fn a_segment_that_was_cut_short_costs_its_blocks_and_panics_nothing() {
+fn a_truncated_segment_costs_its_blocks_and_panics_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let heap = Heap::new();
     let backend = backend(open_directory(dir.path()), &heap, &options(4));
@@ -70,7 +74,7 @@ fn a_forked_child_drops_the_backend_without_waiting() {
     let mut backend = Some(backend(open_directory(dir.path()), &heap, &options(4)));
     assert!(all_ok(&write(backend.as_ref().unwrap(), &heap, &[(0, 1), (1, 2)])));
     assert!(holds_in_a_child(|| {
-        // Who waits for the parent's threads looks for their end twenty times, and sleeps between.
+        // A wait for the parent's threads looks for their end twenty times, and sleeps between.
         let before = sleeps();
         drop(backend.take());
         sleeps() - before < 10
@@ -78,7 +82,7 @@ fn a_forked_child_drops_the_backend_without_waiting() {
     assert!(all_ok(&read(backend.as_ref().unwrap(), &heap, &[(0, 1), (1, 2)])));
 }
 
-/// How often this thread gave up its processor by itself.
+/// How often this thread gave up its processor of its own accord.
 fn sleeps() -> u64 {
     let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
@@ -86,22 +90,23 @@ fn sleeps() -> u64 {
 }
 
 #[test]
-fn a_deletion_that_is_tried_again_asks_again_who_relies_on_it() {
+fn a_repeated_deletion_asks_again_who_relies_on_it() {
     let store = Faulty::new(Fault::KeepsAll);
     let open = || Store::with_client(Arc::clone(&store) as _).unwrap();
     let options = lasting(4);
-    // Nobody is taken for gone, however busy the machine.
-    let sharing = options.sharing.map(|sharing| Sharing { renewal: Duration::from_hours(1), ..sharing });
+    // No worker is taken for gone, however busy the machine.
+    let sharing =
+        options.sharing.map(|sharing| Sharing { renewal: Duration::from_hours(1), ..sharing });
     let limited = ObjectOptions { operation_limit: Duration::from_secs(4), sharing, ..options };
     let first = Worker::start(open(), &limited);
     assert!(all_ok(&first.write(0, &seeds(1..5))));
     let dead = store.names(".kvseg").remove(0);
-    // Its slots get other blocks: nobody relies on it, and it cannot be deleted.
+    // Its slots get other blocks: no worker relies on it, and it cannot be deleted.
     first.write(0, &seeds(21..25));
     eventually("nobody tried to delete it", || first.object.stats().undeleted == 1);
     let tried = || first.object.traffic().requests(RequestKind::Delete, RequestOutcome::Failed);
     eventually("nobody tried to delete it", || tried() > 0);
-    // Now somebody does.
+    // Now a worker does.
     let second = Worker::start(open(), &limited);
     eventually("it does not say so", || store.names(".kvman").len() == 2);
     settle(&first.object);
@@ -111,7 +116,7 @@ fn a_deletion_that_is_tried_again_asks_again_who_relies_on_it() {
 }
 
 #[test]
-fn what_a_forgotten_tenant_stores_anew_is_not_linked_to_what_was_forgotten() {
+fn a_forgotten_tenants_new_blocks_have_no_forgotten_links() {
     let ring = KeyRing::parse(&format!("1:{}", "0123456789abcdef".repeat(4))).unwrap();
     let keys = Some(FooterKeys::new(Arc::new(ring), "model/tp0"));
     let options = ObjectOptions { keys, ..lasting(2) };
@@ -138,7 +143,7 @@ fn what_a_forgotten_tenant_stores_anew_is_not_linked_to_what_was_forgotten() {
     assert!(all_ok(&second.write_owned(3, &[(44, tenant(7, 1))])));
     assert_eq!(linked(), 2, "it is stored");
     assert!(all_ok(&second.read(&[(0, 43), (1, 42), (2, 45), (3, 44)])));
-    // And who was told before it stored anything knows as much.
+    // And a worker that was told before it stored anything knows as much.
     second.object.forget_tenant(8, 1);
     assert!(all_ok(&first.write_owned(4, &[(46, tenant(8, 0)), (47, tenant(9, 0))])));
     eventually("nothing is linked", || {
@@ -156,8 +161,11 @@ fn one_worker_collects_and_another_takes_over_from_it() {
         Worker::start(Store::with_client(Arc::clone(&objects) as _).unwrap(), options)
     };
     let leases = || {
-        let all: Vec<_> =
-            objects.list(Some(&Path::from("model/tp0/collector"))).collect().now_or_never().unwrap();
+        let all: Vec<_> = objects
+            .list(Some(&Path::from("model/tp0/collector")))
+            .collect()
+            .now_or_never()
+            .unwrap();
         all.into_iter().map(|meta| meta.unwrap().location.to_string()).collect::<Vec<_>>()
     };
     let first = start(&shared(4));
@@ -181,15 +189,18 @@ fn a_name_from_the_future_hides_nothing() {
     let second = Worker::start(open_directory(dir.path()), &lasting(4));
     let early = Arc::new(TakeAll::default());
     second.object.keep_looking(Arc::clone(&early) as Arc<dyn crate::object::TakeIn>);
-    let future = segment_files(dir.path())[0].with_file_name("ffffffffffff00000000000000000000.kvseg");
+    let future =
+        segment_files(dir.path())[0].with_file_name("ffffffffffff00000000000000000000.kvseg");
     std::fs::write(future, b"nonsense").unwrap();
-    // Whoever starts now sees it at once.
+    // A worker that starts now sees it at once.
     let third = Worker::start(open_directory(dir.path()), &lasting(4));
     let late = Arc::new(TakeAll::default());
     third.object.keep_looking(Arc::clone(&late) as Arc<dyn crate::object::TakeIn>);
     for part in 1..4 {
         assert!(all_ok(&first.write(part * 10, &seeds(part * 10 + 1..part * 10 + 5))));
         let all = part as usize * 4;
-        eventually("what is new is not found", || early.0.lock().len() == all && late.0.lock().len() == all);
+        eventually("what is new is not found", || {
+            early.0.lock().len() == all && late.0.lock().len() == all
+        });
     }
 }

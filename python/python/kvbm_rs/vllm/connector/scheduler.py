@@ -13,10 +13,10 @@ from kvbm_rs import (
     Chain,
     EngineMemory,
     Hints,
-    HybridLease,
-    HybridLoad,
-    HybridLoadEnd,
-    HybridSave,
+    Lease,
+    Load,
+    LoadEnd,
+    Save,
     Manager,
     logs,
 )
@@ -78,7 +78,7 @@ class _Request:
     # It was looked up, and counted.
     is_counted: bool = False
     # From a look-up, until its blocks are loaded.
-    lease: HybridLease | None = None
+    lease: Lease | None = None
     sources: dict[CacheHitSource, int] = field(default_factory=dict)
     # A load failed: what it was offered is not offered again.
     has_failed: bool = False
@@ -109,10 +109,10 @@ _Stretch = tuple[int, list["KVCacheBlock"]]
 class _Loading:
     # It may begin at once: vLLM gives a block to nobody else while a step under way may still write it (`defer_block_free`,
     # 0.29 and 0.32).
-    load: HybridLoad
+    load: Load
     # By cache group its number, the position of the first block, and a slot for each.
     slots: list[tuple[int, int, list[int]]]
-    end: HybridLoadEnd | None = None
+    end: LoadEnd | None = None
     # By cache group the slots that hold nothing that can be used.
     bad: list[set[int]] = field(default_factory=list)
 
@@ -122,7 +122,7 @@ class _Saving:
     """A save, and the engine's blocks that must not be written before it has ended."""
 
     number: int
-    save: HybridSave
+    save: Save
     blocks: list["KVCacheBlock"]
 
 
@@ -222,7 +222,7 @@ class Scheduler:
         most = (request.num_tokens - 1) // self._config.block_tokens
         chain = self._chain(known)
         # vLLM asks again in each step in which it has no room for the request, and when it goes on after a preemption.
-        known.lease = self.manager.lease_hybrid(
+        known.lease = self.manager.lease(
             chain, most=most, request=known.number, hints=known.hints, again=known.is_counted
         )
         known.is_counted = True
@@ -234,7 +234,7 @@ class Scheduler:
             return 0, False
         return more, not self._is_layered(known.lease)
 
-    def _is_layered(self, lease: HybridLease) -> bool:
+    def _is_layered(self, lease: Lease) -> bool:
         """Whether its blocks come while the engine computes. From below memory they would keep all requests waiting."""
         return self._config.layerwise and lease.by_tier.get("host", 0) == lease.blocks
 
@@ -261,7 +261,7 @@ class Scheduler:
             (given,) = slots
             self._layered.append(LayeredLoad(request.request_id, self.manager, lease, *given[1:]))
         else:
-            self._loading[request.request_id] = _Loading(self.manager.load_hybrid(lease, slots), slots)
+            self._loading[request.request_id] = _Loading(self.manager.load_into(lease, slots), slots)
 
     def _first_kept(self, table: list[int], start: int, end: int) -> int:
         """The first position whose block no window has left: before it there is none to load into."""
@@ -431,7 +431,7 @@ class Scheduler:
         if not blocks:
             return
         slots = [(number, at, [block.block_id for block in held]) for number, (at, held) in enumerate(stretches)]
-        save = self.manager.save_hybrid(
+        save = self.manager.save_from(
             self._chain(known), slots, is_end=is_end, request=known.number, hints=known.hints
         )
         self._pool.touch(blocks)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvbm_rs import EngineMemory, HybridLease, HybridLoad, Manager, Rank
+from kvbm_rs import EngineMemory, Lease, Load, Manager, Rank
 from kvbm_rs.errors import KvbmError
 from kvbm_rs.vllm import logger
 from kvbm_rs.vllm.connector.config import Config
@@ -33,17 +33,17 @@ _FOREVER = float("inf")
 class LayeredLoad:
     """A load that the step waits for, layer by layer, while it computes. Scheduler and worker are in one process."""
 
-    def __init__(self, request: str, manager: Manager, lease: HybridLease, first: int, slots: list[int]) -> None:
+    def __init__(self, request: str, manager: Manager, lease: Lease, first: int, slots: list[int]) -> None:
         self.request = request
         self._manager = manager
         self._lease = lease
         self._first = first
         self._slots = slots
-        self._load: HybridLoad | None = None
+        self._load: Load | None = None
 
     def begin(self, after: "torch.cuda.Event | None") -> None:
         """Begins behind `after`: what a GPU has not computed yet of the steps before."""
-        self._load = self._manager.load_hybrid(self._lease, [(0, self._first, self._slots)], after=after)
+        self._load = self._manager.load_into(self._lease, [(0, self._first, self._slots)], after=after)
 
     def wait_layers(self, layers: int) -> None:
         self._load.wait_layers(layers, _FOREVER)

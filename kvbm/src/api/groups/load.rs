@@ -1,0 +1,203 @@
+//! Loads into an engine's slots: of all cache groups, as one transfer.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvbm_policies::CheckpointPart;
+use kvbm_tiers::Fence;
+
+use super::lease::{CheckpointLeases, GroupLease};
+use super::{CheckpointGroups, FULL, GroupSlots, find, invalid};
+use crate::api::engine_results::{Loaded, Writers};
+use crate::api::layers::LayerCount;
+use crate::api::lease::Lease;
+use crate::api::manager::Manager;
+use crate::api::transfer::Transfer;
+use crate::error::{Error, Result};
+use crate::scheduler::JoinedTransfer;
+
+/// What the loads of all groups share.
+struct LoadPart<'a> {
+    slots: &'a [GroupSlots<'a>],
+    after: &'a Fence,
+    /// Dropped when no medium uses a slot of any group any more.
+    with_media: Arc<()>,
+    joined: &'a Arc<JoinedTransfer>,
+}
+
+impl Manager {
+    /// Copies what `lease` holds into the engine's slots, once the fence `after` is raised: the end
+    /// of work that used the slots before. `slots` are of successive blocks of the chain. Of a
+    /// plain model they are any that the lease has; blocks that no tier holds count as failed, as
+    /// do those behind one that cannot be read. Of a hybrid model each cache group is named once,
+    /// and its blocks end with the last [usable](Lease::usable) one and begin where
+    /// [`Lease::wanted`] says, or later if the engine has the ones before.
+    ///
+    /// Nothing else may use the slots until the answer, nor those of failed blocks until its
+    /// [`Writers`](crate::Writers) are gone. It is an error of kind
+    /// [`Invalid`](crate::ErrorKind::Invalid) if there is no engine's memory, a slot does not exist
+    /// or is named twice, a group is missing or its slots are of other blocks, or the lease is of
+    /// another manager; of kind [`Stale`](crate::ErrorKind::Stale) if it is from before a
+    /// [`reset`](Self::reset), and of kind [`Closed`](crate::ErrorKind::Closed) after
+    /// [`close`](Self::close). Nothing is begun then. If some groups had begun, the blocks of the
+    /// others count as failed, and the answer tells about the slots. `after` works as `ready` of
+    /// [`SaveRequest`](crate::SaveRequest) does.
+    pub fn load_into(
+        &self,
+        mut lease: Lease,
+        slots: &[GroupSlots<'_>],
+        after: &Fence,
+    ) -> Transfer<Loaded> {
+        let checkpoints = self.checkpoints();
+        if checkpoints.is_empty() {
+            return match CheckpointGroups::plain(slots) {
+                Ok(given) => {
+                    let wanted = (given.first..given.end(), given.slots);
+                    self.begin_load(lease, wanted, after.clone(), (Arc::default(), None))
+                }
+                Err(error) => Transfer::failed(error),
+            };
+        }
+        let _epoch = checkpoints.in_one_epoch();
+        if let Err(error) = checkpoints.check_load(self, &lease, slots) {
+            return Transfer::failed(error);
+        }
+        let Some(CheckpointLeases { blocks, groups }) = lease.take_checkpoints() else {
+            return Transfer::failed(of_full_alone());
+        };
+        let (nothing, full) = (lease.of_nothing(), lease);
+        let first = find(slots, FULL).map_or(blocks, |given| given.first);
+        let joined = JoinedTransfer::of(self.core());
+        let with_media = Arc::new(());
+        let writers = Writers::new(&with_media);
+        let common = LoadPart { slots, after, with_media, joined: &joined };
+        let mut loads = vec![(FULL, self.load_part(full, first..blocks, 0, &common, FULL))];
+        joined.name(loads[0].1.id());
+        for GroupLease { number, parts } in groups {
+            let Ok(group) = checkpoints.group(number) else { continue };
+            let load = |(part, lease): (CheckpointPart, Lease)| {
+                let base = part.at - part.kept;
+                let first = find(slots, number).map_or(blocks, |given| given.first);
+                let wanted = part.wanted.start.max(first)..part.wanted.end;
+                (number, group.manager.load_part(lease, wanted, base, &common, number))
+            };
+            loads.extend(parts.into_iter().map(load));
+        }
+        Transfer::joined_groups(loads, move |answers| {
+            answer(answers, (first, blocks), nothing, writers)
+        })
+    }
+
+    /// Loads the blocks at positions `wanted` of the chain, of which the lease has those from
+    /// `base` on.
+    fn load_part(
+        &self,
+        lease: Lease,
+        wanted: Range<usize>,
+        base: usize,
+        common: &LoadPart<'_>,
+        group: u8,
+    ) -> Transfer<Loaded> {
+        // The part of full attention names the whole, even if nothing is wanted of it.
+        let is_begun = group == FULL || !wanted.is_empty();
+        let Some(given) = find(common.slots, group).filter(|_| is_begun) else {
+            return nothing_to_load(lease, self.engine().map_or(1, |engine| engine.layers().get()));
+        };
+        let slots = &given.slots[wanted.start - given.first..wanted.end - given.first];
+        let wanted = wanted.start - base..wanted.end - base;
+        let part = (Arc::clone(&common.with_media), Some(Arc::clone(common.joined)));
+        self.begin_load(lease, (wanted, slots), common.after.clone(), part)
+    }
+}
+
+/// The engine has all of it.
+fn nothing_to_load(lease: Lease, layers: u16) -> Transfer<Loaded> {
+    let layers = Arc::new(LayerCount::new(layers, 0));
+    layers.end(true);
+    let writers = Writers::new(&Arc::new(()));
+    Transfer::ended(Loaded::new((0, 0), 0, lease, writers)).in_layers(layers)
+}
+
+impl CheckpointGroups {
+    fn check_load(&self, manager: &Manager, lease: &Lease, slots: &[GroupSlots<'_>]) -> Result<()> {
+        self.check(manager, slots)?;
+        manager.core().check_lease(lease)?;
+        if !lease.has_checkpoints() {
+            return Err(of_full_alone());
+        }
+        for group in 0..=self.groups.len() as u8 {
+            let given = find(slots, group)
+                .ok_or_else(|| invalid(format!("name the slots of cache group {group} as well")))?;
+            let blocks = lease.usable();
+            let start = lease.wanted(group).map_or(blocks, |wanted| wanted.start);
+            if given.end() != blocks || given.first < start {
+                let (first, end) = (given.first, given.end());
+                let asked =
+                    format!("positions {first} to {end} of cache group {group} are asked for");
+                return Err(invalid(format!("{asked}, and the lease has {start} to {blocks}")));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The answers of transfers have such leases.
+fn of_full_alone() -> Error {
+    invalid("the lease is of full attention alone: lease the chain again".to_owned())
+}
+
+/// A part that was not begun, or whose manager has gone, counts as failed: others may still use the
+/// engine's slots.
+fn answer(
+    answers: Vec<Result<Loaded>>,
+    (first, blocks): (usize, usize),
+    nothing: Lease,
+    writers: Writers,
+) -> Result<Loaded> {
+    if let Some(Err(error)) = answers.first().filter(|_| answers.iter().all(Result::is_err)) {
+        return Err(error.clone());
+    }
+    let is_whole = answers.iter().all(|part| part.as_ref().is_ok_and(|part| part.failed == 0));
+    let of_full = answers.into_iter().next().and_then(Result::ok);
+    let (arrived, lease) = of_full.map_or((0, nothing), |full| (full.arrived, full.lease));
+    let usable = if is_whole { blocks } else { (first + arrived).min(blocks.saturating_sub(1)) };
+    Ok(Loaded { lease, arrived, failed: blocks - first - arrived, is_whole, usable, writers })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::ManualClock;
+    use crate::error::Error;
+    use crate::table::{NamespaceId, Pins, RequestContext, SharedTable, Table};
+
+    fn nothing() -> Lease {
+        let table = Arc::new(SharedTable::new(Table::new([]), Arc::new(ManualClock::default())));
+        Lease::new(table, Pins::of_nothing(RequestContext::default(), NamespaceId::default()))
+    }
+
+    fn loaded(arrived: usize, failed: usize) -> Loaded {
+        let writers = Writers::new(&Arc::new(()));
+        Loaded::new((0, arrived + failed), arrived, nothing(), writers)
+    }
+
+    /// A group closes while another's medium still writes.
+    #[test]
+    fn the_writers_of_one_group_outlive_the_error_of_another() {
+        let medium = Arc::new(());
+        let writers = Writers::new(&medium);
+        for answers in [
+            vec![Err(Error::closed()), Ok(loaded(0, 2))],
+            vec![Ok(loaded(3, 1)), Err(Error::closed())],
+        ] {
+            let of_full = answers[0].as_ref().map_or(0, |full| full.arrived);
+            let told = answer(answers, (4, 8), nothing(), writers.clone()).expect("it was begun");
+            assert_eq!((told.is_whole, told.usable), (false, 4 + of_full));
+            assert!(!told.writers.are_gone());
+        }
+        drop(medium);
+        assert!(writers.are_gone());
+        let none = vec![Err(Error::closed()), Err(Error::stale())];
+        assert!(answer(none, (4, 8), nothing(), writers).is_err(), "nothing was begun");
+    }
+}

@@ -1,0 +1,174 @@
+//! Hybrid models: some layers keep every block, others only the last ones (a sliding window) or a
+//! state.
+//!
+//! Layers that are kept alike are a *cache group*, with a block size and slots of its own in the
+//! engine. Group 0, full attention, carries the chain; the rest of this crate is about it. Each
+//! other group hangs *checkpoints* on the chain: its last blocks as of some position. A match ends
+//! where all groups have a checkpoint.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `opening` | the groups that an engine has, and what each gets of the tiers |
+//! | `group` | one group, and the names of what its checkpoints keep |
+//! | `lease` | the match: the deepest position with a checkpoint in every group |
+//! | `save`, `load` | one transfer for all groups |
+//! | `metrics` | what each group counts, told apart by a label |
+//!
+//! A group has a table, tiers and background work of its own, so its blocks follow the same rules.
+//! A checkpoint is a little chain there, which ends with the block of its position: it is there if
+//! that block is, and one pin keeps it. [`kvbm_policies::checkpoints`] decides where and how much;
+//! docs/adr/0008-checkpoints.md says why.
+
+mod group;
+mod lease;
+mod load;
+mod metrics;
+mod opening;
+mod save;
+
+use std::sync::Arc;
+
+use kvbm_policies::CheckpointGrid;
+use kvbm_tiers::SlotId;
+
+use self::group::GroupTable;
+use crate::api::engine_transfers::check_distinct;
+use crate::api::manager::Manager;
+use crate::error::{Error, ErrorKind, Result};
+use crate::scheduler::Core;
+use crate::sync::{RwLock, RwLockReadGuard};
+
+pub(crate) use self::lease::CheckpointLeases;
+pub use self::opening::{CacheGroup, GroupKind};
+pub use self::save::{CheckpointsSaved, SaveRequest};
+
+/// Number of the group of full attention.
+const FULL: u8 = 0;
+
+/// Successive blocks of a cache group, and the engine's slots of them.
+#[derive(Clone, Copy, Debug)]
+pub struct GroupSlots<'a> {
+    /// 0 for full attention; the first of [`Options::groups`](crate::Options::groups) is 1.
+    pub group: u8,
+    /// Position on the chain of the block in the first of `slots`.
+    pub first: usize,
+    /// The engine's slots. For a state, the slot at position p holds it as of the end of that
+    /// block.
+    pub slots: &'a [SlotId],
+}
+
+impl<'a> GroupSlots<'a> {
+    /// Slots of full attention, the only group of a plain model.
+    pub const fn full(first: usize, slots: &'a [SlotId]) -> Self {
+        Self { group: FULL, first, slots }
+    }
+
+    const fn end(&self) -> usize {
+        self.first.saturating_add(self.slots.len())
+    }
+}
+
+/// A manager's groups other than full attention: none, unless its model is hybrid.
+#[derive(Default)]
+pub(crate) struct CheckpointGroups {
+    grid: Option<CheckpointGrid>,
+    groups: Vec<GroupTable>,
+    /// A reset comes before or after a call about several groups: a checkpoint of old weights must
+    /// not get the name of a new one.
+    resets: RwLock<()>,
+}
+
+impl CheckpointGroups {
+    fn new(grid: CheckpointGrid, groups: Vec<GroupTable>) -> Self {
+        Self { grid: Some(grid), groups, resets: RwLock::new(()) }
+    }
+
+    /// Whether the model is plain.
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.groups.is_empty()
+    }
+
+    fn grid(&self) -> CheckpointGrid {
+        self.grid.unwrap_or_else(|| CheckpointGrid::new(1))
+    }
+
+    /// Keeps resets away.
+    fn in_one_epoch(&self) -> RwLockReadGuard<'_, ()> {
+        self.resets.read()
+    }
+
+    pub(crate) fn managers(&self) -> impl Iterator<Item = &Manager> {
+        self.groups.iter().map(|group| &group.manager)
+    }
+
+    pub(crate) fn cores(&self) -> impl Iterator<Item = &Arc<Core>> {
+        self.managers().map(Manager::core)
+    }
+
+    /// Begins another epoch in all groups, that of full attention last: no match can join its new
+    /// blocks to old checkpoints.
+    pub(crate) fn reset_with(&self, full: &Arc<Core>, epoch: u64) -> Result<()> {
+        let _alone = self.resets.write();
+        self.cores().try_for_each(|core| core.reset(epoch))?;
+        full.reset(epoch)
+    }
+
+    /// Lets checkpoints go with the blocks that they hang on.
+    pub(crate) fn follow(&self, full: &Arc<Core>) {
+        let groups: Vec<_> = self.groups.iter().map(GroupTable::follower).collect();
+        full.tell_left_blocks(move |left| groups.iter().for_each(|group| group.blocks_left(left)));
+    }
+
+    fn group(&self, number: u8) -> Result<&GroupTable> {
+        let group = usize::from(number).checked_sub(1).and_then(|place| self.groups.get(place));
+        group.ok_or_else(|| {
+            let groups = self.groups.len();
+            invalid(format!("there is no cache group {number}: there are {groups} beside group 0"))
+        })
+    }
+
+    /// The slots that a call names for a plain model, which are of full attention.
+    fn plain<'a>(slots: &[GroupSlots<'a>]) -> Result<GroupSlots<'a>> {
+        match slots {
+            [given] if given.group == FULL => Ok(*given),
+            _ => Err(invalid("the model has cache group 0 alone: name its slots".to_owned())),
+        }
+    }
+
+    /// Checks that each group is named once at most, and that its slots exist.
+    fn check(&self, manager: &Manager, slots: &[GroupSlots<'_>]) -> Result<()> {
+        let full = manager.engine()?;
+        for (place, given) in slots.iter().enumerate() {
+            let memory = if given.group == FULL {
+                full
+            } else {
+                self.group(given.group)?.manager.engine()?
+            };
+            memory.check(given.slots)?;
+            check_distinct(given.slots)?;
+            if slots[..place].iter().any(|other| other.group == given.group) {
+                return Err(invalid(format!("cache group {} is named twice", given.group)));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Manager {
+    /// The manager that holds the blocks of a cache group.
+    pub(super) fn manager_of(&self, group: u8) -> Option<&Self> {
+        if group == FULL {
+            Some(self)
+        } else {
+            Some(&self.checkpoints().group(group).ok()?.manager)
+        }
+    }
+}
+
+fn find<'a>(slots: &[GroupSlots<'a>], group: u8) -> Option<GroupSlots<'a>> {
+    slots.iter().copied().find(|given| given.group == group)
+}
+
+fn invalid(message: String) -> Error {
+    Error::new(ErrorKind::Invalid, message)
+}

@@ -1,0 +1,258 @@
+//! Transfers as their callers see them: the future answer of work that has started.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker, ready};
+use std::thread::Thread;
+use std::time::Duration;
+
+use kvbm_tiers::clock;
+use tokio::sync::oneshot;
+use tokio::task::unconstrained;
+
+use crate::api::layers::LayerCount;
+use crate::api::lease::Lease;
+use crate::error::{Error, Result};
+use crate::task::TransferId;
+
+/// A transfer in progress: `await` it, ask [now and then](Self::try_take) for its answer,
+/// [`wait`](Self::wait) for it on a thread, or [`cancel`](Self::cancel) it. Dropping it cancels
+/// nothing: the hardware finishes, and the slots come back by themselves.
+#[must_use = "dropping a transfer loses the answer, not the work"]
+pub struct Transfer<T> {
+    state: AnswerState<T>,
+    id: Option<TransferId>,
+    /// Ends it early.
+    cancel: Option<Box<dyn FnOnce() + Send + Sync>>,
+    /// Layers of a load that arrive one by one: those of each part, with its cache group.
+    layers: Vec<(u8, Arc<LayerCount>)>,
+}
+
+enum AnswerState<T> {
+    UnderWay(oneshot::Receiver<T>),
+    /// It has parts, and ends with the last of them.
+    Joined(Pin<Box<dyn Future<Output = Result<T>> + Send + Sync>>),
+    /// The answer was given, or the work was never begun: the reason, until it is asked for.
+    Over(Option<Error>),
+}
+
+/// How a transfer ended.
+#[derive(Debug)]
+pub struct Transferred {
+    /// Holds the chain; in the destination, as much of it as is there now.
+    pub lease: Lease,
+    /// Leading blocks of the chain that the destination holds now.
+    pub blocks: usize,
+    /// Blocks that this transfer copied.
+    pub copied: usize,
+    /// Blocks that the lease holds but that are faster to compute again: see
+    /// [`Match::worth_loading`].
+    ///
+    /// [`Match::worth_loading`]: crate::table::Match::worth_loading
+    pub recompute: usize,
+    /// Blocks that are not worth their room to the destination.
+    pub declined: usize,
+    /// Blocks that found no room or no queue space, or whose medium is left alone for now.
+    pub refused: usize,
+    /// Blocks whose copy failed, and those behind them.
+    pub failed: usize,
+}
+
+impl<T> fmt::Debug for Transfer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Transfer")
+    }
+}
+
+impl<T> Transfer<T> {
+    pub(crate) const fn new(answer: oneshot::Receiver<T>) -> Self {
+        Self { state: AnswerState::UnderWay(answer), id: None, cancel: None, layers: Vec::new() }
+    }
+
+    /// The transfer of work that was not begun.
+    pub(crate) const fn failed(error: Error) -> Self {
+        Self { state: AnswerState::Over(Some(error)), id: None, cancel: None, layers: Vec::new() }
+    }
+
+    /// The transfer of work that ended at once.
+    pub(crate) fn ended(answer: T) -> Self {
+        let (told, transfer) = oneshot::channel();
+        // The receiver is right here.
+        let _ = told.send(answer);
+        Self::new(transfer)
+    }
+
+    /// A transfer of several parts, with the name of the first: `answer` combines their answers, in
+    /// the order of the parts.
+    pub(crate) fn joined<P: Send + Sync + 'static>(
+        mut parts: Vec<Transfer<P>>,
+        answer: impl FnOnce(Vec<Result<P>>) -> Result<T> + Send + Sync + 'static,
+    ) -> Self {
+        let cancels: Vec<_> = parts.iter_mut().filter_map(|part| part.cancel.take()).collect();
+        let id = parts.first().and_then(Transfer::id);
+        let joined = async move {
+            let mut answers = Vec::with_capacity(parts.len());
+            // They all progress by themselves, whichever is waited for.
+            for part in parts {
+                answers.push(part.await);
+            }
+            answer(answers)
+        };
+        let state = AnswerState::Joined(Box::pin(joined));
+        Self { state, id, cancel: None, layers: Vec::new() }
+            .cancelled_by(move || cancels.into_iter().for_each(|cancel| cancel()))
+    }
+
+    /// [`joined`](Self::joined), of parts of cache groups.
+    pub(crate) fn joined_groups<P: Send + Sync + 'static>(
+        parts: Vec<(u8, Transfer<P>)>,
+        answer: impl FnOnce(Vec<Result<P>>) -> Result<T> + Send + Sync + 'static,
+    ) -> Self {
+        let mut layers = Vec::new();
+        let take = |(group, mut part): (u8, Transfer<P>)| {
+            layers.extend(part.layers.drain(..).map(|(_, count)| (group, count)));
+            part
+        };
+        let parts = parts.into_iter().map(take).collect();
+        Self { layers, ..Self::joined(parts, answer) }
+    }
+
+    pub(crate) fn named(self, id: Option<TransferId>) -> Self {
+        Self { id, ..self }
+    }
+
+    pub(crate) fn in_layers(self, layers: Arc<LayerCount>) -> Self {
+        Self { layers: vec![(0, layers)], ..self }
+    }
+
+    /// Its name in [`Manager::completions`](crate::Manager::completions): for a save from or a load
+    /// into the engine's own memory, also of all cache groups. `None` for any other transfer, and
+    /// for one that was refused: its answer, an error, is there.
+    pub const fn id(&self) -> Option<TransferId> {
+        self.id
+    }
+
+    /// Sets what ends it early.
+    pub(crate) fn cancelled_by(self, cancel: impl FnOnce() + Send + Sync + 'static) -> Self {
+        Self { cancel: Some(Box::new(cancel)), ..self }
+    }
+
+    /// Ends it early: blocks that have not arrived do not come, queued copies are dropped, and the
+    /// answer counts them as failed. Copies that a medium works on end by themselves.
+    pub fn cancel(&mut self) {
+        if let Some(cancel) = self.cancel.take() {
+            cancel();
+        }
+    }
+
+    /// Blocks the thread until the work has ended. An async program awaits it instead, so as not to
+    /// block its runtime.
+    ///
+    /// # Errors
+    /// The work was not begun: [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) if it makes no
+    /// sense (a lease of another manager, slots or ranges that do not exist),
+    /// [`ErrorKind::Stale`](crate::ErrorKind::Stale) if the lease is from before a reset,
+    /// [`ErrorKind::Closed`](crate::ErrorKind::Closed) if the manager was shut down first. A later
+    /// failure is no error: the answer counts it.
+    pub fn wait(mut self) -> Result<T> {
+        // Only the answer ends that wait.
+        self.wait_for(Duration::MAX).unwrap_or_else(|| Err(Error::closed()))
+    }
+
+    /// The answer, if it is there. It is given once; later calls get
+    /// [`Closed`](crate::ErrorKind::Closed).
+    ///
+    /// # Errors
+    /// Those of [`wait`](Self::wait).
+    pub fn try_take(&mut self) -> Option<Result<T>> {
+        let this = pin!(unconstrained(self));
+        match this.poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(answer) => Some(answer),
+            Poll::Pending => None,
+        }
+    }
+
+    /// [`wait`](Self::wait), for `limit` at most. `None`: it is still under way, and can be asked
+    /// again.
+    ///
+    /// # Errors
+    /// Those of [`wait`](Self::wait).
+    pub fn wait_for(&mut self, limit: Duration) -> Option<Result<T>> {
+        wait_for(self, limit)
+    }
+
+    /// Leading layers that have arrived in every block of the load, 0 for any other transfer. A
+    /// backend that copies block by block reports none before the end. Of a hybrid model, layers of
+    /// full attention.
+    pub fn layers_arrived(&self) -> u16 {
+        self.layers_of(0).map(LayerCount::arrived).min().unwrap_or(0)
+    }
+
+    /// Blocks the thread, for `limit` at most, until the first `layers` layers of every block are
+    /// there. False: they are not there, and if the load has ended they will not come: the
+    /// [answer](Self::try_take) says what arrived.
+    pub fn wait_layers(&self, layers: u16, limit: Duration) -> bool {
+        self.wait_group_layers(0, layers, limit)
+    }
+
+    /// [`wait_layers`](Self::wait_layers), of the layers of a cache group.
+    pub fn wait_group_layers(&self, group: u8, layers: u16, limit: Duration) -> bool {
+        // None: the deadline overflows.
+        let deadline = clock::now().checked_add(limit);
+        let left =
+            || deadline.map_or(limit, |deadline| deadline.saturating_duration_since(clock::now()));
+        let mut parts = self.layers_of(group).peekable();
+        parts.peek().is_some() && parts.all(|part| part.wait(layers, left()) >= layers)
+    }
+
+    fn layers_of(&self, group: u8) -> impl Iterator<Item = &LayerCount> {
+        self.layers.iter().filter(move |(of, _)| *of == group).map(|(_, count)| &**count)
+    }
+}
+
+/// Blocks the thread until `future` is ready, for `limit` at most.
+pub(crate) fn wait_for<F: Future>(future: F, limit: Duration) -> Option<F::Output> {
+    // None: the deadline overflows.
+    let deadline = clock::now().checked_add(limit);
+    let waker = Waker::from(Arc::new(UnparkWaker(std::thread::current())));
+    // On a runtime's thread too, whose budget would make a task that never yields wait.
+    let mut future = pin!(unconstrained(future));
+    loop {
+        if let Poll::Ready(answer) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            return Some(answer);
+        }
+        let left =
+            deadline.map_or(limit, |deadline| deadline.saturating_duration_since(clock::now()));
+        if left.is_zero() {
+            return None;
+        }
+        std::thread::park_timeout(left);
+    }
+}
+
+/// Wakes a thread that waits.
+struct UnparkWaker(Thread);
+
+impl Wake for UnparkWaker {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+impl<T> Future for Transfer<T> {
+    type Output = Result<T>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let answer = match &mut self.state {
+            AnswerState::UnderWay(answer) => {
+                ready!(Pin::new(answer).poll(context)).map_err(|_| Error::closed())
+            }
+            AnswerState::Joined(joined) => ready!(joined.as_mut().poll(context)),
+            AnswerState::Over(error) => Err(error.take().unwrap_or_else(Error::closed)),
+        };
+        self.state = AnswerState::Over(None);
+        Poll::Ready(answer)
+    }
+}

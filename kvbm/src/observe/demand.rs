@@ -1,0 +1,101 @@
+//! What more memory would bring: a curve of hit rate against capacity, from the requested chains.
+
+use kvbm_policies::{MissRatio, SampledRequests};
+use kvbm_tiers::geometry::MAX_SLOTS;
+
+use crate::names::hash::Chain;
+use crate::sync::Mutex;
+
+/// The curve reaches this many times the largest tier.
+const REACH: u32 = 4;
+/// It reaches at least this far, in blocks: the further, the fewer blocks it follows, and an
+/// estimate must not hold up a request.
+const LEAST: u32 = 1 << 19;
+/// In this time, in milliseconds, earlier observations lose half of their weight.
+const HALF_LIFE_MS: u64 = 600_000;
+/// Most keys that wait to be observed: 4 MB.
+const MAX_WAITING: usize = 1 << 18;
+
+/// Whether a multiple of a tier of `slots` slots means anything: an object store without a limit
+/// has as many slots as there can be. A curve that reached beyond them would follow one block in a
+/// quarter of a million.
+pub(crate) const fn has_limit(slots: u32) -> bool {
+    slots < MAX_SLOTS
+}
+
+/// Follows a sample of the requested chains (see [`MissRatio`] for method and error).
+///
+/// A request only leaves the sampled keys of its chain here, a few nanoseconds each; the curve
+/// takes them later, at some 100 ns each: for a chain of 65,536 blocks that would be ten times as
+/// long as all else that a lease does.
+#[derive(Debug)]
+pub(crate) struct DemandSample {
+    waiting: Mutex<WaitingPrompts>,
+    curve: Mutex<DemandCurve>,
+}
+
+#[derive(Debug)]
+struct WaitingPrompts {
+    requests: SampledRequests,
+    now_ms: u64,
+}
+
+#[derive(Debug)]
+struct DemandCurve {
+    ratio: MissRatio,
+    faded_ms: u64,
+    /// Empty: it replaces the requests that wait.
+    spare: SampledRequests,
+}
+
+impl DemandSample {
+    /// For tiers of up to `largest` blocks, which [have a limit](has_limit).
+    pub(crate) fn of_tiers(largest: u32) -> Self {
+        // Hit rates of blocks do not depend on their tokens.
+        let curve = MissRatio::new(largest.saturating_mul(REACH).max(LEAST), 1);
+        let (requests, spare) =
+            (SampledRequests::new(curve.sample()), SampledRequests::new(curve.sample()));
+        Self {
+            waiting: Mutex::new(WaitingPrompts { requests, now_ms: 0 }),
+            curve: Mutex::new(DemandCurve { ratio: curve, faded_ms: 0, spare }),
+        }
+    }
+
+    /// A request asks for `chain`. It counts only once [`take_up`](Self::take_up) has come.
+    pub(crate) fn observe(&self, chain: Chain<'_>, now_ms: u64) {
+        let mut waiting = self.waiting.lock();
+        waiting.now_ms = now_ms;
+        if waiting.requests.keys() < MAX_WAITING {
+            let tokens = u32::try_from(chain.len()).unwrap_or(u32::MAX);
+            waiting.requests.push(chain.len(), |at| chain.key(at).folded(), tokens);
+        }
+    }
+
+    /// Brings the curve up to date: off the requests' path.
+    pub(crate) fn take_up(&self) {
+        self.curve.lock().take_up(&self.waiting);
+    }
+
+    /// The share of requested blocks that an LRU tier of `capacity` blocks would hold: 0 to 1.
+    pub(crate) fn hit_rate(&self, capacity: u32) -> f64 {
+        let mut curve = self.curve.lock();
+        curve.take_up(&self.waiting);
+        curve.ratio.token_hit_rate(capacity)
+    }
+}
+
+impl DemandCurve {
+    fn take_up(&mut self, waiting: &Mutex<WaitingPrompts>) {
+        let now_ms = {
+            let mut waiting = waiting.lock();
+            // Swapped, so that requests wait for two pointers, not for the curve.
+            std::mem::swap(&mut waiting.requests, &mut self.spare);
+            waiting.now_ms
+        };
+        if now_ms >= self.faded_ms + HALF_LIFE_MS {
+            self.faded_ms = now_ms;
+            self.ratio.fade(0.5);
+        }
+        self.ratio.take(&mut self.spare);
+    }
+}
