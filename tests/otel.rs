@@ -150,7 +150,7 @@ fn a_collector_is_told_of_requests_and_disturbs_nobody() {
     // alone.
     serve_traced(&manager, 5, &chain);
     assert!(manager.drain(Duration::from_secs(10)).is_complete());
-    manager.evict(Tier::Device, 8);
+    manager.admin().evict(Tier::Device, 8);
     serve_traced(&manager, 6, &chain);
     assert!(export.flush());
     for (request, held) in [("5", "0"), ("6", "3")] {
