@@ -642,7 +642,7 @@ fn a_reset_midway_is_told_and_nothing_old_comes_back() {
 #[test]
 fn a_disk_that_hangs_costs_time_and_what_lies_there() {
     let chaos = Chaos::new(Schedule::scripted(["disk:hang@0s+1h".parse().unwrap()]));
-    let options = Options { chaos: Some(chaos.clone()), ..Options::default() };
+    let options = Options { media_layer: Some(chaos.layer()), ..Options::default() };
     let engine = Engine::with(options, |settings, _| {
         settings.disk.capacity = Some(Capacity::Blocks(64));
         settings.transfer.timeout_ms = 200;

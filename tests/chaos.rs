@@ -37,7 +37,7 @@ impl Troubled {
         let chaos = Chaos::new(Schedule::scripted([fault.parse().unwrap()]));
         let registry = Registry::new();
         let options = Options {
-            chaos: Some(chaos.clone()),
+            media_layer: Some(chaos.layer()),
             registry: registry.clone(),
             ..Options::default()
         };

@@ -203,8 +203,11 @@ fn half_a_disk() -> Registry {
     settings.disk.dirs = ["a", "b"].map(|name| dir.path().join(name)).to_vec();
     settings.transfer.scrub_mib_per_second = 100;
     let chaos = Chaos::new(Schedule::scripted(["disk1:eio@0s+1h".parse().unwrap()]));
-    let options =
-        Options { registry: registry.clone(), chaos: Some(chaos.clone()), ..Options::default() };
+    let options = Options {
+        registry: registry.clone(),
+        media_layer: Some(chaos.layer()),
+        ..Options::default()
+    };
     let manager = engine::block_on(Manager::open(settings, options)).unwrap();
     let until = |name| {
         for n in 1.. {

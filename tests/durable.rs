@@ -261,7 +261,7 @@ fn open_with_fault(home: &Path, fault: &str) -> (Manager, Chaos, prometheus::Reg
     let options = Options {
         fingerprint: Some(fingerprint("one", 0)),
         registry: registry.clone(),
-        chaos: Some(chaos.clone()),
+        media_layer: Some(chaos.layer()),
         ..Options::default()
     };
     let mut settings = spread(home, &["a", "b"], 400);

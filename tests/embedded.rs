@@ -64,7 +64,7 @@ fn process() {
     let memory = EngineMemory::new(region, LAYERS).unwrap();
     let chaos = Chaos::new(Schedule::scripted([faults(rank).parse().expect("an episode")]));
     let options =
-        RankOptions { chaos: Some(chaos.clone()), ..RankOptions::new(group(&place), rank) };
+        RankOptions { media_layer: Some(chaos.layer()), ..RankOptions::new(group(&place), rank) };
     let _joined =
         Rank::join(&settings(&place), RankOptions { engine: Some(memory), ..options }).unwrap();
     say("joined");

@@ -36,10 +36,14 @@ fn settings() -> Settings {
     engine::without_device(BLOCK as u64, 64)
 }
 
-fn open(settings: Settings, memory: EngineMemory, chaos: Option<Chaos>) -> Result<Manager, Error> {
+fn open(settings: Settings, memory: EngineMemory, chaos: Option<&Chaos>) -> Result<Manager, Error> {
     engine::block_on(Manager::open(
         settings,
-        Options { chaos, engine: Some(memory), ..Options::default() },
+        Options {
+            media_layer: chaos.map(Chaos::layer),
+            engine: Some(memory),
+            ..Options::default()
+        },
     ))
 }
 
@@ -61,7 +65,7 @@ impl Engine {
         Self::with(settings(), None)
     }
 
-    fn with(settings: Settings, chaos: Option<Chaos>) -> Self {
+    fn with(settings: Settings, chaos: Option<&Chaos>) -> Self {
         let (engine, view) = memory(128);
         Self {
             manager: open(settings, engine, chaos).expect("it opens"),
@@ -70,7 +74,7 @@ impl Engine {
         }
     }
 
-    fn on_disk(chaos: Option<Chaos>, timeout: Duration) -> Self {
+    fn on_disk(chaos: Option<&Chaos>, timeout: Duration) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let mut settings = settings();
         engine::add_disk(&mut settings, 256, dir.path());
@@ -257,7 +261,7 @@ fn a_save_brings_what_another_was_to_bring_and_could_not() {
 #[test]
 fn a_copy_that_fails_fails_no_save_of_the_same_blocks() {
     let faults = chaos(&["memory.write:eio@0s+1h x1"]);
-    let engine = Engine::with(settings(), Some(faults.clone()));
+    let engine = Engine::with(settings(), Some(&faults));
     let (all, fence) = (chain(1, 8), HostFence::new());
     engine.compute(&all, &slots(0..8));
     engine.compute(&all, &slots(20..28));
@@ -569,7 +573,7 @@ fn chaos(script: &[&str]) -> Chaos {
 #[test]
 fn a_corrupt_block_below_ends_a_load_before_it() {
     let faults = chaos(&["disk.read:corrupt@0s+1h x1"]);
-    let engine = Engine::on_disk(Some(faults.clone()), SOON);
+    let engine = Engine::on_disk(Some(&faults), SOON);
     let all = chain(1, 12);
     sink(&engine, &all);
     faults.start();
@@ -592,7 +596,7 @@ fn a_corrupt_block_below_ends_a_load_before_it() {
 #[test]
 fn slots_that_a_hanging_medium_may_still_write_are_told() {
     let faults = chaos(&["memory.read:hang@0s+6s"]);
-    let engine = Engine::on_disk(Some(faults.clone()), TIMEOUT);
+    let engine = Engine::on_disk(Some(&faults), TIMEOUT);
     let (all, into) = (chain(1, 4), slots(60..64));
     engine.compute(&all, &slots(0..4));
     drop(engine.save(&all, 0, &slots(0..4)));
@@ -774,13 +778,13 @@ fn a_trial_that_hangs_ends_the_start_with_a_reason() {
     settings.transfer.timeout_ms = TIMEOUT.as_millis() as u64;
     let (engine, view) = memory(4);
     view.write(SlotId(0), &[3; BLOCK]);
-    let error = open(settings.clone(), engine.clone(), Some(faults.clone())).unwrap_err();
+    let error = open(settings.clone(), engine.clone(), Some(&faults)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().contains("DYN_KVBM_TRANSFER_TIMEOUT_MS"), "{error}");
     assert_eq!(view.read(SlotId(0)), vec![3; BLOCK]);
     // And then it heals.
     faults.heal();
-    drop(open(settings, engine, Some(faults)).unwrap());
+    drop(open(settings, engine, Some(&faults)).unwrap());
 }
 
 #[derive(Clone, Debug)]

@@ -87,8 +87,12 @@ impl Engine {
         Self::with(window, settings(), None)
     }
 
-    fn with(window: usize, settings: Settings, chaos: Option<Chaos>) -> Self {
-        Self::opened(window, settings, Options { chaos, ..Options::default() })
+    fn with(window: usize, settings: Settings, chaos: Option<&Chaos>) -> Self {
+        Self::opened(
+            window,
+            settings,
+            Options { media_layer: chaos.map(Chaos::layer), ..Options::default() },
+        )
     }
 
     fn opened(window: usize, settings: Settings, options: Options) -> Self {
@@ -98,7 +102,7 @@ impl Engine {
         Self { manager, memory: vec![memory], window, registry, _disk: None }
     }
 
-    fn on_disk(window: usize, chaos: Option<Chaos>) -> Self {
+    fn on_disk(window: usize, chaos: Option<&Chaos>) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let mut settings = settings();
         engine::add_disk(&mut settings, 256, dir.path());
@@ -456,7 +460,7 @@ fn chaos(script: &[&str]) -> Chaos {
 fn what_fails_in_one_group_is_used_in_none() {
     for group in [WINDOW, STATE] {
         let faults = chaos(&["disk.read:corrupt@0s+1h x1"]);
-        let engine = Engine::on_disk(6, Some(faults.clone()));
+        let engine = Engine::on_disk(6, Some(&faults));
         let all = chain(1, 18);
         engine.prefill(&all, 4);
         assert!(engine.manager.drain(SOON).is_complete());
@@ -486,7 +490,7 @@ fn a_medium_hanging_in_one_group_costs_a_miss_only() {
     let faults = chaos(&["memory.write:hang@0s+6s x1"]);
     let mut settings = settings();
     settings.transfer.timeout_ms = 2_000;
-    let engine = Engine::with(6, settings, Some(faults.clone()));
+    let engine = Engine::with(6, settings, Some(&faults));
     let all = chain(1, 18);
     faults.start();
     let saved = engine.save(&all, 0..18, true);

@@ -397,7 +397,7 @@ fn what_is_broken_is_named_and_then_it_heals() {
 /// A manager in which `fault` is the state of things from [`Chaos::start`] on.
 fn open_with_fault(settings: Settings, fault: &str) -> (Manager, SocketAddr, Chaos) {
     let chaos = Chaos::new(Schedule::scripted([fault.parse().unwrap()]));
-    let options = Options { chaos: Some(chaos.clone()), ..Options::default() };
+    let options = Options { media_layer: Some(chaos.layer()), ..Options::default() };
     let manager = engine::block_on(Manager::open(settings, options)).unwrap();
     let address = manager.admin().serving_at().unwrap();
     (manager, address, chaos)

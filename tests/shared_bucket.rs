@@ -252,7 +252,7 @@ fn a_start_without_readable_epochs_says_so_and_follows_later() {
     settings.object.older_epoch = OlderEpoch::Follow;
     let options = Options {
         fingerprint: Some(fingerprint("one", 0)),
-        chaos: Some(chaos.clone()),
+        media_layer: Some(chaos.layer()),
         ..Options::default()
     };
     let second = engine::block_on(Manager::open(settings, options)).unwrap();

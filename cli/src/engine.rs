@@ -135,15 +135,15 @@ pub(crate) struct SimulatedEngine {
 
 impl SimulatedEngine {
     /// Opens the tiers that `settings` name, on a clock that follows the requests' timestamps. With
-    /// [`chaos`](Options::chaos) in `options`, transfers that never end are given up.
+    /// `chaos`, transfers that never end are given up.
     pub(crate) fn open(
         settings: Settings,
         options: Options,
+        chaos: Option<Chaos>,
         runtime: Runtime,
         stop: StopSignal,
     ) -> Result<Self, CommandFailure> {
         let tiers = present(&settings);
-        let chaos = options.chaos.clone();
         let longest_wait = chaos.as_ref().map(|_| longest_wait(&settings));
         let clock = Arc::new(ManualClock::default());
         let wall_clock = Arc::new(JumpingClock::new(Arc::clone(&clock) as _));
@@ -151,6 +151,7 @@ impl SimulatedEngine {
             clock: Arc::clone(&wall_clock) as _,
             block_tokens: u64::from(BLOCK_TOKENS),
             fingerprint: Some(fingerprint(&settings)),
+            media_layer: chaos.as_ref().map(Chaos::layer),
             ..options
         };
         let manager = runtime.block_on(stop.or(Manager::open(settings, options)))??;
@@ -792,8 +793,8 @@ mod tests {
         settings.transfer.timeout_ms = 200;
         let schedule = Schedule::scripted(["memory:hang@0s+100ms".parse().unwrap()]);
         let chaos = Some(Chaos::new(schedule));
-        let options = Options { chaos, ..Options::default() };
-        let mut engine = SimulatedEngine::open(settings, options, runtime, stop).unwrap();
+        let mut engine =
+            SimulatedEngine::open(settings, Options::default(), chaos, runtime, stop).unwrap();
         engine.longest_wait = Some(Duration::from_millis(10));
         let request = Request {
             timestamp_ms: 0,

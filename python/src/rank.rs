@@ -46,7 +46,7 @@ impl Rank {
         let group = RankGroup { dir, world, limit: duration(seconds) };
         let fingerprint = fingerprint.map(self::fingerprint).transpose()?;
         let (engine, groups) = (Some(memory.memory.clone()), groups::plain(&groups));
-        let options = RankOptions { group, rank, engine, groups, fingerprint, chaos: None };
+        let options = RankOptions { group, rank, engine, groups, fingerprint, media_layer: None };
         let settings = settings.plain();
         let joined = py.detach(|| kvbm::Rank::join(&settings, options));
         joined.map(|rank| Self { rank }).map_err(|error| of_manager(&error))

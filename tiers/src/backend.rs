@@ -1,5 +1,7 @@
 //! What moves blocks, and how a batch keeps an engine's order.
 
+#![expect(unsafe_code, reason = "a backend promises what the compiler cannot see")]
+
 use std::fmt;
 use std::sync::Arc;
 

@@ -1,5 +1,7 @@
 //! The device tier's memory where it is not emulated: a GPU's, or tensors that an engine lends.
 
+#![expect(unsafe_code, reason = "adopts memory of an engine's")]
+
 use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -3,6 +3,8 @@
 //! Memory is the process's own and goes with it, or lies, in part, in a file on tmpfs or hugetlbfs:
 //! then the next process attaches to it and finds every byte where it was.
 
+#![expect(unsafe_code, reason = "maps memory")]
+
 mod file;
 mod mount;
 mod pages;

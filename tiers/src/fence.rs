@@ -5,6 +5,8 @@
 //! being written, and slots that it wants filled still being read, by work that waits in a stream.
 //! A fence names that work, so that no CPU thread has to wait for it.
 
+#![expect(unsafe_code, reason = "events of another's")]
+
 use std::any::Any;
 use std::fmt;
 use std::num::NonZeroU16;

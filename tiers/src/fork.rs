@@ -4,6 +4,8 @@
 //! here, but none of the threads, not the memory that is kept from children, and its files and
 //! locks on them are still the parent's.
 
+#![expect(unsafe_code, reason = "a child forgets what its parent owns")]
+
 use std::io;
 use std::mem::{self, ManuallyDrop};
 use std::ops::Deref;

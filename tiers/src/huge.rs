@@ -2,6 +2,8 @@
 //! also miss the address translation cache, which costs as much again (measured: 25–30 % of a match
 //! in a million blocks).
 
+#![expect(unsafe_code, reason = "maps memory")]
+
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::fmt;
 use std::ops::{Deref, DerefMut};

@@ -1,5 +1,7 @@
 //! Copies between memory tiers.
 
+#![expect(unsafe_code, reason = "copies slots")]
+
 use std::sync::Arc;
 
 use crate::backend::{Backend, submit_unfenced};

@@ -1,5 +1,7 @@
 //! Regions that the CPU can address.
 
+#![expect(unsafe_code, reason = "addresses of slots")]
+
 use std::fmt;
 use std::fs::File;
 use std::ops::Range;
@@ -195,6 +197,7 @@ impl CpuMemories {
 
     /// The block of a slot; `None`: its tier is not memory of ours, has no such slot, or has blocks
     /// in pieces.
+    #[cfg(any(test, feature = "chaos"))]
     pub(crate) fn block(&self, slot: SlotRef) -> Option<NonNull<[u8]>> {
         let MemoryPart::Whole(region) = self.0[slot.tier.index()].as_ref()? else { return None };
         let start = region.slot(slot.slot)?.cast();

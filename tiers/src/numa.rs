@@ -1,6 +1,8 @@
 //! Memory near a device. Copies between a GPU and memory of another socket cross the link between
 //! sockets, which both directions and all GPUs share.
 
+#![expect(unsafe_code, reason = "calls of the C library")]
+
 use std::path::Path;
 use std::{fs, io};
 

@@ -3,6 +3,8 @@
 //! NVIDIA's library is found at run time. It passes ranges on to a profiler that has started the
 //! process (`NVTX_INJECTION64_PATH`), and does nothing where there is none.
 
+#![expect(unsafe_code, reason = "a C library")]
+
 use std::ffi::{CStr, c_char};
 use std::fmt;
 

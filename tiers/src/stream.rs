@@ -5,6 +5,8 @@
 //! not, which saves a third of the traffic. With that the copy and the checksum together take less
 //! time than `memcpy` does.
 
+#![expect(unsafe_code, reason = "instructions of the processor")]
+
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{
     __m128i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_stream_si128,

@@ -1,5 +1,7 @@
 //! Blocks that an earlier process left in memory, verified when they are first used.
 
+#![expect(unsafe_code, reason = "reads slots, and promises of a backend")]
+
 use std::collections::HashMap;
 use std::mem;
 use std::sync::Arc;

@@ -1,5 +1,7 @@
 //! Checksums on everything that leaves memory, whichever backend moves it.
 
+#![expect(unsafe_code, reason = "reads slots, and promises of a backend")]
+
 use std::collections::HashMap;
 use std::sync::Arc;
 

@@ -59,7 +59,7 @@ pub(crate) fn run(args: DemoArgs, global: &GlobalOptions) -> Result<(), CommandF
     let stop = StopSignal::on_signals(&runtime)?;
     // Before the engine, so that it goes after it.
     let _scratch = CommandScratch::divert(&mut settings)?;
-    let engine = SimulatedEngine::open(settings, Options::default(), runtime, stop.clone())?
+    let engine = SimulatedEngine::open(settings, Options::default(), None, runtime, stop.clone())?
         .for_tenants(chat::tenant);
     serve::tell(engine.manager());
     let record = play(&engine)?;

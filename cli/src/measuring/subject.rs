@@ -68,12 +68,13 @@ impl OurManager {
     ///
     /// # Panics
     /// If there is not enough memory, or the settings are wrong.
-    pub fn open_with(settings: Settings, chaos: Option<Chaos>) -> Self {
+    pub fn open_with(settings: Settings, chaos: Option<&Chaos>) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build();
         let runtime = runtime.expect("threads can be started");
         // The clock moves when the bench says so.
         let clock = Arc::new(ManualClock::default());
-        let options = Options { clock: Arc::clone(&clock) as _, chaos, ..Options::default() };
+        let media_layer = chaos.map(Chaos::layer);
+        let options = Options { clock: Arc::clone(&clock) as _, media_layer, ..Options::default() };
         let manager = runtime.block_on(Manager::open(settings, options));
         Self { manager: manager.expect("a manager in memory opens"), clock, runtime }
     }

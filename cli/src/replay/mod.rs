@@ -104,9 +104,8 @@ pub(crate) fn run(args: ReplayArgs, global: &GlobalOptions) -> Result<(), Comman
     let faults = trouble.as_ref().map(ChaosTrouble::chaos);
     let acks = ack_log.map(|path| AckLog::open(&path)).transpose()?;
     let on_durable = acks.as_ref().map(|(log, _)| log.listener());
-    let options =
-        Options { registry: registry.clone(), on_durable, chaos: faults, ..Options::default() };
-    let engine = SimulatedEngine::open(settings, options, runtime, stop.clone())?;
+    let options = Options { registry: registry.clone(), on_durable, ..Options::default() };
+    let engine = SimulatedEngine::open(settings, options, faults, runtime, stop.clone())?;
     let acknowledged = acks.map(|(log, earlier)| earlier.check(&engine, &log)).transpose()?;
     serve::tell(engine.manager());
     let requests = limited(reader, requests);

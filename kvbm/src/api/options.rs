@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use kvbm_tiers::Tier;
-use kvbm_tiers::chaos::Chaos;
+use kvbm_tiers::{MediaLayer, Tier};
 use prometheus::Registry;
 
 use crate::api::engine_memory::EngineMemory;
@@ -36,8 +35,8 @@ pub struct Options {
     pub ranks: Option<RankGroup>,
     /// Called with what has become durable in tiers that outlive the process.
     pub on_durable: Option<OnDurable>,
-    /// Faults to inject into the copies of all tiers, for tests.
-    pub chaos: Option<Chaos>,
+    /// Stands around the media of all tiers: injects faults, for tests.
+    pub media_layer: Option<Arc<dyn MediaLayer>>,
 }
 
 impl Default for Options {
@@ -51,7 +50,7 @@ impl Default for Options {
             fingerprint: None,
             ranks: None,
             on_durable: None,
-            chaos: None,
+            media_layer: None,
         }
     }
 }

@@ -25,9 +25,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm_settings::Settings;
-use kvbm_tiers::chaos::Chaos;
 use kvbm_tiers::ranks::Stopper;
-use kvbm_tiers::{Failure, FramePool, SlotId};
+use kvbm_tiers::{Failure, FramePool, MediaLayer, SlotId};
 use parking_lot::Condvar;
 
 use crate::api::device::Device;
@@ -74,14 +73,14 @@ pub struct RankOptions {
     ///
     /// [`Options::fingerprint`]: crate::Options::fingerprint
     pub fingerprint: Option<Fingerprint>,
-    /// Faults to inject into the copies of its tiers, for tests.
-    pub chaos: Option<Chaos>,
+    /// Stands around the media of its tiers: injects faults, for tests.
+    pub media_layer: Option<Arc<dyn MediaLayer>>,
 }
 
 impl RankOptions {
     /// Options of the rank with this number, with device slots of its own, if any.
     pub const fn new(group: RankGroup, rank: u16) -> Self {
-        Self { group, rank, engine: None, groups: Vec::new(), fingerprint: None, chaos: None }
+        Self { group, rank, engine: None, groups: Vec::new(), fingerprint: None, media_layer: None }
     }
 }
 

@@ -20,15 +20,14 @@ use kvbm_settings::{
     Capacity, DiskBackend, DiskSettings, MAX_BLOCK_BYTES, MAX_DISK_THREADS, MAX_TIER_BLOCKS,
     ObjectBackend as ObjectChoice, ObjectSettings, Settings,
 };
-use kvbm_tiers::chaos::Chaos;
 use kvbm_tiers::geometry::{ALIGNMENT, MAX_SLOTS};
 use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, Store, StoreOptions};
 use kvbm_tiers::ranks::{Leader, RankRegistry};
 use kvbm_tiers::sealed::{KeyRing, SEAL_BYTES, TenantKeys};
 use kvbm_tiers::{
     Backend, Checksums, DeviceRegion, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame,
-    FramePool, Geometry, MemcpyBackend, Memory, PersistOptions, SetupError, SetupErrorKind,
-    ThreadsBackend, Tier, UringBackend, Verified, VerifiedOnce, numa,
+    FramePool, Geometry, MediaLayer, MemcpyBackend, Memory, PersistOptions, SetupError,
+    SetupErrorKind, ThreadsBackend, Tier, UringBackend, Verified, VerifiedOnce, numa,
 };
 use prometheus::Registry;
 
@@ -106,7 +105,7 @@ pub(crate) async fn open(
     // A copy of a block moves a slice of it in every rank.
     let metrics = Metrics::new(&options.registry, block_bytes * world, options.block_tokens)?;
     let (clock, block_tokens) = (Arc::clone(&options.clock), options.block_tokens);
-    let (chaos, fingerprint) = (options.chaos.clone(), options.fingerprint.clone());
+    let (layer, fingerprint) = (options.media_layer.clone(), options.fingerprint.clone());
     fingerprint
         .as_ref()
         .map_or(Ok(()), |fingerprint| fingerprint.validate(options.block_tokens))?;
@@ -120,13 +119,13 @@ pub(crate) async fn open(
         durable::warn_of_cold_start(&settings, known);
         let named = namespace(&settings, known, &suffix);
         let tiers = match group {
-            Some(_) if chaos.is_some() => return Err(ranks::chaos_is_elsewhere()),
+            Some(_) if layer.is_some() => return Err(ranks::media_are_elsewhere()),
             Some(group) => {
                 OpenedRegions::lead(&settings, known, named, group, &on_loss, engine.as_ref())?
             }
             None => {
                 let engine = engine.as_ref().map(EngineMemory::region).transpose()?;
-                OpenedRegions::open(&settings, named, chaos, engine)?
+                OpenedRegions::open(&settings, named, layer, engine)?
             }
         };
         let tuning = tuning(&settings, block_tokens);
@@ -227,8 +226,8 @@ struct OpenedRegions {
     roll_call: Option<RankRegistry>,
     /// Better backends that are missing.
     fallbacks: Vec<&'static str>,
-    /// Faults to inject.
-    chaos: Option<Chaos>,
+    /// Stands around the media.
+    media_layer: Option<Arc<dyn MediaLayer>>,
     /// Names the files and objects that are kept.
     namespace: NamespaceNames,
     /// Keys for what outlives the process.
@@ -246,13 +245,14 @@ impl OpenedRegions {
     fn open(
         settings: &Settings,
         namespace: NamespaceNames,
-        chaos: Option<Chaos>,
+        media_layer: Option<Arc<dyn MediaLayer>>,
         engine: Option<Arc<DeviceRegion>>,
     ) -> Result<Self> {
         policies::warn_of_no_budget(settings);
         let has_engine = engine.is_some();
         let keys = sealed::keys(settings)?;
-        let mut tiers = Self { engine, has_engine, chaos, namespace, keys, ..Self::default() };
+        let mut tiers =
+            Self { engine, has_engine, media_layer, namespace, keys, ..Self::default() };
         // In this order: lower tiers read and write the host's memory, which is best near the GPU.
         tiers.open_device(settings)?;
         tiers.open_host(settings)?;
@@ -324,12 +324,12 @@ impl OpenedRegions {
         let end = self.host_end(sealed::device_run(settings), settings)?;
         let memory = || Arc::clone(&end.memory);
         let backend = if let Some(gpu) = &self.gpu {
-            self.with_chaos(gpu.connect_memory(memory())?, memory())?
+            self.with_layer(gpu.connect_memory(memory())?, memory())?
         } else {
             let device = self.emulated.iter().map(|device| Arc::clone(device) as _);
             let threads = settings.transfer.copy_threads as usize;
             let both = device.chain([memory()]).collect();
-            self.with_chaos(MemcpyBackend::new(both, threads).map_err(setup)?, memory())?
+            self.with_layer(MemcpyBackend::new(both, threads).map_err(setup)?, memory())?
         };
         self.connect_host(backend, end)
     }
@@ -342,7 +342,7 @@ impl OpenedRegions {
         let threads = settings.transfer.copy_threads as usize;
         let end = self.host_end(sealed::device_run(settings), settings)?;
         let backend = engine::connect(&engine, Arc::clone(&end.memory), threads)?;
-        let backend = self.with_chaos(backend, Arc::clone(&end.memory))?;
+        let backend = self.with_layer(backend, Arc::clone(&end.memory))?;
         let tried = (&backend, Duration::from_millis(settings.transfer.timeout_ms));
         if let Some((region, frame)) = end.borrow_slot() {
             let mut slots = vec![frame];
@@ -383,8 +383,8 @@ impl OpenedRegions {
         self.connect_disk((region, checksums), end, &settings.disk, nixl)?;
         let mut pool = FramePool::sharded(Tier::Disk, geometry.slots(), dirs);
         self.trials = pool.set_aside(trials);
-        if let Some(chaos) = &self.chaos {
-            chaos.set_directories(dirs);
+        if let Some(layer) = &self.media_layer {
+            layer.set_directories(dirs);
         }
         let away = (0..away.len()).filter(|&dir| away[dir]);
         away.clone().for_each(|dir| pool.close_shard(dir, true));
@@ -414,13 +414,13 @@ impl OpenedRegions {
             DiskBackend::Uring => {
                 let ring =
                     UringBackend::new(Arc::clone(&end.memory), region, depth).map_err(setup)?;
-                let ring = self.with_chaos(ring, Arc::clone(&end.memory))?;
+                let ring = self.with_layer(ring, Arc::clone(&end.memory))?;
                 self.connect_verified_aside(ring, end, checksums)
             }
             DiskBackend::Threads => self.connect_threads(end, region, depth, checksums),
             DiskBackend::Nixl => {
                 let backend = nixl.disk(Arc::clone(&end.memory), region, depth)?;
-                let backend = self.with_chaos(backend, Arc::clone(&end.memory))?;
+                let backend = self.with_layer(backend, Arc::clone(&end.memory))?;
                 self.connect_verified_aside(backend, end, checksums)
             }
         }
@@ -465,7 +465,7 @@ impl OpenedRegions {
     ) -> Result<()> {
         match UringBackend::new(Arc::clone(&end.memory), Arc::clone(&region), depth) {
             Ok(ring) => {
-                let ring = self.with_chaos(ring, Arc::clone(&end.memory))?;
+                let ring = self.with_layer(ring, Arc::clone(&end.memory))?;
                 self.connect_verified_aside(ring, end, checksums)
             }
             Err(error) => {
@@ -485,7 +485,7 @@ impl OpenedRegions {
         checksums: Arc<Checksums>,
     ) -> Result<()> {
         let threads = ThreadsBackend::new(Arc::clone(&end.memory), region, depth).map_err(setup)?;
-        let threads = self.with_chaos(threads, Arc::clone(&end.memory))?;
+        let threads = self.with_layer(threads, Arc::clone(&end.memory))?;
         self.connect_verified(threads, end, checksums)
     }
 
@@ -496,10 +496,10 @@ impl OpenedRegions {
         let slots = object_slots(settings)?;
         match object.backend {
             ObjectChoice::Native => {
-                let store = match &self.chaos {
+                let store = match &self.media_layer {
                     // Around the client, so that it also tests how the backend handles a failing
                     // store.
-                    Some(chaos) => chaos.around_store(store),
+                    Some(layer) => layer.around_store(store),
                     None => store,
                 };
                 self.connect_objects(store, settings)?;
@@ -509,7 +509,7 @@ impl OpenedRegions {
                     self.memory_end((Tier::Object, 1), sealed::KeyPlace::Nowhere, settings)?;
                 let place = (self.namespace.name.clone(), object.concurrency);
                 let backend = nixl.objects(Arc::clone(&end.memory), store, slots, place)?;
-                let backend = self.with_chaos(backend, Arc::clone(&end.memory))?;
+                let backend = self.with_layer(backend, Arc::clone(&end.memory))?;
                 self.connect_verified_aside(backend, end, Arc::default())?;
             }
         }
@@ -566,16 +566,17 @@ impl OpenedRegions {
     }
 
     /// Inside the verifying layer. GPUDirect Storage verifies by itself, so its routes have no
-    /// chaos.
-    fn with_chaos(
+    /// layer.
+    fn with_layer(
         &self,
         backend: impl Backend + 'static,
         memory: Arc<dyn Memory>,
     ) -> Result<Arc<dyn Backend>> {
-        Ok(match &self.chaos {
-            Some(chaos) => Arc::new(chaos.around(backend, memory).map_err(setup)?),
-            None => Arc::new(backend),
-        })
+        let backend = Arc::new(backend);
+        match &self.media_layer {
+            Some(layer) => layer.around(backend, memory).map_err(setup),
+            None => Ok(backend),
+        }
     }
 
     /// Around every backend with an end in memory that an earlier process may have left.

@@ -140,8 +140,9 @@ pub(super) fn export(roll_call: RankRegistry, registry: &Registry) -> Result<()>
     registry.register(Box::new(RankGauges::new(roll_call).map_err(refused)?)).map_err(refused)
 }
 
-pub(super) fn chaos_is_elsewhere() -> Error {
-    let message = "chaos is with the media: give it to the ranks, not to their leader";
+pub(super) fn media_are_elsewhere() -> Error {
+    let message =
+        "a layer around the media is where these are: give it to the ranks, not to their leader";
     Error::new(ErrorKind::Invalid, message)
 }
 
@@ -180,7 +181,7 @@ pub(crate) fn open_rank(
     suffix: &str,
 ) -> Result<OpenedRank> {
     settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
-    let RankOptions { group, rank, engine, groups: _, fingerprint, chaos } = options;
+    let RankOptions { group, rank, engine, groups: _, fingerprint, media_layer } = options;
     let (RankGroup { dir, world, limit }, fingerprint) = (group, fingerprint.as_ref());
     // Ranks do not know a block's tokens, so there is nothing to compare these with.
     fingerprint.map_or(Ok(()), |fingerprint| fingerprint.validate(fingerprint.block_tokens))?;
@@ -191,7 +192,7 @@ pub(crate) fn open_rank(
     // Slices of blocks: their objects are of no use to others.
     let namespace = NamespaceNames { identity, shares_objects: false, ..namespace };
     let region = engine.as_ref().map(EngineMemory::region).transpose()?;
-    let tiers = OpenedRegions::open(settings, namespace, chaos, region)?;
+    let tiers = OpenedRegions::open(settings, namespace, media_layer, region)?;
     let tenants = tiers.tenants();
     let OpenedRegions { device, specs, executor, kept, away, .. } = tiers;
     if !away.is_empty() {

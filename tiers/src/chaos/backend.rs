@@ -1,5 +1,7 @@
 //! Faults around a backend.
 
+#![expect(unsafe_code, reason = "a backend writes slots, and flips bits of them here")]
+
 use std::fmt;
 use std::io;
 use std::sync::Arc;
@@ -215,6 +217,7 @@ mod tests {
     use crate::dram::DramRegion;
     use crate::fence::Layers;
     use crate::frame::Frame;
+    use crate::media_layer::MediaLayer as _;
     use crate::memcpy::MemcpyBackend;
     use crate::testing::conformance::{self, Pair};
     use crate::testing::{
@@ -228,7 +231,7 @@ mod tests {
     struct ChaosFixture {
         memory: Arc<DramRegion>,
         chaos: Chaos,
-        backend: Verified<ChaosBackend<MemoryStore>>,
+        backend: Verified<Arc<dyn Backend>>,
         here: Vec<Frame>,
         there: Vec<Frame>,
     }
@@ -244,7 +247,7 @@ mod tests {
             fill_pattern(1, memory.write(&mut here[0]).unwrap());
             fill_pattern(9, memory.write(&mut here[1]).unwrap());
             let chaos = Chaos::new(Schedule::scripted([script.parse().unwrap()]));
-            let backend = chaos.around(store, Arc::clone(&memory) as _).unwrap();
+            let backend = chaos.around(Arc::new(store), Arc::clone(&memory) as _).unwrap();
             let backend =
                 Verified::new(backend, Arc::clone(&memory) as _, Arc::new(Checksums::new()))
                     .unwrap();
@@ -289,7 +292,7 @@ mod tests {
                 let store = MemoryStore::new(Arc::clone(&memory) as _, Tier::Disk, slots).unwrap();
                 let chaos = Chaos::new(Schedule::scripted([script.parse().unwrap()]));
                 chaos.start();
-                let backend = Arc::new(chaos.around(store, Arc::clone(&memory) as _).unwrap());
+                let backend = chaos.around(Arc::new(store), Arc::clone(&memory) as _).unwrap();
                 Pair { memory, other: Tier::Disk, backend }
             });
         }
@@ -383,7 +386,7 @@ mod tests {
             pairs.map(|(from, to)| order(1, from.slot_ref(), to.slot_ref())).collect();
         let memcpy = MemcpyBackend::new(vec![from.clone() as _, to as _], 1).unwrap();
         let chaos = Chaos::new(Schedule::scripted([script.parse().unwrap()]));
-        let backend = chaos.around(memcpy, from).unwrap();
+        let backend = chaos.around(Arc::new(memcpy), from).unwrap();
         chaos.start();
         let told = Arc::new(parking_lot::Mutex::new(Vec::new()));
         let layers = Arc::clone(&told);

@@ -27,11 +27,14 @@ use std::time::Instant;
 use parking_lot::Mutex;
 
 pub(crate) use self::late::LateTimer;
+use self::store::ChaosStore;
 use crate::backend::Backend;
 use crate::clock;
 use crate::copy::{CopyOp, SlotRef, Tier};
 use crate::error::SetupError;
+use crate::media_layer::MediaLayer;
 use crate::memory::{CpuMemories, Memory};
+use crate::object::Store;
 
 /// All that goes wrong in one run: follows a [`Schedule`] from [`start`](Self::start) until
 /// [`heal`](Self::heal), and counts what it did. Clones are handles to the same one.
@@ -99,9 +102,9 @@ impl Chaos {
         }))
     }
 
-    /// Says how many directories the disk tier has.
-    pub fn set_directories(&self, directories: u32) {
-        self.0.directories.store(directories.max(1), Ordering::Relaxed);
+    /// A handle to this, for the options of a manager or a rank.
+    pub fn layer(&self) -> Arc<dyn MediaLayer> {
+        Arc::new(self.clone())
     }
 
     /// The directory that a slot lies in, if it is the disk tier's.
@@ -142,20 +145,6 @@ impl Chaos {
         std::mem::take(&mut run.jumps)
     }
 
-    /// `inner`, hit by this chaos. Blocks that arrive in `memory` from below may be corrupted: they
-    /// must be verified afterwards.
-    ///
-    /// # Errors
-    /// Never for one region; the error is that of several that do not fit together.
-    pub fn around<B: Backend + 'static>(
-        &self,
-        inner: B,
-        memory: Arc<dyn Memory>,
-    ) -> Result<ChaosBackend<B>, SetupError> {
-        let memories = CpuMemories::new(vec![memory])?;
-        Ok(ChaosBackend::new(inner, memories, self.clone()))
-    }
-
     /// What the next operation on `medium` meets, counted.
     fn hit(&self, medium: Medium, direction: Direction) -> Option<EpisodeHit> {
         self.0.run.lock().hit(medium, direction, clock::now())
@@ -171,6 +160,28 @@ impl Chaos {
 
     fn is_healed(&self) -> bool {
         matches!(self.0.run.lock().phase, ChaosPhase::Healed)
+    }
+}
+
+impl MediaLayer for Chaos {
+    fn set_directories(&self, directories: u32) {
+        self.0.directories.store(directories.max(1), Ordering::Relaxed);
+    }
+
+    /// `inner`, hit by this chaos. Blocks that arrive in `memory` from below may be corrupted: they
+    /// must be verified afterwards.
+    fn around(
+        &self,
+        inner: Arc<dyn Backend>,
+        memory: Arc<dyn Memory>,
+    ) -> Result<Arc<dyn Backend>, SetupError> {
+        let memories = CpuMemories::new(vec![memory])?;
+        Ok(Arc::new(ChaosBackend::new(inner, memories, self.clone())))
+    }
+
+    /// `store`, whose requests are hit by this chaos.
+    fn around_store(&self, store: Store) -> Store {
+        store.map_client(|client| Arc::new(ChaosStore::new(client, self.clone())))
     }
 }
 

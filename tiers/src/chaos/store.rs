@@ -17,19 +17,11 @@ use object_store::{
 
 use super::{Chaos, Direction, EpisodeHit, Kind, Medium};
 use crate::clock;
-use crate::object::Store;
-
-impl Chaos {
-    /// `store`, whose requests are hit by this chaos.
-    pub fn around_store(&self, store: Store) -> Store {
-        store.map_client(|client| Arc::new(ChaosStore::new(client, self.clone())))
-    }
-}
 
 /// A store whose requests are hit: listings as reads are, each of them once, and deletions as
 /// writes.
 #[derive(Debug)]
-struct ChaosStore {
+pub(super) struct ChaosStore {
     inner: Arc<dyn ObjectStore>,
     chaos: Chaos,
 }
@@ -38,7 +30,7 @@ struct ChaosStore {
 const LOOK: Duration = Duration::from_millis(10);
 
 impl ChaosStore {
-    const fn new(inner: Arc<dyn ObjectStore>, chaos: Chaos) -> Self {
+    pub(super) const fn new(inner: Arc<dyn ObjectStore>, chaos: Chaos) -> Self {
         Self { inner, chaos }
     }
 

@@ -13,6 +13,8 @@
 //! | [`DeviceWindow`] | single blocks, for those who look at their bytes |
 //! | [`Rearranger`] | a [`Transform`](crate::Transform) on the GPU |
 
+#![expect(unsafe_code, reason = "C libraries, and memory of a GPU")]
+
 mod backend;
 mod checksum;
 mod cufile;

@@ -1,5 +1,7 @@
 //! The thread behind [`UringBackend`](super::UringBackend).
 
+#![expect(unsafe_code, reason = "the kernel works on memory of slots")]
+
 use std::io::{self, ErrorKind};
 use std::mem;
 use std::os::fd::{AsRawFd, OwnedFd};

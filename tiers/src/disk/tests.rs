@@ -1,3 +1,5 @@
+#![expect(unsafe_code, reason = "calls of the C library")]
+
 use std::fs::{self, File, OpenOptions};
 use std::io::Read;
 use std::os::unix::fs::{FileExt, MetadataExt};

@@ -1,5 +1,7 @@
 //! Disk transfers by a pool of threads, for systems that forbid `io_uring`.
 
+#![expect(unsafe_code, reason = "reads and writes slots")]
+
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;

@@ -1,5 +1,7 @@
 //! Disk transfers through a ring of the kernel's.
 
+#![expect(unsafe_code, reason = "promises of a backend")]
+
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 

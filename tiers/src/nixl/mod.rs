@@ -23,6 +23,8 @@
 //! touches, for the rest of the process. Where an error leaves open whether anything still moves,
 //! so does ours ([`TimedOut`](crate::CopyErrorKind::TimedOut)).
 
+#![expect(unsafe_code, reason = "a C library")]
+
 mod agent;
 mod arguments;
 mod backend;

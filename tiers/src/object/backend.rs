@@ -1,5 +1,7 @@
 //! The backend between a memory region and the object tier.
 
+#![expect(unsafe_code, reason = "promises of a backend")]
+
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

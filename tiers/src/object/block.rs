@@ -1,6 +1,8 @@
 //! The memory side of one operation: whose bytes they are, until when, and where the end is
 //! reported.
 
+#![expect(unsafe_code, reason = "reads and writes the slots of a copy")]
+
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;

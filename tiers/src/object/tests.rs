@@ -1,5 +1,7 @@
 //! Behaviour of the backend over real and failing stores.
 
+#![expect(unsafe_code, reason = "a region of the tests' own")]
+
 mod compaction;
 mod faults;
 mod fsck;

@@ -1,5 +1,7 @@
 //! A stream between a leader and a rank, on which neither sender nor receiver waits.
 
+#![expect(unsafe_code, reason = "a call of the C library")]
+
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::ops::Range;

@@ -1,6 +1,8 @@
 //! The leader's side: a backend whose copies are done by all ranks, and the thread that listens to
 //! them.
 
+#![expect(unsafe_code, reason = "promises of a backend")]
+
 use std::fmt;
 use std::io;
 use std::mem;

@@ -4,6 +4,8 @@
 //! backends, and say how long that took. Behind the feature `baselines`: who embeds the crate has
 //! no use for them. A manager cannot be faster for long; how close it gets is its efficiency.
 
+#![expect(unsafe_code, reason = "copies by hand, to be measured against")]
+
 mod copy;
 #[cfg(feature = "cuda")]
 mod gpu;

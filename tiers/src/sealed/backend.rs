@@ -1,6 +1,8 @@
 //! The path of a block: sealed, then sent; or fetched, then opened. For memory that is sealed
 //! itself: opened, then sent; or fetched, then sealed.
 
+#![expect(unsafe_code, reason = "reads and writes slots, and promises of a backend")]
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 

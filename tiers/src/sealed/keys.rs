@@ -1,5 +1,7 @@
 //! Main keys: where they come from, and which one is used for what.
 
+#![expect(unsafe_code, reason = "wipes keys")]
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;

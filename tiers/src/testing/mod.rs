@@ -4,6 +4,8 @@
 //! plays a disk or an object store, [`FaultBackend`] fails in chosen ways, [`ParkedBackend`] lets a
 //! test decide when and in which order copies end.
 
+#![expect(unsafe_code, reason = "doubles of memory and of backends")]
+
 mod child;
 pub mod conformance;
 mod fault;

@@ -96,7 +96,7 @@ pub(crate) fn measure(blocks: usize, eviction: EvictionKind) -> Result<Holds, Co
     settings.disk.dirs = vec![place.path().to_owned()];
     let chaos =
         Chaos::new(Schedule::scripted([episode(Medium::Disk, Direction::Read, Kind::Io, Some(1))]));
-    let mut mix = Mix::new(OurManager::open_with(settings, Some(chaos.clone())), blocks);
+    let mut mix = Mix::new(OurManager::open_with(settings, Some(&chaos)), blocks);
     mix.fill(blocks);
     let prompts = mix.new_prompts();
     Ok(Holds {
@@ -127,7 +127,7 @@ fn last_tier(blocks: usize, eviction: EvictionKind) -> LastTier {
     let hang = episode(Medium::Memory, Direction::Write, Kind::Hang, None);
     let chaos = Chaos::new(Schedule::scripted([hang]));
     let settings = device_and_host_of(blocks, eviction);
-    let mut mix = Mix::new(OurManager::open_with(settings, Some(chaos.clone())), blocks);
+    let mut mix = Mix::new(OurManager::open_with(settings, Some(&chaos)), blocks);
     mix.fill_by_tenant(blocks);
     let prompts = mix.new_prompts();
     let of = |mix: &Mix, work: &dyn Fn(&Manager)| micros(|| work(mix.ours.manager()));
@@ -148,7 +148,7 @@ fn outage(blocks: usize, eviction: EvictionKind) -> Result<f64, CommandFailure> 
     settings.disk.dirs = vec![place.path().to_owned()];
     let chaos =
         Chaos::new(Schedule::scripted([episode(Medium::Disk, Direction::Write, Kind::Io, None)]));
-    let mut mix = Mix::new(OurManager::open_with(settings, Some(chaos.clone())), blocks);
+    let mut mix = Mix::new(OurManager::open_with(settings, Some(&chaos)), blocks);
     chaos.start();
     Ok(micros(|| {
         mix.save_short(blocks / SHORT * 5 / 4);

@@ -71,7 +71,7 @@ impl Manager {
             ranks: options.ranks.as_ref().map(|ranks| ranks_of(number, ranks)),
             // As with events: only of full attention, whose blocks name a request.
             on_durable: options.on_durable.clone().filter(|_| number == FULL),
-            chaos: options.chaos.clone(),
+            media_layer: options.media_layer.clone(),
         };
         let of_full = options_of(FULL, registries[0].clone(), memory);
         let full = Self::assemble(full, &of_full, "").await?;
@@ -105,7 +105,7 @@ impl Rank {
             engine: Some(engine.clone()),
             groups: Vec::new(),
             fingerprint: options.fingerprint.clone(),
-            chaos: options.chaos.clone(),
+            media_layer: options.media_layer.clone(),
         };
         // In the leader's order: it waits for all ranks of one group before it goes on to the next.
         let full = Self::join_as(&full, options_of(FULL, memory), "")?;

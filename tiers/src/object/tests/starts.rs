@@ -3,6 +3,7 @@
 
 use super::sharing::{RENEWAL, TakeAll, Worker, following, seeds, shared};
 use super::*;
+use crate::MediaLayer as _;
 use crate::chaos::{Chaos, Kind, Schedule};
 use crate::object::{EpochStanding, OlderEpoch, Sharing, TakeIn};
 use crate::sealed::{FoundKey, KeyId, KeyStore, RECORD_BYTES};
