@@ -22,8 +22,6 @@ impl BackgroundThreads {
     const PERIOD: Duration = Duration::from_millis(20);
 
     pub(super) fn start(core: &Arc<Core>, pinned: &Arc<PinnedChains>) -> Result<Self> {
-        // Before the first request comes, which is before the first round.
-        core.provide_memory();
         let (wake, woken) = sync_channel(1);
         core.set_waker(Some(wake.clone()));
         let (worker, pinned) = (Arc::clone(core), Arc::clone(pinned));

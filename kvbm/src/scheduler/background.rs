@@ -2,16 +2,19 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
 use kvbm_policies::Trigger;
-use kvbm_tiers::{CopyErrorKind, Tier};
+use kvbm_tiers::Tier;
 
 use super::batch::TaskBatch;
 use super::breaker::RoutePassage;
+use super::learner::FitThread;
+use super::scrub::{ScrubOptions, ScrubProgress};
 use super::{Core, spans};
 use crate::sync::{AtomicUsize, Mutex};
-use crate::table::{Budget, Effects, FlushStep, Table};
+use crate::table::{Budget, Effects, FlushStep, SharedTable, Table};
 use crate::task::{Class, CopyTask};
 
 /// One slot in this many is kept free in a tier whose blocks go down only when they leave.
@@ -23,6 +26,26 @@ const MAX_HEADROOM: usize = 4_096;
 /// thousand blocks.
 const MAX_HOLDS_IN_VAIN: usize = 64;
 
+/// What background work goes on with.
+#[derive(Debug)]
+pub(super) struct UpkeepState {
+    pub(super) flushing: FlushState,
+    pub(super) audit: AuditPass,
+    pub(super) scrubbing: ScrubProgress,
+    pub(super) learner: FitThread,
+}
+
+impl UpkeepState {
+    pub(super) fn new(scrub: ScrubOptions) -> Self {
+        Self {
+            flushing: FlushState::default(),
+            audit: AuditPass::default(),
+            scrubbing: ScrubProgress::new(scrub),
+            learner: FitThread::default(),
+        }
+    }
+}
+
 /// State of flushing.
 #[derive(Debug, Default)]
 pub(super) struct FlushState {
@@ -32,18 +55,21 @@ pub(super) struct FlushState {
     goals: Mutex<[usize; Tier::COUNT]>,
     /// Calls of [`Core::drain`] under way: every block goes down as if it left.
     drains: AtomicUsize,
-    /// Wakes the thread that runs [`Core::tick`].
-    waker: Mutex<Option<std::sync::mpsc::SyncSender<()>>>,
 }
 
 impl FlushState {
     pub(super) fn ended(&self, dest: Tier, blocks: usize) {
         self.in_flight[dest.index()].fetch_sub(blocks, Ordering::AcqRel);
-        self.wake();
     }
+}
 
+/// Wakes the thread that runs [`Core::tick`].
+#[derive(Debug, Default)]
+pub(super) struct BackgroundWaker(Mutex<Option<SyncSender<()>>>);
+
+impl BackgroundWaker {
     pub(super) fn wake(&self) {
-        if let Some(waker) = &*self.waker.lock() {
+        if let Some(waker) = &*self.0.lock() {
             // If the channel is full, a wake-up is already under way.
             let _ = waker.try_send(());
         }
@@ -62,6 +88,22 @@ pub(super) struct AuditPass {
 }
 
 impl AuditPass {
+    /// Audits some records for broken invariants: a million in a minute and a half. Else a table
+    /// that has lost count would serve on for days, with fewer slots each hour.
+    fn step(&self, table: &SharedTable) {
+        let mut violations = Vec::new();
+        let from = self.next.load(Ordering::Relaxed) as u32;
+        let next = table.lock().audit_some(from, &mut violations, &mut Budget::of_a_hold());
+        for violation in &violations {
+            tracing::error!(%violation, "the block table has lost count: please report this");
+        }
+        self.found.fetch_add(violations.len(), Ordering::Relaxed);
+        match next {
+            Some(next) => self.next.store(next as usize, Ordering::Relaxed),
+            None => self.end(),
+        }
+    }
+
     fn end(&self) {
         self.next.store(0, Ordering::Relaxed);
         self.found_last.store(self.found.swap(0, Ordering::Relaxed), Ordering::Relaxed);
@@ -146,9 +188,9 @@ impl Core {
         self.save_again();
         // If a thread panicked in a pump, the work that others had left to it is still to do.
         self.pump();
-        self.provide_memory();
-        self.learn();
-        self.demand.take_up();
+        self.table.provide_memory();
+        self.upkeep.learner.learn(&self.table);
+        self.requests.demand.take_up();
         while self.hold(|table, _| table.drop_more()) {}
         self.try_directories();
         while self.hold(Table::reconsider_reopened) {}
@@ -162,71 +204,40 @@ impl Core {
         for from in Tier::ALL {
             self.flush(from, false);
         }
-        self.audit_some();
+        self.upkeep.audit.step(&self.table);
         self.scrub_some();
-    }
-
-    /// Audits some records for broken invariants: a million in a minute and a half. Else a table
-    /// that has lost count would serve on for days, with fewer slots each hour.
-    fn audit_some(&self) {
-        let mut violations = Vec::new();
-        let from = self.audit.next.load(Ordering::Relaxed) as u32;
-        let next = self.table().audit_some(from, &mut violations, &mut Budget::of_a_hold());
-        for violation in &violations {
-            tracing::error!(%violation, "the block table has lost count: please report this");
-        }
-        self.audit.found.fetch_add(violations.len(), Ordering::Relaxed);
-        match next {
-            Some(next) => self.audit.next.store(next as usize, Ordering::Relaxed),
-            None => self.audit.end(),
-        }
     }
 
     /// Violations of the table's invariants that the background audit found, in this pass or the
     /// last.
     pub(crate) fn accounting_drift(&self) -> usize {
-        self.audit.found.load(Ordering::Relaxed).max(self.audit.found_last.load(Ordering::Relaxed))
-    }
-
-    /// Provides memory that the table needs soon, so that no holder of its lock waits for the
-    /// kernel.
-    pub(crate) fn provide_memory(&self) {
-        let wanted = self.table().wanted_memory();
-        if let Some(spare) = wanted.provide() {
-            // Dropped with the table unlocked.
-            let _unused = self.table().supply(spare);
-        }
-    }
-
-    /// Lets policies learn. They collect their data in steps, between which others get the table.
-    fn learn(&self) {
-        if self.learner.is_busy() {
-            return;
-        }
-        let mut work = Vec::new();
-        while self.table().upkeep(&mut work) {}
-        self.learner.start(work);
+        self.upkeep
+            .audit
+            .found
+            .load(Ordering::Relaxed)
+            .max(self.upkeep.audit.found_last.load(Ordering::Relaxed))
     }
 
     /// Waits until the learner is idle.
     pub(crate) fn join_learner(&self) {
-        self.learner.join();
+        self.upkeep.learner.join();
     }
 
     /// Sets the channel that is woken when background work is due before the next regular
     /// [`tick`](Self::tick).
-    pub(crate) fn set_waker(&self, waker: Option<std::sync::mpsc::SyncSender<()>>) {
-        *self.flushing.waker.lock() = waker;
+    pub(crate) fn set_waker(&self, waker: Option<SyncSender<()>>) {
+        *self.waker.0.lock() = waker;
     }
 
     /// Starts to flush `from` if that is due, or if `all`.
     fn flush(self: &Arc<Self>, from: Tier, all: bool) {
         let Some(to) = self.table().flushes_to(from) else { return };
         // Without a route down every copy would fail at once, and be retried without end.
-        if !self.legs((from, to)).all(|leg| self.executor.connects(leg)) {
+        if !self.sending.executor.legs((from, to)).all(|leg| self.sending.executor.connects(leg)) {
             return;
         }
-        let is_blocked = self.legs((from, to)).any(|leg| self.breakers.is_open(leg));
+        let is_blocked =
+            self.sending.executor.legs((from, to)).any(|leg| self.health.breakers.is_open(leg));
         self.table().block_flushes(from, is_blocked);
         if is_blocked {
             return self.probe_flush(from, to);
@@ -240,7 +251,7 @@ impl Core {
     /// Why blocks go down now. Asked with the table locked: a drain announces itself before it
     /// locks the table to queue its blocks, so none of these is refused as if it were merely used.
     fn trigger(&self) -> Trigger {
-        if self.flushing.drains.load(Ordering::Acquire) > 0 {
+        if self.upkeep.flushing.drains.load(Ordering::Acquire) > 0 {
             Trigger::Leaving
         } else {
             Trigger::Used
@@ -251,7 +262,7 @@ impl Core {
     /// are well again. In a tier whose blocks go down only when they leave, sends the next to
     /// leave, with the ancestors that the tier below lacks.
     fn probe_flush(self: &Arc<Self>, from: Tier, to: Tier) {
-        if self.pass((from, to)) == RoutePassage::Blocked {
+        if self.health.pass((from, to)) == RoutePassage::Blocked {
             return;
         }
         // A block whose flush failed may be the only one to test with.
@@ -274,7 +285,8 @@ impl Core {
         // A probe tests a medium that a copy touches: a block that also lies in DRAM is not read
         // from disk.
         if !effects.tasks.iter().any(|task| task.from.tier == from) {
-            self.retract_probe((from, if effects.tasks.is_empty() { to } else { Tier::Host }));
+            self.health
+                .retract_probe((from, if effects.tasks.is_empty() { to } else { Tier::Host }));
         }
         effects.tasks.iter_mut().for_each(|task| task.is_probe = true);
         self.start_flushes(to, effects);
@@ -284,7 +296,7 @@ impl Core {
     fn keep_headroom(self: &Arc<Self>, from: Tier, to: Tier) {
         let mut is_short = true;
         while is_short {
-            let in_flight = self.flushing.in_flight[to.index()].load(Ordering::Acquire);
+            let in_flight = self.upkeep.flushing.in_flight[to.index()].load(Ordering::Acquire);
             let copies = self.flush_window(to).saturating_sub(in_flight);
             let turn = self.planning.lock();
             let mut table = self.table();
@@ -298,7 +310,7 @@ impl Core {
     }
 
     fn start_flushes(self: &Arc<Self>, to: Tier, effects: Effects) {
-        self.flushing.in_flight[to.index()].fetch_add(effects.tasks.len(), Ordering::AcqRel);
+        self.upkeep.flushing.in_flight[to.index()].fetch_add(effects.tasks.len(), Ordering::AcqRel);
         self.trace_flushes(to, &effects.tasks);
         self.apply(effects);
     }
@@ -316,7 +328,7 @@ impl Core {
         let dirty = table.dirty(from);
         let is_due = all || self.flush_is_due(&table, from);
         drop(table);
-        let mut goals = self.flushing.goals.lock();
+        let mut goals = self.upkeep.flushing.goals.lock();
         let goal = &mut goals[from.index()];
         *goal = if is_due { dirty } else { (*goal).min(dirty) };
     }
@@ -324,9 +336,9 @@ impl Core {
     /// Starts one batch's worth; false when the goal is reached or the window is full. The next
     /// batch goes out when an earlier one has ended: the route never runs dry in between.
     fn flush_some(self: &Arc<Self>, from: Tier, to: Tier) -> bool {
-        let in_flight = &self.flushing.in_flight[to.index()];
+        let in_flight = &self.upkeep.flushing.in_flight[to.index()];
         let room = self.flush_window(to).saturating_sub(in_flight.load(Ordering::Acquire));
-        let goal = self.flushing.goals.lock()[from.index()].min(self.flush_batch(to));
+        let goal = self.upkeep.flushing.goals.lock()[from.index()].min(self.flush_batch(to));
         // A full batch later is better than a small one now: in an object store each batch becomes
         // a segment.
         if room < goal {
@@ -356,7 +368,7 @@ impl Core {
             has_more = count < goal && (has_moved || goes_on);
         }
         {
-            let mut goals = self.flushing.goals.lock();
+            let mut goals = self.upkeep.flushing.goals.lock();
             goals[from.index()] = goals[from.index()].saturating_sub(looked_at);
         }
         // If a rule refused all that it was asked about, there is more to ask about.
@@ -373,7 +385,7 @@ impl Core {
     /// Tells what did not get there.
     pub fn drain(self: &Arc<Self>, limit: Duration) -> Drained {
         {
-            let _under_way = DrainState::start(&self.flushing.drains);
+            let _under_way = DrainState::start(&self.upkeep.flushing.drains);
             self.drain_until(self.clock.uptime().saturating_add(limit));
         }
         self.drained()
@@ -402,7 +414,7 @@ impl Core {
     }
 
     fn is_busy(&self, table: &Table) -> bool {
-        self.batches.have_tasks()
+        self.health.batches.have_tasks()
             || [Tier::Disk, Tier::Object].into_iter().any(|tier| table.is_filling(tier))
     }
 
@@ -424,7 +436,7 @@ impl Core {
                 retry_at = now + DRAIN_RETRY;
                 Tier::ALL.into_iter().for_each(|tier| self.table().end_pauses(tier));
                 // A drain fills the tiers below faster than anything else.
-                self.provide_memory();
+                self.table.provide_memory();
             }
             Tier::ALL.into_iter().for_each(|tier| self.flush(tier, true));
             if self.is_drained() || self.is_closed() || self.clock.uptime() >= deadline {
@@ -438,18 +450,15 @@ impl Core {
 
     fn give_up_overdue(self: &Arc<Self>) {
         let now = self.clock.uptime();
-        let overdue = self.batches.overdue(now, |route| self.tuning.limit(route));
-        self.give_up_all(overdue, now);
-        self.give_up_all(self.stuck_batches(now), now);
+        self.give_up_all(self.health.overdue_batches(now), now);
+        self.give_up_all(self.health.stuck_batches(now), now);
     }
 
     fn give_up_all(self: &Arc<Self>, overdue: Vec<Arc<TaskBatch>>, now: Duration) {
         // If handling a completion panicked, its batch is never done, and works on nothing.
         for batch in overdue.into_iter().filter(|batch| batch.is_working()) {
             tracing::error!(from = %batch.route.0, to = %batch.route.1, "copies are overdue: nobody waits for them");
-            if !self.directories_hang(&batch, now) {
-                self.breakers.failed(batch.route, CopyErrorKind::TimedOut, batch.is_probe, now);
-            }
+            self.health.judge_overdue(&batch, now);
             self.give_up(&batch);
         }
     }
@@ -463,7 +472,7 @@ fn headroom(table: &Table, tier: Tier) -> usize {
 #[cfg(test)]
 mod tests {
     use kvbm_policies::{EvictionKind, Hints};
-    use kvbm_tiers::FramePool;
+    use kvbm_tiers::{CopyErrorKind, FramePool};
 
     use super::*;
     use crate::names::hash::{BlockHash, Chain};
@@ -503,7 +512,7 @@ mod tests {
         save(&core, Tier::Disk, 1, None);
         save(&core, Tier::Host, 2, Some(7));
         core.table().begin_forgetting(7);
-        core.breakers.failed(route, CopyErrorKind::Unavailable, false, Duration::ZERO);
+        core.health.breakers.failed(route, CopyErrorKind::Unavailable, false, Duration::ZERO);
         core.probe_flush(Tier::Host, Tier::Disk);
         assert_eq!(*left.lock(), [Tier::Disk]);
     }

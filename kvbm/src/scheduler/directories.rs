@@ -15,6 +15,7 @@ use kvbm_tiers::{BlockKey, CopyError, CopyOp, Frame, SlotRef, Tier};
 use super::Core;
 use super::batch::TaskBatch;
 use super::errand::{CopyPurpose, overdue};
+use super::health::MediaHealth;
 use crate::sync::{AtomicBool, AtomicUsize, Mutex};
 use crate::table::Budget;
 
@@ -273,7 +274,7 @@ impl DiskDirectories {
     }
 }
 
-impl Core {
+impl MediaHealth {
     /// Copies arrived.
     pub(super) fn directories_answer(&self, ops: impl Iterator<Item = CopyOp>, now: Duration) {
         let mut dirs: Vec<_> = ops.filter_map(|op| self.directories.of(&op)).collect();
@@ -315,7 +316,7 @@ impl Core {
     fn directory_is_left_alone(&self, dir: usize) {
         self.metrics.directory_failed(dir);
         self.table.lock().close_directory(Tier::Disk, dir, true);
-        self.flushing.wake();
+        self.waker.wake();
     }
 
     /// A medium has no room for a block. True: it is one of several directories, and the tier's
@@ -329,7 +330,7 @@ impl Core {
                 "a directory of the disk tier is full: it is read, and gets no more blocks"
             );
             self.table.lock().close_directory(Tier::Disk, dir, true);
-            self.flushing.wake();
+            self.waker.wake();
         }
         true
     }
@@ -371,16 +372,41 @@ impl Core {
         self.batches.all().into_iter().filter(is_stuck).collect()
     }
 
+    /// A trial has ended, or is overdue.
+    fn directory_tried(&self, dir: usize, error: Option<&CopyError>) {
+        let verdict = self.directories.tried(dir, error.is_none(), self.clock.uptime());
+        match (verdict, error) {
+            (TrialVerdict::Well, _) => {
+                tracing::info!(dir, "a directory of the disk tier is well again");
+                self.table.lock().close_directory(Tier::Disk, dir, false);
+            }
+            (TrialVerdict::Lost, _) => {
+                tracing::error!(
+                    dir,
+                    "a directory of the disk tier is lost: its blocks are dropped"
+                );
+                self.table.lock().lose_directory(Tier::Disk, dir);
+            }
+            (TrialVerdict::NotYet, Some(error)) => {
+                tracing::warn!(dir, %error, "a directory of the disk tier still fails");
+            }
+            (TrialVerdict::NotYet, None) => {}
+        }
+        self.waker.wake();
+    }
+}
+
+impl Core {
     /// Tries directories that are left alone, if a trial is due.
     pub(super) fn try_directories(self: &Arc<Self>) {
         let now = self.clock.uptime();
-        while let Some((dir, due)) = self.directories.due(now) {
+        while let Some((dir, due)) = self.health.directories.due(now) {
             let DueTrial::Trial(slot) = due else {
                 self.directory_tried(dir, Some(&overdue()));
                 continue;
             };
-            let Some(staging) = self.staging.lock().lend() else {
-                return self.directories.try_later(dir, now);
+            let Some(staging) = self.sending.staging.lock().lend() else {
+                return self.health.directories.try_later(dir, now);
             };
             let here = staging.slot_ref();
             self.try_copy(dir, (here, slot), staging);
@@ -405,42 +431,24 @@ impl Core {
         if error.is_none() && op.to.tier == Tier::Disk {
             return self.try_copy(dir, (op.to, op.from), staging);
         }
-        self.staging.lock().settle(staging);
+        self.sending.staging.lock().settle(staging);
         self.directory_tried(dir, error);
     }
 
     /// A trial is overdue.
     pub(super) fn trial_overdue(self: &Arc<Self>, dir: usize) {
-        self.directories.trial_is_stuck(dir, true, self.clock.uptime());
+        self.health.directories.trial_is_stuck(dir, true, self.clock.uptime());
         self.directory_tried(dir, Some(&overdue()));
     }
 
     /// An overdue trial has ended.
     pub(super) fn trial_came_back(&self, dir: usize) {
-        self.directories.trial_is_stuck(dir, false, self.clock.uptime());
+        self.health.directories.trial_is_stuck(dir, false, self.clock.uptime());
     }
 
     /// A trial has ended, or is overdue.
     fn directory_tried(self: &Arc<Self>, dir: usize, error: Option<&CopyError>) {
-        let verdict = self.directories.tried(dir, error.is_none(), self.clock.uptime());
-        match (verdict, error) {
-            (TrialVerdict::Well, _) => {
-                tracing::info!(dir, "a directory of the disk tier is well again");
-                self.table.lock().close_directory(Tier::Disk, dir, false);
-            }
-            (TrialVerdict::Lost, _) => {
-                tracing::error!(
-                    dir,
-                    "a directory of the disk tier is lost: its blocks are dropped"
-                );
-                self.table.lock().lose_directory(Tier::Disk, dir);
-            }
-            (TrialVerdict::NotYet, Some(error)) => {
-                tracing::warn!(dir, %error, "a directory of the disk tier still fails");
-            }
-            (TrialVerdict::NotYet, None) => {}
-        }
-        self.flushing.wake();
+        self.health.directory_tried(dir, error);
         self.pump();
     }
 

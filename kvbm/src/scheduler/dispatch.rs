@@ -4,16 +4,31 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use kvbm_tiers::{Completion, CopyError, Done, Fences, Route};
+use kvbm_tiers::{Completion, CopyError, Done, Fences, Route, Tier};
 
 use super::Core;
 use super::batch::TaskBatch;
-use super::queue::{NextBatch, TaskTurn};
+use super::executor::Executor;
+use super::queue::{NextBatch, RouteQueues, TaskTurn};
 use super::routed::{BounceStop, RoutedTask};
 use super::spans;
 use super::staging::StagingSlots;
-use crate::sync::{AtomicUsize, MutexGuard};
+use crate::sync::{AtomicUsize, Mutex, MutexGuard};
+use crate::table::Journal;
 use crate::task::CopyTask;
+
+/// What waits to be sent, and what sends it.
+pub(super) struct SendState {
+    pub(super) queues: Mutex<RouteQueues>,
+    pub(super) executor: Arc<Executor>,
+    /// Journals of tiers that outlive the process.
+    pub(super) journals: [Option<Journal>; Tier::COUNT],
+    pub(super) staging: Mutex<StagingSlots>,
+    /// Calls of [`Core::pump`] that are still to be served.
+    pub(super) pumps: AtomicUsize,
+    /// Held once for each batch that a backend has.
+    pub(super) with_media: Arc<()>,
+}
 
 impl Core {
     /// Queues copy tasks, and sends those that may go.
@@ -21,10 +36,10 @@ impl Core {
         if tasks.is_empty() {
             return;
         }
-        let mut queues = self.queues.lock();
+        let mut queues = self.sending.queues.lock();
         // Straight into the queues: a task is moved often enough.
-        let in_vain = self.orders.lock().let_through(tasks, |task, order| {
-            let is_direct = self.executor.connects((task.from.tier, task.to.tier));
+        let in_vain = self.engine.orders.lock().let_through(tasks, |task, order| {
+            let is_direct = self.sending.executor.connects((task.from.tier, task.to.tier));
             queues.push(RoutedTask::new(task, is_direct, order));
         });
         drop(queues);
@@ -40,15 +55,15 @@ impl Core {
     /// before its `submit` returns: then the outer call continues the work, and the stack stays
     /// flat.
     pub(super) fn pump(self: &Arc<Self>) {
-        if self.pumps.fetch_add(1, Ordering::AcqRel) > 0 {
+        if self.sending.pumps.fetch_add(1, Ordering::AcqRel) > 0 {
             return;
         }
-        let turn = PumpTurn(&self.pumps);
+        let turn = PumpTurn(&self.sending.pumps);
         loop {
             // A later call is counted after `asked`, and gets another round.
-            let asked = self.pumps.load(Ordering::Acquire);
+            let asked = self.sending.pumps.load(Ordering::Acquire);
             while self.start_batch() {}
-            if self.pumps.fetch_sub(asked, Ordering::AcqRel) == asked {
+            if self.sending.pumps.fetch_sub(asked, Ordering::AcqRel) == asked {
                 std::mem::forget(turn);
                 return;
             }
@@ -57,7 +72,7 @@ impl Core {
 
     fn start_batch(self: &Arc<Self>) -> bool {
         let mut turns = TaskTurns { core: self, staging: None, open: None };
-        let next = self.queues.lock().next_batch(|task| turns.of(task));
+        let next = self.sending.queues.lock().next_batch(|task| turns.of(task));
         drop(turns);
         let Some(NextBatch { route, class, tasks, dropped }) = next else { return false };
         self.drop_tasks(dropped);
@@ -67,12 +82,12 @@ impl Core {
         let ops: Vec<_> = tasks.iter().map(RoutedTask::op).collect();
         let order = tasks.first().and_then(RoutedTask::order);
         let fences = order.map_or_else(Fences::default, |order| order.fences());
-        let backend = self.executor.backend(route).map_or("none", |backend| backend.name());
+        let backend = self.sending.executor.backend(route).map_or("none", |backend| backend.name());
         let span = spans::of_batch(class, route, backend, tasks.len());
-        let batch = self.batches.start((route, class), tasks, self.clock.uptime(), span);
+        let batch = self.health.batches.start((route, class), tasks, self.clock.uptime(), span);
         let report = self.report(&batch);
         let done = Done::new(move |completions| report.copies_ended(completions));
-        let executor = Arc::clone(&self.executor);
+        let executor = Arc::clone(&self.sending.executor);
         // If its backend panics, the state of a batch is unknown: its copies will be overdue. The
         // request that happened to pump, and all others, must not suffer.
         let submit = move || {
@@ -82,7 +97,7 @@ impl Core {
                 tracing::error!(from = %route.0, to = %route.1, "a backend panicked when it was given a batch");
             }
         };
-        match &self.journals[route.1.index()] {
+        match &self.sending.journals[route.1.index()] {
             Some(journal) => journal.after_removals(submit),
             None => submit(),
         }
@@ -98,7 +113,7 @@ impl Core {
         BatchReport {
             core: Arc::clone(self),
             batch: Arc::clone(batch),
-            _with_medium: Arc::clone(&self.with_media),
+            _with_medium: Arc::clone(&self.sending.with_media),
         }
     }
 }
@@ -118,14 +133,14 @@ impl TaskTurns<'_> {
         if core.is_closed() || (!task.task.is_probe && self.is_open(task.route())) {
             return TaskTurn::Drop;
         }
-        if task.slot_on_disk().is_some_and(|slot| core.directories.is_left_alone(slot)) {
+        if task.slot_on_disk().is_some_and(|slot| core.health.directories.is_left_alone(slot)) {
             return TaskTurn::Drop;
         }
         if !matches!(task.stop, Some(BounceStop::Wanted)) {
             return TaskTurn::Send;
         }
         // Taken at the last moment: a queued task must not keep a slot from one that could go.
-        let staging = self.staging.get_or_insert_with(|| core.staging.lock());
+        let staging = self.staging.get_or_insert_with(|| core.sending.staging.lock());
         match staging.take() {
             Some(frame) => task.stop = Some(BounceStop::Staging(frame)),
             None if staging.is_gone() => return TaskTurn::Drop,
@@ -137,7 +152,7 @@ impl TaskTurns<'_> {
     fn is_open(&mut self, route: Route) -> bool {
         let core = self.core;
         let known = self.open.filter(|&(of, _)| of == route);
-        self.open.insert(known.unwrap_or_else(|| (route, core.breakers.is_open(route)))).1
+        self.open.insert(known.unwrap_or_else(|| (route, core.health.breakers.is_open(route)))).1
     }
 }
 

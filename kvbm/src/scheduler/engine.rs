@@ -2,6 +2,7 @@
 //! no records.
 
 use std::any::Any;
+use std::collections::VecDeque;
 use std::num::NonZeroU16;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock, Weak};
@@ -9,7 +10,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use kvbm_tiers::{Fence, SlotId, SlotRef, Tier};
 
 use super::Core;
-use super::engine_order::EngineOrder;
+use super::engine_order::{EngineOrder, EngineOrders};
 use super::routed::RoutedTask;
 use super::spans;
 use crate::api::engine_results::{Loaded, Saved, Writers};
@@ -18,6 +19,7 @@ use crate::api::lease::Lease;
 use crate::api::transfer::Transfer;
 use crate::error::Error;
 use crate::names::hash::Chain;
+use crate::sync::Mutex;
 use crate::table::{RequestInfo, SaveAgain, TransferEnd, TransferPlan};
 use crate::task::{Class, CopyTask, TransferId};
 
@@ -69,6 +71,26 @@ pub struct JoinedTransfer {
     id: OnceLock<TransferId>,
     /// Is dropped before its end is noted.
     until_end: Option<Box<dyn Any + Send + Sync>>,
+}
+
+/// Transfers of an engine's slots.
+pub(super) struct EngineTransfers {
+    /// What each waits for.
+    pub(super) orders: Mutex<EngineOrders>,
+    pub(super) completions: EndedTransfers,
+    /// Saves to plan anew.
+    saves_again: Mutex<VecDeque<SaveAgain>>,
+}
+
+impl EngineTransfers {
+    /// `is_device`: the device tier is the engine's.
+    pub(super) fn new(is_device: bool) -> Self {
+        Self {
+            orders: Mutex::new(EngineOrders::new(is_device)),
+            completions: EndedTransfers::default(),
+            saves_again: Mutex::default(),
+        }
+    }
 }
 
 impl Core {
@@ -123,7 +145,7 @@ impl Core {
 
     /// The one that begins first in its chain: another may hang on what it brings.
     fn next_again(&self) -> Option<SaveAgain> {
-        let mut waiting = self.saves_again.lock();
+        let mut waiting = self.engine.saves_again.lock();
         let first = (0..waiting.len()).min_by_key(|&at| waiting[at].plan.before())?;
         waiting.swap_remove_back(first)
     }
@@ -133,12 +155,12 @@ impl Core {
         if again.is_empty() {
             return;
         }
-        self.saves_again.lock().extend(again);
+        self.engine.saves_again.lock().extend(again);
         // Checked afterwards: a close looks at these after it has set its flag.
         if self.is_closed() {
             self.end_saves_again();
         } else {
-            self.flushing.wake();
+            self.waker.wake();
         }
     }
 
@@ -188,7 +210,7 @@ impl Core {
 
     /// Ends transfers whose fence is overdue.
     pub(super) fn give_up_unfenced(self: &Arc<Self>) {
-        let overdue = self.orders.lock().overdue(self.clock.uptime(), self.tuning.timeout);
+        let overdue = self.engine.orders.lock().overdue(self.clock.uptime(), self.tuning.timeout);
         for id in overdue {
             // The engine is late, not a medium: no breaker opens.
             tracing::error!(?id, "an engine's fence does not come: its transfer ends");
@@ -204,17 +226,27 @@ impl Core {
     /// Adds the transfers of an engine's slots that have ended since the last call, of those since
     /// the first call.
     pub(crate) fn completions(&self, out: &mut Vec<TransferId>) {
+        self.engine.completions.take(out);
+    }
+}
+
+/// Transfers of an engine's slots that have ended, from its first poll on.
+#[derive(Debug, Default)]
+pub(super) struct EndedTransfers(Mutex<Option<VecDeque<TransferId>>>);
+
+impl EndedTransfers {
+    fn take(&self, out: &mut Vec<TransferId>) {
         // Collected from the first call on: they must not pile up for an engine that never asks.
-        out.extend(self.completions.lock().get_or_insert_default().drain(..));
+        out.extend(self.0.lock().get_or_insert_default().drain(..));
     }
 
-    pub(super) fn note_completion(&self, id: TransferId) {
-        if let Some(completions) = &mut *self.completions.lock() {
+    pub(super) fn note(&self, id: TransferId) {
+        if let Some(ended) = &mut *self.0.lock() {
             // Nor for one that stopped asking.
-            if completions.len() == MAX_COMPLETIONS {
-                completions.pop_front();
+            if ended.len() == MAX_COMPLETIONS {
+                ended.pop_front();
             }
-            completions.push_back(id);
+            ended.push_back(id);
         }
     }
 }
@@ -241,7 +273,7 @@ impl Drop for JoinedTransfer {
     fn drop(&mut self) {
         drop(self.until_end.take());
         if let (Some(core), Some(&id)) = (self.core.upgrade(), self.id.get()) {
-            core.note_completion(id);
+            core.engine.completions.note(id);
         }
     }
 }
@@ -258,7 +290,7 @@ impl WaitingTransfer {
     fn raised(mut self) {
         self.is_raised = true;
         if let Some(core) = self.core.upgrade() {
-            let tasks = core.orders.lock().raised(self.id);
+            let tasks = core.engine.orders.lock().raised(self.id);
             core.queue(tasks);
         }
     }

@@ -54,12 +54,12 @@ impl Core {
     /// Sends the copy to its medium. `staging` is lent for it.
     pub(super) fn run_errand(self: &Arc<Self>, op: CopyOp, staging: Frame, purpose: CopyPurpose) {
         let errand = InternalCopy { op, state: Mutex::new(CopyState::Working(purpose, staging)) };
-        let batch = self.batches.start_errand(errand, self.clock.uptime());
+        let batch = self.health.batches.start_errand(errand, self.clock.uptime());
         let report = self.report(&batch);
         let done = Done::new(move |ended| {
             ended.into_iter().for_each(|(_, result)| report.errand_ended(result.as_ref().err()));
         });
-        self.executor.submit(op.route(), vec![op], Fences::default(), &done);
+        self.sending.executor.submit(op.route(), vec![op], Fences::default(), &done);
         if self.is_closed() {
             // It was closed since this was decided: nothing else will give it up.
             self.give_up(&batch);
@@ -69,8 +69,8 @@ impl Core {
     /// A backend reports the end of an errand.
     pub(super) fn errand_ended(self: &Arc<Self>, batch: &TaskBatch, error: Option<&CopyError>) {
         let Some(errand) = &batch.errand else { return };
-        self.batches.progressed(batch, self.clock.uptime());
-        self.batches.end(batch);
+        self.health.batches.progressed(batch, self.clock.uptime());
+        self.health.batches.end(batch);
         match errand.take() {
             CopyState::Working(CopyPurpose::Scrub(scrubbed), staging) => {
                 self.scrub_read(&errand.op, scrubbed, staging, error);
@@ -93,7 +93,7 @@ impl Core {
             // Its end came first.
             other => return *state = other,
         };
-        self.staging.lock().lose_lent();
+        self.sending.staging.lock().lose_lent();
         self.metrics.went_overdue(batch.route, 1);
         let dir = if let CopyPurpose::Trial(dir) = purpose { Some(dir) } else { None };
         *state = CopyState::Overdue(purpose, staging);
@@ -111,10 +111,10 @@ impl Core {
             CopyPurpose::Scrub(scrubbed) => self.end_scrub(scrubbed, None),
             CopyPurpose::Trial(dir) => self.trial_came_back(dir),
         }
-        self.staging.lock().regain(staging);
+        self.sending.staging.lock().regain(staging);
         self.metrics.came_back(batch.route, 1);
-        self.breakers.revived(batch.route, self.clock.uptime());
-        self.flushing.wake();
+        self.health.breakers.revived(batch.route, self.clock.uptime());
+        self.waker.wake();
         self.pump();
     }
 }

@@ -29,6 +29,16 @@ impl Executor {
         self.backend(route).is_some()
     }
 
+    /// The routes that a block takes from one tier to another.
+    pub(super) fn legs(&self, (from, to): Route) -> impl Iterator<Item = Route> + use<> {
+        let legs = if self.connects((from, to)) {
+            [Some((from, to)), None]
+        } else {
+            [Some((from, Tier::Host)), Some((Tier::Host, to))]
+        };
+        legs.into_iter().flatten()
+    }
+
     /// Starts a batch whose operations share `route`, in this order with the engine's work.
     pub(super) fn submit(&self, route: Route, batch: Vec<CopyOp>, fences: Fences, done: &Done) {
         if let Some(backend) = self.backend(route) {

@@ -1,7 +1,6 @@
 //! The landing of copies: judges media, returns slots, tells the table, answers callers.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use kvbm_tiers::{BlockKey, Completion, CopyError, CopyErrorKind, Tier};
 
@@ -20,12 +19,12 @@ impl Core {
     /// A backend reports the ends of copies.
     pub(super) fn copies_ended(self: &Arc<Self>, batch: &TaskBatch, completions: Vec<Completion>) {
         let now = self.clock.uptime();
-        self.batches.progressed(batch, now);
+        self.health.batches.progressed(batch, now);
         let ReportedTasks { tasks, overdue, twice } = batch.take(completions);
         if !twice.is_empty() {
             tracing::error!(route = ?batch.route, ops = ?twice, "a backend reported copies twice");
         }
-        self.judge(batch, &tasks, now);
+        self.health.judge(batch, &tasks, now);
         let left = tasks.len();
         let (mut going_on, mut ended) = (Vec::new(), Vec::with_capacity(left));
         for (task, result) in tasks {
@@ -45,63 +44,17 @@ impl Core {
         self.tasks_left(batch, left, going_on);
     }
 
-    /// Judges the medium by copies that ended together, in their order: errors count until a
-    /// success.
-    fn judge(
-        &self,
-        batch: &TaskBatch,
-        tasks: &[(RoutedTask, Result<(), CopyError>)],
-        now: Duration,
-    ) {
-        for alike in tasks.chunk_by(|(_, one), (_, next)| one.is_ok() == next.is_ok()) {
-            if alike.first().is_some_and(|(_, result)| result.is_ok()) {
-                self.metrics.copied(
-                    batch.route,
-                    now.saturating_sub(batch.started),
-                    alike.len() as u64,
-                );
-                self.directories_answer(alike.iter().map(|(task, _)| task.op()), now);
-                self.breakers.succeeded(batch.route, batch.is_probe, now);
-            }
-            for (task, result) in alike {
-                result
-                    .as_ref()
-                    .err()
-                    .into_iter()
-                    .for_each(|error| self.judge_failure(batch, task, error, now));
-            }
-        }
-    }
-
-    fn judge_failure(
-        &self,
-        batch: &TaskBatch,
-        task: &RoutedTask,
-        error: &CopyError,
-        now: Duration,
-    ) {
-        self.metrics.failed(batch.route, error.kind());
-        let is_a_directory = match error.kind() {
-            CopyErrorKind::Io => self.directory_failed(&task.op(), now),
-            CopyErrorKind::NoSpace => self.directory_is_full(&task.op(), now),
-            _ => false,
-        };
-        if !is_a_directory {
-            self.breakers.failed(batch.route, error.kind(), batch.is_probe, now);
-        }
-    }
-
     /// Counts `tasks` of a batch's copies as ended or given up. Those `going_on` need not wait for
     /// the first legs of the batch's other blocks.
     fn tasks_left(self: &Arc<Self>, batch: &TaskBatch, tasks: usize, going_on: Vec<RoutedTask>) {
         let is_over = batch.tasks_ended(tasks);
         if is_over {
-            self.batches.end(batch);
+            self.health.batches.end(batch);
         }
         if !is_over && going_on.is_empty() {
             return;
         }
-        let mut queues = self.queues.lock();
+        let mut queues = self.sending.queues.lock();
         going_on.into_iter().for_each(|task| queues.push(task));
         if is_over {
             queues.ended(batch.route, batch.class);
@@ -119,7 +72,7 @@ impl Core {
         };
         let results = ended.into_iter().map(outcome).collect();
         if !frames.is_empty() {
-            self.staging.lock().give_back(frames);
+            self.sending.staging.lock().give_back(frames);
         }
         results
     }
@@ -148,7 +101,7 @@ impl Core {
         let now = self.clock.uptime();
         let (effects, overdue) = batch.give_up(|tasks| {
             let staged = tasks.iter().filter(|task| task.has_staging()).count();
-            self.staging.lock().lose(staged);
+            self.sending.staging.lock().lose(staged);
             let results = tasks.iter().map(|task| {
                 task.task.ended(Outcome::Overdue { writes_destination: !task.has_second_leg() })
             });
@@ -169,12 +122,12 @@ impl Core {
         if overdue.is_empty() {
             return;
         }
-        overdue
-            .iter()
-            .for_each(|OverdueTask { task, .. }| self.directory_came_back([task.from, task.to]));
+        overdue.iter().for_each(|OverdueTask { task, .. }| {
+            self.health.directory_came_back([task.from, task.to]);
+        });
         self.metrics.came_back(batch.route, overdue.len() as u64);
         self.land(overdue.iter().map(|OverdueTask { task, .. }| task.ended(Outcome::Returned)));
-        let mut staging = self.staging.lock();
+        let mut staging = self.sending.staging.lock();
         overdue
             .into_iter()
             .filter_map(|overdue| overdue.staging)
@@ -182,8 +135,8 @@ impl Core {
         drop(staging);
         // This neither closes the breaker nor counts as a failure: only a probe tells whether the
         // medium is well.
-        self.breakers.revived(batch.route, self.clock.uptime());
-        self.flushing.wake();
+        self.health.breakers.revived(batch.route, self.clock.uptime());
+        self.waker.wake();
         self.pump();
     }
 
@@ -198,7 +151,7 @@ impl Core {
         drop(table);
         self.apply(effects);
         if is_due {
-            self.flushing.wake();
+            self.waker.wake();
         }
     }
 
@@ -230,7 +183,7 @@ impl Core {
         drop(table);
         self.apply(effects);
         if is_dropping {
-            self.flushing.wake();
+            self.waker.wake();
         }
     }
 
@@ -263,15 +216,15 @@ impl Core {
             tracing::error!(%tier, blocks, ?defect, "a block and its descendants are dropped");
         }
         for rest in cancelled {
-            let cancelled = self.queues.lock().cancel(rest);
+            let cancelled = self.sending.queues.lock().cancel(rest);
             self.drop_tasks(cancelled);
-            let held = self.orders.lock().cancel(rest);
+            let held = self.engine.orders.lock().cancel(rest);
             self.drop_held(held);
             let effects = self.table.lock().cancellation_made(rest.0);
             self.apply(effects);
         }
         if !awaited.is_empty() {
-            self.queues.lock().raise(&awaited.into_iter().collect());
+            self.sending.queues.lock().raise(&awaited.into_iter().collect());
         }
         // Copies before replies: an answered caller may bring more work, and the media need not
         // idle meanwhile.
@@ -282,15 +235,16 @@ impl Core {
 
     fn transfer_ended(self: &Arc<Self>, ended: TransferEnd) {
         if ended.class == Class::Flush {
-            self.flushing.ended(ended.to, ended.blocks);
+            self.upkeep.flushing.ended(ended.to, ended.blocks);
+            self.waker.wake();
         }
         self.spans.close(&ended);
         let id = ended.id;
-        let of_engine = self.orders.lock().end(id);
+        let of_engine = self.engine.orders.lock().end(id);
         let has_waited = of_engine.as_ref().is_some_and(|order| order.waited);
         let source = ended.source.filter(|_| ended.class == Class::Load && !has_waited);
         if let (Some(source), Some(took)) = (source, ended.took) {
-            self.paces.learn(source, ended.copied, took, self.clock.uptime());
+            self.health.paces.learn(source, ended.copied, took, self.clock.uptime());
         }
         let Some(EndedOrder { held, part_of, .. }) = of_engine else { return ended.report() };
         self.metrics.duplicated(ended.duplicates);
@@ -300,7 +254,7 @@ impl Core {
         // The answer is there before the engine polls its name.
         match part_of {
             Some(joined) => drop(joined),
-            None => self.note_completion(id),
+            None => self.engine.completions.note(id),
         }
     }
 }
@@ -326,51 +280,5 @@ const fn defect_of(kind: CopyErrorKind) -> Option<Defect> {
         CopyErrorKind::Corrupt => Some(Defect::Corrupt),
         CopyErrorKind::Io => Some(Defect::Unreadable),
         _ => None,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use kvbm_tiers::{Route, SlotId, SlotRef};
-    use tracing::Span;
-
-    use super::*;
-    use crate::scheduler::core_of;
-    use crate::task::{CopyTask, TaskId, TransferId};
-
-    const WRITE: Route = (Tier::Host, Tier::Object);
-
-    fn task(block: u32) -> RoutedTask {
-        let slot = |tier| SlotRef { tier, slot: SlotId(block), generation: 0 };
-        let task = CopyTask {
-            id: TaskId { transfer: TransferId { place: 0, life: 0 }, block },
-            class: Class::Flush,
-            block: BlockKey { hash: u128::from(block) + 1, group: 0 },
-            parent: None,
-            owner: None,
-            from: slot(WRITE.0),
-            to: slot(WRITE.1),
-            via: None,
-            is_probe: false,
-        };
-        RoutedTask::new(task, true, None)
-    }
-
-    #[test]
-    fn a_success_between_errors_keeps_the_breaker_closed() {
-        let core = core_of(Table::new([]));
-        let batch =
-            core.batches.start((WRITE, Class::Flush), Vec::new(), Duration::ZERO, Span::none());
-        let judge = |are_well: &[bool]| {
-            let result = |is_well: &bool| {
-                let error = || CopyError::new(CopyErrorKind::Io, "a defect that a test wants");
-                if *is_well { Ok(()) } else { Err(error()) }
-            };
-            let tasks: Vec<_> = (0..).map(task).zip(are_well.iter().map(result)).collect();
-            core.judge(&batch, &tasks, Duration::ZERO);
-            core.breakers.is_open(WRITE)
-        };
-        assert!(!judge(&[false, false, true, false]), "no three errors came in a row");
-        assert!(judge(&[false, false]));
     }
 }

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use kvbm_policies::Upkeep;
 
 use crate::sync::{AtomicUsize, JoinHandle, Mutex, spawn};
+use crate::table::SharedTable;
 
 /// Runs fits of reuse models, one round at a time. A fit of a large tier takes most of a second; on
 /// the flushing thread it would hold up flushes.
@@ -26,13 +27,23 @@ impl Drop for LearningRound {
 }
 
 impl FitThread {
+    /// Lets policies learn. They collect their data in steps, between which others get the table.
+    pub(super) fn learn(&self, table: &SharedTable) {
+        if self.is_busy() {
+            return;
+        }
+        let mut work = Vec::new();
+        while table.lock().upkeep(&mut work) {}
+        self.start(work);
+    }
+
     /// Whether it has work to do. Policies are asked for more only when it has none.
-    pub(super) fn is_busy(&self) -> bool {
+    fn is_busy(&self) -> bool {
         self.running.load(Ordering::Acquire) > 0
     }
 
     /// Does `work` on its thread, unless it is busy. Policies ask again for work that is not done.
-    pub(super) fn start(&self, work: Vec<Upkeep>) {
+    fn start(&self, work: Vec<Upkeep>) {
         if work.is_empty() || self.running.swap(1, Ordering::AcqRel) > 0 {
             return;
         }

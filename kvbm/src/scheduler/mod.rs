@@ -14,6 +14,7 @@
 //! | `dispatch` | from the queues to the backends |
 //! | `batch` | what the media work on; which copies are overdue |
 //! | `landing` | what happens when a copy ends |
+//! | `health` | judges the media by all this |
 //! | `breaker` | media that are away, full or hanging are left alone for a while |
 //! | `directories` | a failing one of several directories of the disk tier is left alone |
 //! | `errand` | copies that no request asked for, overdue like all others |
@@ -43,6 +44,7 @@ mod engine_order;
 mod errand;
 mod executor;
 mod forget;
+mod health;
 mod landing;
 mod learner;
 mod observe;
@@ -55,7 +57,6 @@ mod scrub;
 mod spans;
 mod staging;
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -67,29 +68,30 @@ use kvbm_tiers::object::{Discovery, FoundBlock};
 use kvbm_tiers::{Frame, Route, SlotId, Tier};
 use tokio::sync::oneshot;
 
-use self::background::{AuditPass, FlushState};
+use self::background::{BackgroundWaker, UpkeepState};
 use self::batch::BatchesInFlight;
 use self::breaker::Breakers;
 use self::directories::DiskDirectories;
-use self::engine_order::{EngineOrder, EngineOrders};
-use self::learner::FitThread;
+use self::dispatch::SendState;
+use self::engine::EngineTransfers;
+use self::engine_order::EngineOrder;
+use self::health::MediaHealth;
+use self::observe::RequestLog;
 use self::pace::TierPaces;
 use self::queue::{QueueLimits, RouteQueues};
-use self::scrub::ScrubProgress;
 use self::spans::TransferSpans;
 use self::staging::StagingSlots;
 use crate::api::lease::Lease;
 use crate::api::transfer::{Transfer, Transferred};
 use crate::clock::Clock;
 use crate::error::{Error, ErrorKind, Result};
-use crate::metrics::{Metrics, TenantLeases};
+use crate::metrics::Metrics;
 use crate::names::hash::Chain;
-use crate::observe::demand::{DemandSample, has_limit};
-use crate::observe::recent::RecentRequests;
+use crate::observe::demand::has_limit;
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};
 use crate::table::{
-    Budget, Journal, LeftBlock, Match, Pins, Reply, RequestInfo, Reserved, SaveAgain, SharedTable,
-    Table, TableGuard, TransferEnd, TransferPlan,
+    Budget, LeftBlock, Match, Pins, Reply, RequestInfo, Reserved, SharedTable, Table, TableGuard,
+    TransferEnd, TransferPlan,
 };
 use crate::task::{Class, TransferId};
 
@@ -146,39 +148,22 @@ pub struct Core {
     /// The turn to plan, flushes included. A plan of many blocks goes in steps, between which
     /// others use the table; two plans of one chain would split its blocks between them.
     planning: Mutex<()>,
-    queues: Mutex<RouteQueues>,
-    orders: Mutex<EngineOrders>,
-    /// Transfers of an engine's slots that have ended, from its first poll on.
-    completions: Mutex<Option<VecDeque<TransferId>>>,
-    /// Saves to plan anew.
-    saves_again: Mutex<VecDeque<SaveAgain>>,
-    executor: Arc<Executor>,
-    /// Journals of tiers that outlive the process.
-    journals: [Option<Journal>; Tier::COUNT],
-    batches: BatchesInFlight,
-    staging: Mutex<StagingSlots>,
-    flushing: FlushState,
-    audit: AuditPass,
-    breakers: Breakers,
-    directories: DiskDirectories,
-    scrubbing: ScrubProgress,
-    paces: TierPaces,
-    demand: DemandSample,
-    learner: FitThread,
+    /// Sends copies to the media.
+    sending: SendState,
+    /// Judges the media.
+    health: MediaHealth,
+    /// Keeps up what no request waits for.
+    upkeep: UpkeepState,
+    /// Transfers of an engine's slots.
+    engine: EngineTransfers,
+    requests: RequestLog,
+    waker: Arc<BackgroundWaker>,
     clock: Arc<dyn Clock>,
     metrics: Metrics,
     tuning: Tuning,
-    /// Calls of [`Core::pump`] that are still to be served.
-    pumps: AtomicUsize,
     /// Called with blocks that leave a tier.
     on_left: OnceLock<OnLeft>,
-    /// What requests found lately, once that is to be remembered.
-    recent: OnceLock<RecentRequests>,
-    /// Set if the settings name tenants.
-    tenant_leases: OnceLock<Arc<TenantLeases>>,
     spans: TransferSpans,
-    /// Held once for each batch that a backend has.
-    with_media: Arc<()>,
     /// 1 when no more work is taken.
     closed: AtomicUsize,
 }
@@ -222,40 +207,49 @@ impl Core {
             .filter(|&slots| has_limit(slots))
             .max();
         let is_device_of_engine = table.counts(Tier::Device).total == 0;
+        let journals = Tier::ALL.map(|tier| table.journal(tier).cloned());
         let limits = QueueLimits {
             batches: tuning.max_concurrent,
             batch_blocks: tuning.max_batch,
             segment_blocks: tuning.segment_blocks,
         };
-        let journals = Tier::ALL.map(|tier| table.journal(tier).cloned());
-        Arc::new(Self {
-            journals,
-            table: Arc::new(SharedTable::new(table, Arc::clone(&clock))),
-            planning: Mutex::new(()),
-            queues: Mutex::new(RouteQueues::new(limits)),
-            orders: Mutex::new(EngineOrders::new(is_device_of_engine)),
-            completions: Mutex::default(),
-            saves_again: Mutex::default(),
-            executor: Arc::new(executor),
+        let table = Arc::new(SharedTable::new(table, Arc::clone(&clock)));
+        // The first round of background work comes after the first request.
+        table.provide_memory();
+        let (executor, waker) = (Arc::new(executor), Arc::<BackgroundWaker>::default());
+        let health = MediaHealth {
             batches: BatchesInFlight::default(),
-            staging: Mutex::new(StagingSlots::new(staging)),
-            flushing: FlushState::default(),
-            audit: AuditPass::default(),
             breakers: Breakers::new(tuning.breaker_pause),
             directories: DiskDirectories::new(trials, tuning.breaker_pause),
-            scrubbing: ScrubProgress::new(scrub),
             paces: TierPaces::default(),
-            demand: DemandSample::of_tiers(largest.unwrap_or(0)),
-            learner: FitThread::default(),
+            executor: Arc::clone(&executor),
+            table: Arc::clone(&table),
+            waker: Arc::clone(&waker),
+            clock: Arc::clone(&clock),
+            metrics: metrics.clone(),
+            tuning: tuning.clone(),
+        };
+        Arc::new(Self {
+            table,
+            planning: Mutex::new(()),
+            sending: SendState {
+                queues: Mutex::new(RouteQueues::new(limits)),
+                executor,
+                journals,
+                staging: Mutex::new(StagingSlots::new(staging)),
+                pumps: AtomicUsize::new(0),
+                with_media: Arc::default(),
+            },
+            health,
+            upkeep: UpkeepState::new(scrub),
+            engine: EngineTransfers::new(is_device_of_engine),
+            requests: RequestLog::of_tiers(largest.unwrap_or(0)),
+            waker,
             clock,
             metrics,
             tuning,
-            pumps: AtomicUsize::new(0),
             on_left: OnceLock::new(),
-            recent: OnceLock::new(),
-            tenant_leases: OnceLock::new(),
             spans: TransferSpans::default(),
-            with_media: Arc::default(),
             closed: AtomicUsize::new(0),
         })
     }
@@ -326,7 +320,7 @@ impl Core {
 
     /// Wakes background work.
     pub(crate) fn wake(&self) {
-        self.flushing.wake();
+        self.waker.wake();
     }
 
     /// The counters.
@@ -336,7 +330,7 @@ impl Core {
 
     /// Occupancy of the staging slots.
     pub fn staging(&self) -> StagingCounts {
-        self.staging.lock().counts()
+        self.sending.staging.lock().counts()
     }
 
     /// Copies on a route that are overdue now. Each holds the slot that it writes, and pins the one
@@ -347,7 +341,7 @@ impl Core {
 
     /// Blocks that wait on a route, and batches in flight there.
     pub(crate) fn traffic(&self, route: Route) -> (usize, usize) {
-        let queues = self.queues.lock();
+        let queues = self.sending.queues.lock();
         (queues.waiting(route), queues.in_flight(route))
     }
 
@@ -368,19 +362,13 @@ impl Core {
         let miss = table.miss(chain, pins.held());
         drop(table);
         spans::found(&span, pins.held());
-        // With the table unlocked: of 65,536 blocks this takes most of a lease's time
-        // (docs/policies.md).
-        self.demand.observe(chain, self.clock.now_ms());
         self.metrics.requested(chain.len(), pins.held());
-        if let Some(leases) = self.tenant_leases.get() {
-            leases.requested(info.hints.tenant, chain.len(), pins.held().longest());
-        }
         if let Some(miss) = miss {
             self.metrics.missed(chain.len() - pins.held().longest(), miss);
         }
-        if let (Some(recent), Some(request)) = (self.recent.get(), info.request) {
-            recent.note(request, chain, *pins.held(), miss);
-        }
+        // With the table unlocked: of 65,536 blocks this takes most of a lease's time
+        // (docs/policies.md).
+        self.requests.note(&info, chain, pins.held(), miss, self.clock.now_ms());
         self.judge_lease(&mut pins);
         Lease::new(Arc::clone(&self.table), pins)
     }
@@ -418,7 +406,11 @@ impl Core {
         let now = self.clock.uptime();
         let leg = |(tier, range): (Tier, Range<usize>)| Leg {
             blocks: range.len() as u32,
-            block_s: if tier == Tier::Device { Some(0.0) } else { self.paces.block_s(tier, now) },
+            block_s: if tier == Tier::Device {
+                Some(0.0)
+            } else {
+                self.health.paces.block_s(tier, now)
+            },
         };
         Some(split(held.plan().map(leg), prefill_s))
     }
@@ -426,7 +418,7 @@ impl Core {
     /// The share of recently requested blocks that an LRU tier of `capacity` blocks would have
     /// held: 0 to 1.
     pub fn estimated_hit_rate(&self, capacity: u32) -> f64 {
-        self.demand.hit_rate(capacity)
+        self.requests.demand.hit_rate(capacity)
     }
 
     /// Makes the leading blocks of a leased chain resident in `to`: as many as the lease holds
@@ -479,7 +471,7 @@ impl Core {
         let probe = self.limit(class, to, plan);
         self.take_slots(plan, order);
         if let Some(route) = probe.filter(|_| !plan.is_probe_sent()) {
-            self.retract_probe(route);
+            self.health.retract_probe(route);
         }
     }
 
@@ -500,7 +492,7 @@ impl Core {
         self.apply(effects);
         // Flushing makes room, but may not be due yet.
         if found_no_room {
-            self.flushing.wake();
+            self.waker.wake();
         }
     }
 
@@ -533,7 +525,7 @@ impl Core {
             if let Some(id) = plan.transfer()
                 && let Some(order) = order.take()
             {
-                self.orders.lock().open(id, order, self.clock.uptime());
+                self.engine.orders.lock().open(id, order, self.clock.uptime());
             }
             drop(table);
             self.apply(effects);
@@ -601,7 +593,7 @@ impl Core {
     /// Waits until the index of `tier` knows what has left it, as long as it would wait for a copy
     /// to the tier. False: it does not know yet, and slots must not be written.
     pub(crate) fn removals_are_noted(&self, tier: Tier) -> bool {
-        let Some(journal) = &self.journals[tier.index()] else { return true };
+        let Some(journal) = &self.sending.journals[tier.index()] else { return true };
         let (told, noted) = std::sync::mpsc::sync_channel(1);
         journal.after_removals(move || _ = told.send(()));
         noted.recv_timeout(self.tuning.timeout).is_ok()
@@ -665,7 +657,7 @@ impl Core {
         // nothing slips by.
         self.closed.store(1, Ordering::Release);
         self.drop_waiting();
-        self.batches.all().iter().for_each(|batch| self.give_up(batch));
+        self.health.batches.all().iter().for_each(|batch| self.give_up(batch));
         self.table().close();
         self.end_transfers();
         self.end_saves_again();
@@ -673,9 +665,9 @@ impl Core {
 
     /// Drops tasks that wait for their turn or for an engine.
     fn drop_waiting(self: &Arc<Self>) {
-        let waiting = self.queues.lock().take_all();
+        let waiting = self.sending.queues.lock().take_all();
         self.drop_tasks(waiting);
-        let held = self.orders.lock().take_all();
+        let held = self.engine.orders.lock().take_all();
         self.drop_held(held);
     }
 
@@ -692,7 +684,7 @@ impl Core {
     /// are left.
     pub fn wait_for_media(&self, limit: Duration) -> u64 {
         let deadline = self.clock.uptime().saturating_add(limit);
-        while Arc::strong_count(&self.with_media) > 1 && self.clock.uptime() < deadline {
+        while Arc::strong_count(&self.sending.with_media) > 1 && self.clock.uptime() < deadline {
             // As often as a drain looks: a close is in no hurry.
             std::thread::sleep(Duration::from_micros(200));
         }

@@ -1,6 +1,6 @@
 //! What the scheduler and the table report of themselves.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use kvbm_policies::RequestId;
 use kvbm_tiers::{Route, Tier};
@@ -8,8 +8,45 @@ use kvbm_tiers::{Route, Tier};
 use super::Core;
 use crate::metrics::TenantLeases;
 use crate::names::hash::Chain;
-use crate::observe::recent::RecentRequest;
-use crate::table::{Match, Miss};
+use crate::observe::demand::DemandSample;
+use crate::observe::recent::{RecentRequest, RecentRequests};
+use crate::table::{Match, Miss, RequestInfo};
+
+/// What requests ask for and find.
+#[derive(Debug)]
+pub(super) struct RequestLog {
+    pub(super) demand: DemandSample,
+    /// What requests found lately, once that is to be remembered.
+    recent: OnceLock<RecentRequests>,
+    /// Set if the settings name tenants.
+    tenants: OnceLock<Arc<TenantLeases>>,
+}
+
+impl RequestLog {
+    /// For tiers of which the largest has `largest` slots.
+    pub(super) fn of_tiers(largest: u32) -> Self {
+        let demand = DemandSample::of_tiers(largest);
+        Self { demand, recent: OnceLock::new(), tenants: OnceLock::new() }
+    }
+
+    /// A request asked for a chain.
+    pub(super) fn note(
+        &self,
+        info: &RequestInfo,
+        chain: Chain<'_>,
+        held: &Match,
+        miss: Option<Miss>,
+        now_ms: u64,
+    ) {
+        self.demand.observe(chain, now_ms);
+        if let Some(leases) = self.tenants.get() {
+            leases.requested(info.hints.tenant, chain.len(), held.longest());
+        }
+        if let (Some(recent), Some(request)) = (self.recent.get(), info.request) {
+            recent.note(request, chain, *held, miss);
+        }
+    }
+}
 
 impl Core {
     /// How much of a chain each tier holds, and why the first block that none has is missing. It
@@ -23,29 +60,29 @@ impl Core {
 
     /// Remembers from here on what requests found. Before, this costs nothing.
     pub(crate) fn remember_requests(&self) {
-        self.recent.get_or_init(Default::default);
+        self.requests.recent.get_or_init(Default::default);
     }
 
     /// Counts from here on what tenants ask for, find and lose.
     pub(crate) fn count_tenants(&self, leases: TenantLeases) -> Arc<TenantLeases> {
         self.table().count_tenants(leases.shown().to_vec());
-        Arc::clone(self.tenant_leases.get_or_init(|| Arc::new(leases)))
+        Arc::clone(self.requests.tenants.get_or_init(|| Arc::new(leases)))
     }
 
     /// What a request found when it last asked, if that was recent.
     pub(crate) fn recent_request(&self, request: RequestId) -> Option<RecentRequest> {
-        self.recent.get()?.find(request)
+        self.requests.recent.get()?.find(request)
     }
 
     /// Blocks that a medium is copying on a route, without overdue ones.
     pub(crate) fn blocks_in_flight(&self, route: Route) -> usize {
-        self.batches.blocks(route)
+        self.health.batches.blocks(route)
     }
 
     /// Whether the tier at the lower end of a route is left alone in this direction: its medium
     /// fails, or it is [withdrawn](Self::is_withdrawn).
     pub(crate) fn is_left_alone(&self, route: Route) -> bool {
-        self.breakers.is_open(route) || self.is_withdrawn(route.0.max(route.1))
+        self.health.breakers.is_open(route) || self.is_withdrawn(route.0.max(route.1))
     }
 
     /// Whether a tier is withdrawn: it gave wrong blocks.

@@ -56,14 +56,14 @@ impl Core {
         tracing::info!(unflushed, "a reset: all blocks are forgotten");
         self.apply(effects);
         self.end_transfers();
-        self.flushing.wake();
+        self.waker.wake();
     }
 
     /// Frees slots of forgotten blocks, as many as one round of background work has time for.
     pub(super) fn sweep_some(self: &Arc<Self>) {
         // Every step was full, so there is more, and it need not wait for the next regular round.
         if (0..SWEEPS).all(|_| self.hold(Table::sweep)) {
-            self.flushing.wake();
+            self.waker.wake();
         }
     }
 

@@ -29,7 +29,7 @@ impl Core {
             plan.mark_probe();
         }
         let indirect = |tiers: TierSet, &from: &Tier| {
-            if self.executor.connects((from, to)) { tiers } else { tiers.with(from) }
+            if self.sending.executor.connects((from, to)) { tiers } else { tiers.with(from) }
         };
         plan.pass_host_from(Tier::ALL.iter().fold(TierSet::default(), indirect));
         probe
@@ -41,11 +41,11 @@ impl Core {
         let mut passages = [None; Tier::COUNT];
         let mut open = 0;
         for (at, from) in sources.enumerate() {
-            if self.directories.is_left_alone(from) {
+            if self.health.directories.is_left_alone(from) {
                 return (at, None);
             }
             let route = (from.tier, to);
-            match *passages[from.tier.index()].get_or_insert_with(|| self.pass(route)) {
+            match *passages[from.tier.index()].get_or_insert_with(|| self.health.pass(route)) {
                 RoutePassage::Free => open = at + 1,
                 // One block, and none behind it: no more than that waits for a medium that may
                 // hang.
@@ -58,8 +58,9 @@ impl Core {
 
     /// How many of the leading blocks the queues of their routes have room for.
     fn room_in_queues(&self, to: Tier, sources: impl Iterator<Item = SlotRef>) -> usize {
-        let queues = self.queues.lock();
-        let first_leg = |from: Tier| self.legs((from, to)).next().unwrap_or((from, to));
+        let queues = self.sending.queues.lock();
+        let first_leg =
+            |from: Tier| self.sending.executor.legs((from, to)).next().unwrap_or((from, to));
         let mut room = Tier::ALL
             .map(|from| self.tuning.queue_blocks.saturating_sub(queues.waiting(first_leg(from))));
         let has_room = |from: &SlotRef| {
@@ -68,33 +69,5 @@ impl Core {
             *room != usize::MAX
         };
         sources.take_while(has_room).count()
-    }
-
-    /// The routes that a block takes from one tier to another.
-    pub(super) fn legs(&self, (from, to): Route) -> impl Iterator<Item = Route> + use<> {
-        let is_direct = self.executor.connects((from, to));
-        let legs = if is_direct {
-            [Some((from, to)), None]
-        } else {
-            [Some((from, Tier::Host)), Some((Tier::Host, to))]
-        };
-        legs.into_iter().flatten()
-    }
-
-    /// Whether blocks may go from one tier to another now.
-    pub(super) fn pass(&self, route: Route) -> RoutePassage {
-        let now = self.clock.uptime();
-        // All legs or none: a probe that cannot go on after one leg would be useless.
-        if self.legs(route).any(|leg| self.breakers.is_blocked(leg, now)) {
-            return RoutePassage::Blocked;
-        }
-        let verdict = |leg| self.tuning.limit(leg) + self.tuning.breaker_pause;
-        let passages = self.legs(route).map(|leg| self.breakers.pass(leg, verdict(leg), now));
-        passages.max().unwrap_or(RoutePassage::Free)
-    }
-
-    pub(super) fn retract_probe(&self, route: Route) {
-        let now = self.clock.uptime();
-        self.legs(route).for_each(|leg| self.breakers.retract_probe(leg, now));
     }
 }

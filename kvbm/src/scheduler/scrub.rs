@@ -76,11 +76,11 @@ impl ScrubProgress {
 impl Core {
     /// Verifies idle blocks, as many as are allowed now.
     pub(super) fn scrub_some(self: &Arc<Self>) {
-        if self.scrubbing.options.bytes_per_second == 0 {
+        if self.upkeep.scrubbing.options.bytes_per_second == 0 {
             return;
         }
-        while self.scrubbing.may_read(self.clock.uptime()) {
-            let has_memory = self.scrubbing.options.memory.is_some() && self.scrub_memory();
+        while self.upkeep.scrubbing.may_read(self.clock.uptime()) {
+            let has_memory = self.upkeep.scrubbing.options.memory.is_some() && self.scrub_memory();
             if !self.scrub_disk() && !has_memory {
                 return;
             }
@@ -92,7 +92,7 @@ impl Core {
         if !table.has(tier) {
             return None;
         }
-        let mut state = self.scrubbing.state.lock();
+        let mut state = self.upkeep.scrubbing.state.lock();
         let from = &mut state.next[tier.index()];
         let (found, next) = table.scrub_next(tier, *from);
         *from = next.unwrap_or(0);
@@ -101,7 +101,7 @@ impl Core {
 
     /// Returns whether there was a block.
     fn scrub_memory(self: &Arc<Self>) -> bool {
-        let Some(memory) = &self.scrubbing.options.memory else { return false };
+        let Some(memory) = &self.upkeep.scrubbing.options.memory else { return false };
         let Some(scrubbed) = self.next_to_scrub(Tier::Host) else { return false };
         let expected = memory.checksums().and_then(|checksums| checksums.get(scrubbed.slot.slot));
         let actual = memory.read_loan(&scrubbed.loan).map(checksum);
@@ -120,22 +120,22 @@ impl Core {
             .any(|to| self.traffic((Tier::Disk, to)) != (0, 0));
         if is_busy
             || self.is_closed()
-            || !self.executor.connects(route)
-            || self.breakers.is_open(route)
+            || !self.sending.executor.connects(route)
+            || self.health.breakers.is_open(route)
         {
             return false;
         }
-        let Some(staging) = self.staging.lock().lend() else { return false };
+        let Some(staging) = self.sending.staging.lock().lend() else { return false };
         let Some(scrubbed) = self.next_to_scrub(Tier::Disk) else {
-            self.staging.lock().settle(staging);
+            self.sending.staging.lock().settle(staging);
             return false;
         };
-        if self.directories.is_left_alone(scrubbed.slot) {
-            self.staging.lock().settle(staging);
+        if self.health.directories.is_left_alone(scrubbed.slot) {
+            self.sending.staging.lock().settle(staging);
             self.scrubbed(scrubbed, None);
             return true;
         }
-        self.scrubbing.state.lock().is_reading = true;
+        self.upkeep.scrubbing.state.lock().is_reading = true;
         let op = CopyOp {
             block: scrubbed.block,
             parent: scrubbed.parent,
@@ -157,11 +157,11 @@ impl Core {
         error: Option<&CopyError>,
     ) {
         let now = self.clock.uptime();
-        self.staging.lock().settle(staging);
+        self.sending.staging.lock().settle(staging);
         let defect = match error.map(CopyError::kind) {
             Some(CopyErrorKind::Corrupt) => Some(Defect::Corrupt),
             Some(CopyErrorKind::Io) => {
-                self.directory_failed(op, now);
+                self.health.directory_failed(op, now);
                 Some(Defect::Unreadable)
             }
             // A medium that is away says nothing about a block.
@@ -171,7 +171,7 @@ impl Core {
             tracing::warn!(?op, %error, "a block that nobody asked for could not be verified");
         }
         self.scrubbed(scrubbed, defect);
-        self.scrubbing.state.lock().is_reading = false;
+        self.upkeep.scrubbing.state.lock().is_reading = false;
         // A task that waits for a staging slot may take this one; and there may be an allowance for
         // another block.
         self.pump();
@@ -180,7 +180,7 @@ impl Core {
 
     /// A read is overdue: the next may go once the medium moves again.
     pub(super) fn scrub_gave_up(&self) {
-        self.scrubbing.state.lock().is_reading = false;
+        self.upkeep.scrubbing.state.lock().is_reading = false;
     }
 
     fn scrubbed(self: &Arc<Self>, scrubbed: Scrubbed, defect: Option<Defect>) {

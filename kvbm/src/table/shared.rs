@@ -32,4 +32,14 @@ impl SharedTable {
         table.advance_clock(self.clock.now_ms());
         table
     }
+
+    /// Provides memory that the table needs soon, so that no holder of its lock waits for the
+    /// kernel.
+    pub(crate) fn provide_memory(&self) {
+        let wanted = self.lock().wanted_memory();
+        if let Some(spare) = wanted.provide() {
+            // Dropped with the table unlocked.
+            let _unused = self.lock().supply(spare);
+        }
+    }
 }

@@ -1,0 +1,163 @@
+//! Judges the media: which copies they work on, how they get on, and which of them are left alone.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvbm_tiers::{CopyError, CopyErrorKind, Route};
+
+use super::Tuning;
+use super::background::BackgroundWaker;
+use super::batch::{BatchesInFlight, TaskBatch};
+use super::breaker::{Breakers, RoutePassage};
+use super::directories::DiskDirectories;
+use super::executor::Executor;
+use super::pace::TierPaces;
+use super::routed::RoutedTask;
+use crate::clock::Clock;
+use crate::metrics::Metrics;
+use crate::table::SharedTable;
+
+/// What is known of the media.
+#[derive(Debug)]
+pub(super) struct MediaHealth {
+    pub(super) batches: BatchesInFlight,
+    pub(super) breakers: Breakers,
+    pub(super) directories: DiskDirectories,
+    pub(super) paces: TierPaces,
+    pub(super) executor: Arc<Executor>,
+    /// Gives out no slots of a directory that is left alone.
+    pub(super) table: Arc<SharedTable>,
+    pub(super) waker: Arc<BackgroundWaker>,
+    pub(super) clock: Arc<dyn Clock>,
+    pub(super) metrics: Metrics,
+    pub(super) tuning: Tuning,
+}
+
+impl MediaHealth {
+    /// Whether blocks may go from one tier to another now.
+    pub(super) fn pass(&self, route: Route) -> RoutePassage {
+        let now = self.clock.uptime();
+        let legs = || self.executor.legs(route);
+        // All legs or none: a probe that cannot go on after one leg would be useless.
+        if legs().any(|leg| self.breakers.is_blocked(leg, now)) {
+            return RoutePassage::Blocked;
+        }
+        let verdict = |leg| self.tuning.limit(leg) + self.tuning.breaker_pause;
+        let passages = legs().map(|leg| self.breakers.pass(leg, verdict(leg), now));
+        passages.max().unwrap_or(RoutePassage::Free)
+    }
+
+    pub(super) fn retract_probe(&self, route: Route) {
+        let now = self.clock.uptime();
+        self.executor.legs(route).for_each(|leg| self.breakers.retract_probe(leg, now));
+    }
+
+    /// Batches whose copies are overdue.
+    pub(super) fn overdue_batches(&self, now: Duration) -> Vec<Arc<TaskBatch>> {
+        self.batches.overdue(now, |route| self.tuning.limit(route))
+    }
+
+    /// Judges the medium by a batch that is overdue.
+    pub(super) fn judge_overdue(&self, batch: &TaskBatch, now: Duration) {
+        if !self.directories_hang(batch, now) {
+            self.breakers.failed(batch.route, CopyErrorKind::TimedOut, batch.is_probe, now);
+        }
+    }
+
+    /// Judges the medium by copies that ended together, in their order: errors count until a
+    /// success.
+    pub(super) fn judge(
+        &self,
+        batch: &TaskBatch,
+        tasks: &[(RoutedTask, Result<(), CopyError>)],
+        now: Duration,
+    ) {
+        for alike in tasks.chunk_by(|(_, one), (_, next)| one.is_ok() == next.is_ok()) {
+            if alike.first().is_some_and(|(_, result)| result.is_ok()) {
+                self.metrics.copied(
+                    batch.route,
+                    now.saturating_sub(batch.started),
+                    alike.len() as u64,
+                );
+                self.directories_answer(alike.iter().map(|(task, _)| task.op()), now);
+                self.breakers.succeeded(batch.route, batch.is_probe, now);
+            }
+            for (task, result) in alike {
+                result
+                    .as_ref()
+                    .err()
+                    .into_iter()
+                    .for_each(|error| self.judge_failure(batch, task, error, now));
+            }
+        }
+    }
+
+    fn judge_failure(
+        &self,
+        batch: &TaskBatch,
+        task: &RoutedTask,
+        error: &CopyError,
+        now: Duration,
+    ) {
+        self.metrics.failed(batch.route, error.kind());
+        let is_a_directory = match error.kind() {
+            CopyErrorKind::Io => self.directory_failed(&task.op(), now),
+            CopyErrorKind::NoSpace => self.directory_is_full(&task.op(), now),
+            _ => false,
+        };
+        if !is_a_directory {
+            self.breakers.failed(batch.route, error.kind(), batch.is_probe, now);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvbm_tiers::{BlockKey, SlotId, SlotRef, Tier};
+    use tracing::Span;
+
+    use super::*;
+    use crate::scheduler::core_of;
+    use crate::table::Table;
+    use crate::task::{Class, CopyTask, TaskId, TransferId};
+
+    const WRITE: Route = (Tier::Host, Tier::Object);
+
+    fn task(block: u32) -> RoutedTask {
+        let slot = |tier| SlotRef { tier, slot: SlotId(block), generation: 0 };
+        let task = CopyTask {
+            id: TaskId { transfer: TransferId { place: 0, life: 0 }, block },
+            class: Class::Flush,
+            block: BlockKey { hash: u128::from(block) + 1, group: 0 },
+            parent: None,
+            owner: None,
+            from: slot(WRITE.0),
+            to: slot(WRITE.1),
+            via: None,
+            is_probe: false,
+        };
+        RoutedTask::new(task, true, None)
+    }
+
+    #[test]
+    fn a_success_between_errors_keeps_the_breaker_closed() {
+        let core = core_of(Table::new([]));
+        let batch = core.health.batches.start(
+            (WRITE, Class::Flush),
+            Vec::new(),
+            Duration::ZERO,
+            Span::none(),
+        );
+        let judge = |are_well: &[bool]| {
+            let result = |is_well: &bool| {
+                let error = || CopyError::new(CopyErrorKind::Io, "a defect that a test wants");
+                if *is_well { Ok(()) } else { Err(error()) }
+            };
+            let tasks: Vec<_> = (0..).map(task).zip(are_well.iter().map(result)).collect();
+            core.health.judge(&batch, &tasks, Duration::ZERO);
+            core.health.breakers.is_open(WRITE)
+        };
+        assert!(!judge(&[false, false, true, false]), "no three errors came in a row");
+        assert!(judge(&[false, false]));
+    }
+}
