@@ -9,7 +9,7 @@ use kvbm_tiers::{Completion, CopyError, CopyOp, Frame, Route, Tier};
 use tracing::Span;
 
 use super::errand::InternalCopy;
-use super::routed::RoutedTask;
+use super::routes::RoutedTask;
 use crate::sync::{AtomicUsize, Mutex};
 use crate::task::{Class, CopyTask};
 

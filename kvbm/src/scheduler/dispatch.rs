@@ -8,9 +8,9 @@ use kvbm_tiers::{Completion, CopyError, Done, Fences, Route, Tier};
 
 use super::Core;
 use super::batch::TaskBatch;
-use super::executor::Executor;
 use super::queue::{NextBatch, RouteQueues, TaskTurn};
-use super::routed::{BounceStop, RoutedTask};
+use super::routes::Executor;
+use super::routes::{BounceStop, RoutedTask};
 use super::spans;
 use super::staging::StagingSlots;
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};

@@ -8,28 +8,24 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `routes` | which routes are open |
-//! | `routed` | a copy task with its route: one leg or two |
+//! | `send` | how a transfer is planned and sent: which blocks may go now |
+//! | `engine` | transfers between the tiers and an engine's own memory, and what they wait for |
+//! | `routes` | which backend serves which route; a task with its one leg or two |
 //! | `queue` | queues per route and class; what goes next |
 //! | `dispatch` | from the queues to the backends |
 //! | `batch` | what the media work on; which copies are overdue |
 //! | `landing` | what happens when a copy ends |
-//! | `health` | judges the media by all this |
+//! | `health` | judges the media by their progress |
 //! | `breaker` | media that are away, full or hanging are left alone for a while |
 //! | `directories` | a failing one of several directories of the disk tier is left alone |
+//! | `staging` | DRAM slots through which blocks bounce |
+//! | `background` | flushing, time-outs and other upkeep |
 //! | `errand` | copies that no request asked for, overdue like all others |
 //! | `scrub` | which idle blocks are verified, and how fast |
-//! | `spans` | how long each step takes, for tracers |
-//! | `staging` | DRAM slots through which blocks bounce |
-//! | `reset` | closing a namespace: what is under way is discarded |
-//! | `forget` | forgetting a tenant: its blocks leave every tier |
-//! | `pace` | how long a block takes from each tier |
-//! | `executor` | which backend serves which route |
-//! | `engine` | transfers between the tiers and an engine's own memory |
-//! | `engine_order` | what these wait for: the engine's fence, the rest of the plan |
-//! | `background` | flushing and time-outs |
-//! | `observe` | what it reports of itself |
 //! | `learner` | fits of policies, on a thread of their own |
+//! | `reset` | closing a namespace, and forgetting a tenant |
+//! | `observe` | what it reports of itself |
+//! | `spans` | how long each step takes, for tracers |
 //!
 //! `docs/architecture.md` lists the locks and their order. Callbacks of backends take them for
 //! microseconds and never wait for I/O.
@@ -40,20 +36,16 @@ mod breaker;
 mod directories;
 mod dispatch;
 mod engine;
-mod engine_order;
 mod errand;
-mod executor;
-mod forget;
 mod health;
 mod landing;
 mod learner;
 mod observe;
-mod pace;
 mod queue;
 mod reset;
-mod routed;
 mod routes;
 mod scrub;
+mod send;
 mod spans;
 mod staging;
 
@@ -66,7 +58,6 @@ use std::time::Duration;
 use kvbm_policies::{Leg, split};
 use kvbm_tiers::object::{Discovery, FoundBlock};
 use kvbm_tiers::{Frame, Route, SlotId, Tier};
-use tokio::sync::oneshot;
 
 use self::background::{BackgroundWaker, UpkeepState};
 use self::batch::BatchesInFlight;
@@ -74,10 +65,8 @@ use self::breaker::Breakers;
 use self::directories::DiskDirectories;
 use self::dispatch::SendState;
 use self::engine::EngineTransfers;
-use self::engine_order::EngineOrder;
-use self::health::MediaHealth;
+use self::health::{MediaHealth, TierPaces};
 use self::observe::RequestLog;
-use self::pace::TierPaces;
 use self::queue::{QueueLimits, RouteQueues};
 use self::spans::TransferSpans;
 use self::staging::StagingSlots;
@@ -88,16 +77,14 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::metrics::Metrics;
 use crate::names::hash::Chain;
 use crate::observe::demand::has_limit;
-use crate::sync::{AtomicUsize, Mutex, MutexGuard};
+use crate::sync::{AtomicUsize, Mutex};
 use crate::table::{
-    Budget, LeftBlock, Match, Pins, Reply, RequestInfo, Reserved, SharedTable, Table, TableGuard,
-    TransferEnd, TransferPlan,
+    Budget, LeftBlock, Match, Pins, RequestInfo, Reserved, SharedTable, Table, TableGuard,
 };
-use crate::task::{Class, TransferId};
 
 pub use self::background::Drained;
 pub use self::engine::{JoinedTransfer, LoadInto, SaveFrom};
-pub use self::executor::Executor;
+pub use self::routes::Executor;
 pub use self::scrub::ScrubOptions;
 pub use self::staging::StagingCounts;
 
@@ -419,145 +406,6 @@ impl Core {
     /// held: 0 to 1.
     pub fn estimated_hit_rate(&self, capacity: u32) -> f64 {
         self.requests.demand.hit_rate(capacity)
-    }
-
-    /// Makes the leading blocks of a leased chain resident in `to`: as many as the lease holds
-    /// anywhere, as far as there is room.
-    ///
-    /// The answer is an error of kind [`Invalid`](crate::ErrorKind::Invalid) for a lease of another
-    /// manager, of kind [`Stale`](crate::ErrorKind::Stale) for one from before a reset, and of kind
-    /// [`Closed`](crate::ErrorKind::Closed) after [`close`](Self::close).
-    pub fn transfer(
-        self: &Arc<Self>,
-        class: Class,
-        to: Tier,
-        lease: Lease,
-    ) -> Transfer<Transferred> {
-        if let Err(error) = self.check_lease(&lease) {
-            return Transfer::failed(error);
-        }
-        if self.is_closed() {
-            return Transfer::failed(Error::closed());
-        }
-        let (reply, transfer) = self.reply();
-        let span = spans::of_transfer(class, to, lease.pins().context().info.request);
-        let turn = self.planning.lock();
-        // The wait for the turn is no part of a tier's pace.
-        let started = self.clock.uptime();
-        let mut plan = TransferPlan::copying(class, to, lease.into_pins());
-        // Locked anew for each step: a chain may have thousands of blocks.
-        while !self.table().trace(&mut plan) {}
-        self.send(class, to, &mut plan, None);
-        let id = plan.transfer();
-        self.spans.open(id, span);
-        self.hand_over(plan, reply, (turn, started));
-        self.cancellable(transfer, id)
-    }
-
-    /// Ends a transfer early: blocks that have not arrived do not come.
-    fn end_early(self: &Arc<Self>, id: TransferId) {
-        let effects = self.table().cancel(id);
-        self.apply(effects);
-    }
-
-    /// Sends those copies of a plan that may go now.
-    fn send(
-        self: &Arc<Self>,
-        class: Class,
-        to: Tier,
-        plan: &mut TransferPlan,
-        order: Option<EngineOrder>,
-    ) {
-        let probe = self.limit(class, to, plan);
-        self.take_slots(plan, order);
-        if let Some(route) = probe.filter(|_| !plan.is_probe_sent()) {
-            self.health.retract_probe(route);
-        }
-    }
-
-    /// Hands a planned transfer over to its caller, and lets the next one plan.
-    fn hand_over(
-        self: &Arc<Self>,
-        mut plan: TransferPlan,
-        reply: Reply,
-        (turn, started): (MutexGuard<'_, ()>, Duration),
-    ) {
-        let found_no_room = plan.found_no_room();
-        let mut table = self.table();
-        table.finish_plan(&mut plan, reply, started);
-        let effects = table.take_effects();
-        drop(table);
-        // The next caller plans while this transfer is sent.
-        drop(turn);
-        self.apply(effects);
-        // Flushing makes room, but may not be due yet.
-        if found_no_room {
-            self.waker.wake();
-        }
-    }
-
-    /// A transfer that its caller can cancel.
-    fn cancellable<T>(
-        self: &Arc<Self>,
-        transfer: Transfer<T>,
-        id: Option<TransferId>,
-    ) -> Transfer<T> {
-        // Weak: a caller's handle may outlive the manager.
-        let core = Arc::downgrade(self);
-        let cancel = move || {
-            if let (Some(core), Some(id)) = (core.upgrade(), id) {
-                core.end_early(id);
-            }
-        };
-        transfer.cancelled_by(cancel)
-    }
-
-    /// Takes slots for all blocks of a plan, and sends the copies, or holds them back for an
-    /// engine.
-    fn take_slots(self: &Arc<Self>, plan: &mut TransferPlan, mut order: Option<EngineOrder>) {
-        let mut is_complete = false;
-        while !is_complete {
-            let mut table = self.table();
-            is_complete = table.extend(plan);
-            let effects = table.take_effects();
-            // While the table is locked: a copy that waits for another's block may be sent by the
-            // thread that lands that.
-            if let Some(id) = plan.transfer()
-                && let Some(order) = order.take()
-            {
-                self.engine.orders.lock().open(id, order, self.clock.uptime());
-            }
-            drop(table);
-            self.apply(effects);
-        }
-    }
-
-    /// The reply to the end of a transfer, and the caller's side of it.
-    fn reply(&self) -> (Reply, Transfer<Transferred>) {
-        self.reply_with(|ended, lease| Transferred {
-            blocks: lease.blocks(ended.to),
-            copied: ended.copied,
-            recompute: ended.recompute,
-            declined: ended.declined,
-            refused: ended.refused,
-            failed: ended.blocks - ended.copied,
-            lease,
-        })
-    }
-
-    /// [`reply`](Self::reply) with another answer.
-    fn reply_with<T: Send + 'static>(
-        &self,
-        answer: impl FnOnce(&TransferEnd, Lease) -> T + Send + 'static,
-    ) -> (Reply, Transfer<T>) {
-        let (told, transfer) = oneshot::channel();
-        let table = Arc::clone(&self.table);
-        let reply = Reply::new(move |mut ended: TransferEnd| {
-            let Some(pins) = ended.pins.take() else { return };
-            // If the caller dropped its side, the lease ends here.
-            drop(told.send(answer(&ended, Lease::new(table, pins))));
-        });
-        (reply, Transfer::new(transfer))
     }
 
     /// Takes slots of `to` for what it lacks of `chain`, for an engine to fill.

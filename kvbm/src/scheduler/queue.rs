@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvbm_tiers::{BlockKey, Route, Tier};
 
-use super::routed::RoutedTask;
+use super::routes::RoutedTask;
 use crate::task::{Class, TransferId};
 
 /// What to do with a task whose turn has come.
@@ -214,7 +214,7 @@ fn routes() -> impl Iterator<Item = Route> {
 mod tests {
     use kvbm_tiers::{Fence, SlotId, SlotRef};
 
-    use super::super::engine_order::EngineOrder;
+    use super::super::engine::EngineOrder;
     use super::*;
     use crate::api::layers::LayerCount;
     use crate::task::{CopyTask, TaskId};

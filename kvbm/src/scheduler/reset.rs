@@ -1,4 +1,5 @@
-//! Closing a namespace: no present block is found again, and what is under way is discarded.
+//! Closing a namespace and forgetting a tenant: no block of theirs is found again, and what is under
+//! way is discarded.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use super::Core;
 use crate::api::lease::Lease;
 use crate::error::Result;
 use crate::names::hash::Chain;
-use crate::table::{Effects, NamespaceId, Table, Unflushed};
+use crate::table::{Effects, NamespaceId, Table, TransferCursor, Unflushed};
 
 /// Steps in one round: some 10 ms. A disk of a hundred million slots must not hold up flushes and
 /// time-outs.
@@ -83,5 +84,25 @@ impl Core {
         }
         let chain = table.enter(chain);
         positions.map_while(|position| table.lend(tier, chain.key(position))).collect()
+    }
+
+    /// Forgets what a tenant stored, and returns how often it was forgotten so far. Takes time in
+    /// proportion to the table, in steps between which others use it. Current readers of its blocks
+    /// may finish.
+    pub fn forget(self: &Arc<Self>, tenant: u32) -> u32 {
+        // From here on no copy of its blocks is planned: once those under way have ended, no more
+        // come.
+        let life = self.table().begin_forgetting(tenant);
+        let mut under_way = Some(TransferCursor::default());
+        while let Some(from) = under_way {
+            under_way = self.hold(|table, hold| table.end_forgotten(from, hold));
+        }
+        let mut next = Some(0);
+        while let Some(record) = next {
+            next = self.hold(|table, hold| table.drop_forgotten(record, hold));
+            // At once: a match looks at each chain that is still being dropped.
+            while self.hold(|table, _| table.drop_more()) {}
+        }
+        life
     }
 }
