@@ -105,6 +105,8 @@ unless_offline() {
 
 formatting() {
     cargo fmt --all --check
+    local own
+    for own in benches/peers examples/llama fuzz; do cargo fmt --check --manifest-path "$own/Cargo.toml"; done
 }
 
 lints() {

@@ -39,7 +39,9 @@ impl Subject for Logical {
         for names in chain[from..].chunks(SHORT) {
             let blocks = self.0.allocate_blocks(names.len()).expect("old blocks make room");
             let stage = |(block, &name): (kvbm_logical::blocks::MutableBlock<Host>, _)| {
-                block.stage(name, BLOCK_TOKENS).unwrap_or_else(|_| unreachable!("the block size is its own"))
+                block
+                    .stage(name, BLOCK_TOKENS)
+                    .unwrap_or_else(|_| unreachable!("the block size is its own"))
             };
             drop(self.0.register_blocks(blocks.into_iter().zip(names).map(stage).collect()));
         }

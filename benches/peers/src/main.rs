@@ -11,7 +11,9 @@ use cap::Cap;
 use clap::Parser;
 use kvbm::BlockHash;
 use kvbm_cli::measuring::chains::{Prompt, Prompts, Random, SHORT, saves};
-use kvbm_cli::measuring::rounds::{CacheSweep, FullTier, Picks, PromptArrival, Spread, round_of_chains};
+use kvbm_cli::measuring::rounds::{
+    CacheSweep, FullTier, Picks, PromptArrival, Spread, round_of_chains,
+};
 use kvbm_cli::measuring::subject::{OurManager, Subject, device_of, table_of_four_tiers};
 use kvbm_policies::EvictionKind;
 use serde::Serialize;
@@ -121,7 +123,8 @@ fn main() {
 /// The whole of each prompt but the filler, and as much filler as finds room, so that the table is
 /// full.
 fn logical_holding(prompts: &Prompts, blocks: usize) -> Logical {
-    let whole: Vec<_> = prompts.longest.iter().chain(&prompts.long).chain(&prompts.medium).collect();
+    let whole: Vec<_> =
+        prompts.longest.iter().chain(&prompts.long).chain(&prompts.medium).collect();
     let held: usize = whole.iter().map(|prompt| prompt.hashes.len()).sum();
     let filler = prompts.filler.iter().take(blocks.saturating_sub(held) / SHORT);
     let all: Vec<_> = whole.iter().copied().chain(filler).collect();
@@ -155,7 +158,12 @@ impl Duel {
         }
     }
 
-    fn matches_in_runs_of(&mut self, run: usize, prompts: &[Prompt], names: &[Vec<Name>]) -> Matches {
+    fn matches_in_runs_of(
+        &mut self,
+        run: usize,
+        prompts: &[Prompt],
+        names: &[Vec<Name>],
+    ) -> Matches {
         let mut picks = Picks::new(prompts.len());
         let mut samples = [const { Vec::new() }; 3];
         for _ in 0..self.samples.div_ceil(run) {
@@ -163,8 +171,12 @@ impl Duel {
             let in_order = (0..if run > 1 { prompts.len() } else { 0 }).chain(picked);
             let saved = |pick: usize| &names[pick][..prompts[pick].saved];
             let timed = |all: Vec<f64>| all.into_iter().rev().take(run);
-            samples[0].extend(timed(in_order.clone().map(|pick| self.time_ours(&prompts[pick])).collect()));
-            samples[1].extend(timed(in_order.clone().map(|pick| self.time_theirs(saved(pick))).collect()));
+            samples[0].extend(timed(
+                in_order.clone().map(|pick| self.time_ours(&prompts[pick])).collect(),
+            ));
+            samples[1].extend(timed(
+                in_order.clone().map(|pick| self.time_theirs(saved(pick))).collect(),
+            ));
             samples[2].extend(timed(in_order.map(|pick| self.time_theirs(&names[pick])).collect()));
         }
         let [ours, theirs_same, theirs_whole] = samples.map(Spread::of);

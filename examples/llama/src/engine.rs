@@ -55,7 +55,12 @@ pub struct Took {
 impl Engine {
     /// Without `prefixes` every prompt is computed from its first token.
     pub fn new(model: &Model, prefixes: Option<PrefixCache>) -> Result<Self> {
-        Ok(Self { llama: model.llama()?, empty: model.empty_cache()?, prefixes, requests: AtomicU64::new(0) })
+        Ok(Self {
+            llama: model.llama()?,
+            empty: model.empty_cache()?,
+            prefixes,
+            requests: AtomicU64::new(0),
+        })
     }
 
     /// What keeps the beginnings of prompts.
@@ -68,7 +73,8 @@ impl Engine {
         ensure!(!prompt.is_empty(), "a prompt has at least one token");
         let mut cache = self.empty.clone();
         let (mut loaded, mut saved) = (0, 0);
-        let chain = self.prefixes.as_ref().map(|prefixes| prefixes.chain(prompt)).unwrap_or_default();
+        let chain =
+            self.prefixes.as_ref().map(|prefixes| prefixes.chain(prompt)).unwrap_or_default();
         // The name tells kvbm's policies that loading and saving are one request's.
         let request = RequestId(self.requests.fetch_add(1, Ordering::Relaxed));
         let info = RequestInfo { request: Some(request), ..RequestInfo::default() };
@@ -83,8 +89,11 @@ impl Engine {
         if let Some(prefixes) = &self.prefixes {
             saved = prefixes.save(info, &chain, prompt.len(), &cache.kvs)?;
         }
-        let took =
-            Took { load: looked_up - started, prefill: computed - looked_up, save: computed.elapsed() };
+        let took = Took {
+            load: looked_up - started,
+            prefill: computed - looked_up,
+            save: computed.elapsed(),
+        };
 
         let (tokens, logits) = self.generate(next, prompt.len(), count, &mut cache)?;
         if let Some(prefixes) = &self.prefixes {
@@ -100,7 +109,9 @@ impl Engine {
         for (number, chunk) in prompt[from..].chunks(CHUNK_TOKENS).enumerate() {
             logits = Some(self.forward(chunk, from + number * CHUNK_TOKENS, cache)?);
         }
-        logits.ok_or_else(|| anyhow::anyhow!("nothing is left to compute: the last token always must be"))
+        logits.ok_or_else(|| {
+            anyhow::anyhow!("nothing is left to compute: the last token always must be")
+        })
     }
 
     /// Goes on greedily behind a prompt of `position` tokens.

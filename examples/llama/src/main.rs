@@ -33,9 +33,13 @@ fn measure(model: &Model, shared: usize) -> Result<serde_json::Value> {
     let (mut cold, mut warm, mut load, mut save) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for round in 1..=ROUNDS {
         let prompt = prompt(shared, round);
-        let (computed, loaded) = (without.answer(&prompt, GENERATED)?, with.answer(&prompt, GENERATED)?);
+        let (computed, loaded) =
+            (without.answer(&prompt, GENERATED)?, with.answer(&prompt, GENERATED)?);
         ensure!(loaded.loaded == shared, "{} of {shared} tokens were loaded", loaded.loaded);
-        ensure!(computed.tokens == loaded.tokens && computed.logits == loaded.logits, "another answer");
+        ensure!(
+            computed.tokens == loaded.tokens && computed.logits == loaded.logits,
+            "another answer"
+        );
         cold.push(computed.took.prefill);
         warm.push(first_token(&loaded));
         load.push(loaded.took.load);

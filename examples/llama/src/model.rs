@@ -81,8 +81,9 @@ fn shapes(config: &Config) -> Vec<(String, Vec<usize>)> {
         ("model.norm".to_owned(), vec![dim]),
     ];
     for layer in 0..n_layers {
-        let named =
-            |(name, shape): &(&str, Vec<usize>)| (format!("model.layers.{layer}.{name}"), shape.clone());
+        let named = |(name, shape): &(&str, Vec<usize>)| {
+            (format!("model.layers.{layer}.{name}"), shape.clone())
+        };
         shapes.extend(of_layer.iter().map(named));
     }
     shapes
@@ -92,6 +93,7 @@ fn shapes(config: &Config) -> Vec<(String, Vec<usize>)> {
 fn tensor(shape: &[usize], random: &mut fastrand::Rng) -> Result<Tensor> {
     let &[rows, columns] = shape else { return Ok(Tensor::ones(shape, DType::F32, &Device::Cpu)?) };
     let scale = (3.0 / columns as f32).sqrt();
-    let values: Vec<f32> = (0..rows * columns).map(|_| scale * (2.0 * random.f32() - 1.0)).collect();
+    let values: Vec<f32> =
+        (0..rows * columns).map(|_| scale * (2.0 * random.f32() - 1.0)).collect();
     Ok(Tensor::from_vec(values, (rows, columns), &Device::Cpu)?)
 }

@@ -31,7 +31,11 @@ pub struct PrefixCache {
 impl PrefixCache {
     /// Bytes of a model's block.
     pub const fn block_bytes(model: &Config) -> usize {
-        2 * model.n_layers * BLOCK_TOKENS * model.n_kv_heads * (model.dim / model.n_heads) * size_of::<f32>()
+        2 * model.n_layers
+            * BLOCK_TOKENS
+            * model.n_kv_heads
+            * (model.dim / model.n_heads)
+            * size_of::<f32>()
     }
 
     /// Opens kvbm for the blocks of `model`. Whatever makes KV differ must be in `salt`: weights,
@@ -85,14 +89,24 @@ impl PrefixCache {
             Tensor::from_vec(part, (1, loaded, self.heads, self.head_size), &Device::Cpu)
         });
         for kv in kvs.iter_mut().filter(|_| loaded > 0) {
-            *kv = tensors.next().zip(tensors.next()).map(|(k, v)| anyhow::Ok((k?, v?))).transpose()?;
+            *kv = tensors
+                .next()
+                .zip(tensors.next())
+                .map(|(k, v)| anyhow::Ok((k?, v?)))
+                .transpose()?;
         }
         Ok(loaded)
     }
 
     /// Saves what kvbm lacks of a prompt's whole chunks. Returns how many leading tokens it has
     /// now.
-    pub fn save(&self, request: RequestInfo, chain: &[BlockHash], tokens: usize, kvs: &Kvs) -> Result<usize> {
+    pub fn save(
+        &self,
+        request: RequestInfo,
+        chain: &[BlockHash],
+        tokens: usize,
+        kvs: &Kvs,
+    ) -> Result<usize> {
         let tensors = kvs.iter().flatten().flat_map(|(k, v)| [k, v]);
         ensure!(tensors.clone().count() == 2 * self.layers, "a layer has no K and V yet");
         let wanted = (whole_chunks(tokens) / BLOCK_TOKENS).min(chain.len());
@@ -111,7 +125,8 @@ impl PrefixCache {
         let tokens = tensor.narrow(1, position * BLOCK_TOKENS, BLOCK_TOKENS)?;
         let (storage, layout) = tokens.storage_and_layout();
         let Storage::Cpu(storage) = &*storage else { bail!("K and V are not on the CPU") };
-        let (start, end) = layout.contiguous_offsets().context("a block of K or V lies in pieces")?;
+        let (start, end) =
+            layout.contiguous_offsets().context("a block of K or V lies in pieces")?;
         piece.copy_from_slice(bytemuck::cast_slice(&storage.as_slice::<f32>()?[start..end]));
         Ok(())
     }

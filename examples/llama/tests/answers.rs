@@ -38,7 +38,8 @@ fn engine(change: impl FnOnce(&mut Settings)) -> Engine {
 
 /// `tokens` tokens, of which the leading [`SHARED`] are the same for all `number`s.
 fn prompt(number: u32, tokens: usize) -> Vec<u32> {
-    let token = |at: usize| ((at * at + 3 * at) as u32 + if at < SHARED { 0 } else { number }) % 251;
+    let token =
+        |at: usize| ((at * at + 3 * at) as u32 + if at < SHARED { 0 } else { number }) % 251;
     (0..tokens).map(token).collect()
 }
 
@@ -80,11 +81,15 @@ fn a_loaded_beginning_is_as_good_as_the_engines_own() {
         .unwrap();
     assert_eq!((tokens, kv_bits(&loaded)), (SHARED, kv_bits(&own)));
     let next = engine.prefill(&second, SHARED, &mut own).unwrap();
-    let (own_tokens, own_logits) = engine.generate(next, second.len(), GENERATED, &mut own).unwrap();
+    let (own_tokens, own_logits) =
+        engine.generate(next, second.len(), GENERATED, &mut own).unwrap();
 
     let answer = engine.answer(&second, GENERATED).unwrap();
     assert_eq!(answer.loaded, SHARED, "only the rest is computed");
-    assert_eq!((&answer.tokens, bits(&answer.logits.concat())), (&own_tokens, bits(&own_logits.concat())));
+    assert_eq!(
+        (&answer.tokens, bits(&answer.logits.concat())),
+        (&own_tokens, bits(&own_logits.concat()))
+    );
     assert_same(&answer, &cold(&second));
 }
 
