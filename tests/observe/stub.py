@@ -137,6 +137,7 @@ class Made:
             "device": "cuda",
             "namespace": {"epoch": 0},
             "tiers": tiers,
+            "groups": [],
             "routes": routes,
             "lookups": {
                 "blocks_total": int(self.asked),

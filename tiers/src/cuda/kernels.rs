@@ -23,13 +23,9 @@ const EMBEDDED: &str = include_str!("kernels.ptx");
 const COPY_PIECES: &CStr = c"kvbm_copy_pieces";
 const TRANSFORM: &CStr = c"kvbm_transform";
 const CRC32C: &CStr = c"kvbm_crc32c";
-#[cfg(any(test, feature = "baselines"))]
-const MATMUL: &CStr = c"kvbm_matmul";
-#[cfg(any(test, feature = "baselines"))]
-const MATVEC: &CStr = c"kvbm_matvec";
 
 /// Threads of a group.
-const THREADS: u32 = 256;
+pub(crate) const THREADS: u32 = 256;
 /// Threads of a group that copies pieces: sixteen pieces of 4 KiB under way in each. (1,024 were no
 /// faster on an H100.)
 const COPY_THREADS: u32 = 512;
@@ -66,11 +62,6 @@ pub(crate) struct CopyKernels {
     copy_pieces: LoadedKernel,
     transform: LoadedKernel,
     crc32c: LoadedKernel,
-    /// Stands for the work of an engine.
-    #[cfg(any(test, feature = "baselines"))]
-    matmul: LoadedKernel,
-    #[cfg(any(test, feature = "baselines"))]
-    matvec: LoadedKernel,
     origin: KernelOrigin,
     /// Keeps the code.
     _module: LoadedModule,
@@ -112,10 +103,6 @@ impl CopyKernels {
             copy_pieces: module.kernel(COPY_PIECES)?,
             transform: module.kernel(TRANSFORM)?,
             crc32c: module.kernel(CRC32C)?,
-            #[cfg(any(test, feature = "baselines"))]
-            matmul: module.kernel(MATMUL)?,
-            #[cfg(any(test, feature = "baselines"))]
-            matvec: module.kernel(MATVEC)?,
             origin,
             _module: module,
         })
@@ -194,48 +181,6 @@ impl CopyKernels {
     }
 }
 
-impl CopyKernels {
-    /// Groups that share a column of the matrix that a vector is multiplied with.
-    #[cfg(any(test, feature = "baselines"))]
-    pub(crate) const MATVEC_PARTS: u32 = 64;
-
-    /// Starts multiplying two matrices of `n` rows of floats.
-    ///
-    /// # Safety
-    /// As for [`copy_pieces`](Self::copy_pieces): all three are arrays of `n * n` floats, the last
-    /// distinct.
-    #[cfg(any(test, feature = "baselines"))]
-    pub(crate) unsafe fn matmul(
-        &self,
-        stream: &CudaStream,
-        (mut a, mut b, mut c): (u64, u64, u64),
-        mut n: u32,
-    ) -> Result<(), DriverError> {
-        let parameters = &mut [pointer(&mut a), pointer(&mut b), pointer(&mut c), pointer(&mut n)];
-        // SAFETY: these are the kernel's parameters; else as the caller promises.
-        unsafe { stream.launch(self.matmul, (n.div_ceil(THREADS), n), THREADS, parameters) }
-    }
-
-    /// Starts multiplying a matrix of `n` rows of floats, a multiple of
-    /// [`MATVEC_PARTS`](Self::MATVEC_PARTS), with a vector.
-    ///
-    /// # Safety
-    /// As for [`copy_pieces`](Self::copy_pieces): arrays of `n * n`, `n` and `MATVEC_PARTS * n`
-    /// floats, the last distinct.
-    #[cfg(any(test, feature = "baselines"))]
-    pub(crate) unsafe fn matvec(
-        &self,
-        stream: &CudaStream,
-        (mut a, mut x, mut y): (u64, u64, u64),
-        mut n: u32,
-    ) -> Result<(), DriverError> {
-        let parameters = &mut [pointer(&mut a), pointer(&mut x), pointer(&mut y), pointer(&mut n)];
-        let grid = (n.div_ceil(THREADS), Self::MATVEC_PARTS);
-        // SAFETY: these are the kernel's parameters; else as the caller promises.
-        unsafe { stream.launch(self.matvec, grid, THREADS, parameters) }
-    }
-}
-
 /// Groups over pieces, and groups that share a piece: as many as find something to do.
 fn sum_grid(count: u32, longest: u64) -> (u32, u32) {
     let pieces = count.clamp(1, SUM_GROUPS);
@@ -243,7 +188,7 @@ fn sum_grid(count: u32, longest: u64) -> (u32, u32) {
     (pieces, shares.clamp(1, u64::from(SUM_GROUPS / pieces)) as u32)
 }
 
-fn pointer<T>(parameter: &mut T) -> *mut c_void {
+pub(crate) fn pointer<T>(parameter: &mut T) -> *mut c_void {
     (&raw mut *parameter).cast()
 }
 
@@ -281,17 +226,25 @@ pub(crate) fn checksum_of_zeroes(mut bytes: usize) -> u32 {
 }
 
 fn compile_here(gpu: &Gpu) -> Result<CopyKernels, String> {
-    probe().nvrtc.ready()?;
-    let (major, minor) = gpu.device().capability;
-    let ptx = compile(&format!("compute_{major}{minor}"))?;
-    let loaded = LoadedModule::load(gpu, &ptx)
-        .and_then(|module| CopyKernels::of(module, KernelOrigin::Nvrtc));
+    let loaded =
+        compile_for(gpu, SOURCE)?.and_then(|module| CopyKernels::of(module, KernelOrigin::Nvrtc));
     loaded.map_err(|error| format!("the driver refuses what NVRTC made: {error}"))
 }
 
+/// Compiles a source for a GPU, whose context is current.
+pub(crate) fn compile_for(
+    gpu: &Gpu,
+    source: &str,
+) -> Result<Result<LoadedModule, DriverError>, String> {
+    probe().nvrtc.ready()?;
+    let (major, minor) = gpu.device().capability;
+    let ptx = compile(source, &format!("compute_{major}{minor}"))?;
+    Ok(LoadedModule::load(gpu, &ptx))
+}
+
 /// NVRTC is present.
-fn compile(architecture: &str) -> Result<CString, String> {
-    let source = CString::new(SOURCE).map_err(|error| error.to_string())?;
+fn compile(source: &str, architecture: &str) -> Result<CString, String> {
+    let source = CString::new(source).map_err(|error| error.to_string())?;
     let options = [format!("--gpu-architecture={architecture}"), "--std=c++14".to_owned()];
     let program = nvrtc::result::create_program(&source, Some(c"kernels.cu"))
         .map_err(|error| error.to_string())?;
@@ -343,16 +296,15 @@ mod tests {
 
     #[test]
     fn the_source_compiles_and_the_embedded_kernels_are_of_it() {
-        let names =
-            [COPY_PIECES, TRANSFORM, CRC32C, MATMUL, MATVEC].map(|name| name.to_str().unwrap());
+        let names = [COPY_PIECES, TRANSFORM, CRC32C].map(|name| name.to_str().unwrap());
         match probe().nvrtc.ready() {
             Err(why) => skip("nvrtc", &why),
             Ok(()) => {
                 let blesses = std::env::var_os("KVBM_BLESS").is_some();
-                let ptx = match compile(ARCHITECTURE) {
+                let ptx = match compile(SOURCE, ARCHITECTURE) {
                     // From CUDA 13 on there is nothing older than Turing.
                     Err(why) if !blesses && why.contains("invalid value") => {
-                        compile("compute_75").unwrap()
+                        compile(SOURCE, "compute_75").unwrap()
                     }
                     compiled => compiled.unwrap(),
                 };

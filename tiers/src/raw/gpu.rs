@@ -4,8 +4,10 @@ use cudarc::driver::result::DriverError;
 
 use crate::clock;
 use crate::cuda::Gpu;
-use crate::cuda::driver::{CudaStream, DeviceMemory, KernelTable, Pinned, failed};
-use crate::cuda::kernels::CopyKernels;
+use crate::cuda::driver::{
+    CudaStream, DeviceMemory, KernelTable, LoadedKernel, LoadedModule, Pinned, failed,
+};
+use crate::cuda::kernels::{CopyKernels, THREADS, compile_for, pointer};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::transform::Transform;
 
@@ -15,6 +17,8 @@ use crate::transform::Transform;
 pub struct RawGpu {
     stream: CudaStream,
     kernels: CopyKernels,
+    /// `None` without NVRTC.
+    busy: Option<BusyKernels>,
     host: Pinned<u8>,
     device: [DeviceMemory; 2],
     pairs: KernelTable<(u32, u32)>,
@@ -32,6 +36,7 @@ impl RawGpu {
         Ok(Self {
             stream: CudaStream::new(gpu)?,
             kernels: CopyKernels::load(gpu)?,
+            busy: BusyKernels::load(gpu)?,
             host: Pinned::new(gpu, bytes).map_err(refused)?,
             pairs: KernelTable::new(gpu, 1 << 16)?,
             device,
@@ -110,18 +115,19 @@ impl RawGpu {
     /// GPU busy.
     ///
     /// # Errors
-    /// `Invalid`: the matrices do not fit. `Unavailable`: the GPU failed.
+    /// `Invalid`: the matrices do not fit. `Unavailable`: the GPU failed, or NVRTC is not there.
     pub fn matmul(&mut self, n: u32, times: usize) -> Result<Duration, SetupError> {
         let matrix = u64::from(n) * u64::from(n) * size_of::<f32>() as u64;
         if 2 * matrix > self.bytes as u64 {
             return Err(SetupError::new(SetupErrorKind::Invalid, "the matrices do not fit"));
         }
         let (a, c) = (self.device[0].address, self.device[1].address);
+        let busy = self.busy()?;
         timed(&self.stream, || {
             (0..times).try_for_each(|_| {
                 // SAFETY: three arrays of this many floats, ours until the work has ended; any bits
                 // are floats.
-                unsafe { self.kernels.matmul(&self.stream, (a, a + matrix, c), n) }
+                unsafe { busy.matmul(&self.stream, (a, a + matrix, c), n) }
             })
         })
     }
@@ -130,24 +136,95 @@ impl RawGpu {
     /// times, as an engine that decodes keeps a GPU's memory busy.
     ///
     /// # Errors
-    /// `Invalid`: the matrix does not fit. `Unavailable`: the GPU failed.
+    /// `Invalid`: the matrix does not fit. `Unavailable`: the GPU failed, or NVRTC is not there.
     pub fn matvec(&mut self, n: u32, times: usize) -> Result<Duration, SetupError> {
         let matrix = u64::from(n) * u64::from(n) * size_of::<f32>() as u64;
         if matrix > self.bytes as u64
-            || n < CopyKernels::MATVEC_PARTS
-            || !n.is_multiple_of(CopyKernels::MATVEC_PARTS)
+            || n < BusyKernels::PARTS
+            || !n.is_multiple_of(BusyKernels::PARTS)
         {
             return Err(SetupError::new(SetupErrorKind::Invalid, "the matrix does not fit"));
         }
         // Its first row is the vector.
         let (a, y) = (self.device[0].address, self.device[1].address);
+        let busy = self.busy()?;
         timed(&self.stream, || {
             (0..times).try_for_each(|_| {
                 // SAFETY: arrays of this many floats, ours until the work has ended; any bits are
                 // floats.
-                unsafe { self.kernels.matvec(&self.stream, (a, a, y), n) }
+                unsafe { busy.matvec(&self.stream, (a, a, y), n) }
             })
         })
+    }
+
+    fn busy(&self) -> Result<&BusyKernels, SetupError> {
+        self.busy.as_ref().ok_or_else(|| {
+            SetupError::new(SetupErrorKind::Unavailable, "these kernels need NVRTC: install it")
+        })
+    }
+}
+
+/// What an engine keeps a GPU busy with.
+#[derive(Debug)]
+struct BusyKernels {
+    matmul: LoadedKernel,
+    matvec: LoadedKernel,
+    /// Keeps the code.
+    _module: LoadedModule,
+}
+
+impl BusyKernels {
+    /// Groups that share a column of the matrix that a vector is multiplied with.
+    const PARTS: u32 = 64;
+
+    /// `None` without NVRTC.
+    ///
+    /// # Errors
+    /// `Unavailable`: the GPU does not take them.
+    fn load(gpu: &Gpu) -> Result<Option<Self>, SetupError> {
+        let _entered = gpu.enter().map_err(|error| failed("no context", error))?;
+        let Ok(loaded) = compile_for(gpu, include_str!("busy.cu")) else { return Ok(None) };
+        let of = |module: LoadedModule| -> Result<Self, DriverError> {
+            Ok(Self {
+                matmul: module.kernel(c"kvbm_matmul")?,
+                matvec: module.kernel(c"kvbm_matvec")?,
+                _module: module,
+            })
+        };
+        loaded.and_then(of).map(Some).map_err(|error| failed("the GPU does not take it", error))
+    }
+
+    /// Starts multiplying two matrices of `n` rows of floats.
+    ///
+    /// # Safety
+    /// All three are arrays of `n * n` floats, the last distinct, until the stream has got past it.
+    unsafe fn matmul(
+        &self,
+        stream: &CudaStream,
+        (mut a, mut b, mut c): (u64, u64, u64),
+        mut n: u32,
+    ) -> Result<(), DriverError> {
+        let parameters = &mut [pointer(&mut a), pointer(&mut b), pointer(&mut c), pointer(&mut n)];
+        // SAFETY: these are the kernel's parameters; else as the caller promises.
+        unsafe { stream.launch(self.matmul, (n.div_ceil(THREADS), n), THREADS, parameters) }
+    }
+
+    /// Starts multiplying a matrix of `n` rows of floats, a multiple of [`PARTS`](Self::PARTS), with
+    /// a vector.
+    ///
+    /// # Safety
+    /// Arrays of `n * n`, `n` and `PARTS * n` floats, the last distinct, until the stream has got
+    /// past it.
+    unsafe fn matvec(
+        &self,
+        stream: &CudaStream,
+        (mut a, mut x, mut y): (u64, u64, u64),
+        mut n: u32,
+    ) -> Result<(), DriverError> {
+        let parameters = &mut [pointer(&mut a), pointer(&mut x), pointer(&mut y), pointer(&mut n)];
+        let grid = (n.div_ceil(THREADS), Self::PARTS);
+        // SAFETY: these are the kernel's parameters; else as the caller promises.
+        unsafe { stream.launch(self.matvec, grid, THREADS, parameters) }
     }
 }
 
