@@ -8,8 +8,8 @@ use std::time::Duration;
 use kvbm_tiers::{Completion, CopyError, CopyOp, Frame, Route, Tier};
 use tracing::Span;
 
+use super::dispatch::RoutedTask;
 use super::errand::InternalCopy;
-use super::routes::RoutedTask;
 use crate::sync::{AtomicUsize, Mutex};
 use crate::task::{Class, CopyTask};
 

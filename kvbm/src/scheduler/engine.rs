@@ -16,7 +16,7 @@ use std::time::Duration;
 use kvbm_tiers::{Fence, Fences, Layers, SlotId, SlotRef, Tier};
 
 use super::Core;
-use super::routes::RoutedTask;
+use super::dispatch::RoutedTask;
 use super::spans;
 use crate::api::engine_results::{Loaded, Saved, Writers};
 use crate::api::layers::LayerCount;

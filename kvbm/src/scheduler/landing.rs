@@ -6,8 +6,8 @@ use kvbm_tiers::{BlockKey, Completion, CopyError, CopyErrorKind, Tier};
 
 use super::Core;
 use super::batch::{OverdueTask, ReportedTasks, TaskBatch};
+use super::dispatch::RoutedTask;
 use super::engine::EndedOrder;
-use super::routes::RoutedTask;
 use crate::names::hash::Chain;
 use crate::table::{Dropped, Effects, Table, TransferEnd};
 use crate::task::{Class, Defect, Outcome, TaskResult};

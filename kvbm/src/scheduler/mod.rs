@@ -10,9 +10,8 @@
 //! |---|---|
 //! | `send` | how a transfer is planned and sent: which blocks may go now |
 //! | `engine` | transfers between the tiers and an engine's own memory, and what they wait for |
-//! | `routes` | which backend serves which route; a task with its one leg or two |
 //! | `queue` | queues per route and class; what goes next |
-//! | `dispatch` | from the queues to the backends |
+//! | `dispatch` | from the queues to the backends: routes, and tasks with one leg or two |
 //! | `batch` | what the media work on; which copies are overdue |
 //! | `landing` | what happens when a copy ends |
 //! | `health` | judges the media by their progress |
@@ -43,7 +42,6 @@ mod learner;
 mod observe;
 mod queue;
 mod reset;
-mod routes;
 mod scrub;
 mod send;
 mod spans;
@@ -83,8 +81,8 @@ use crate::table::{
 };
 
 pub use self::background::Drained;
+pub use self::dispatch::Executor;
 pub use self::engine::{JoinedTransfer, LoadInto, SaveFrom};
-pub use self::routes::Executor;
 pub use self::scrub::ScrubOptions;
 pub use self::staging::StagingCounts;
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvbm_tiers::{BlockKey, Route, Tier};
 
-use super::routes::RoutedTask;
+use super::dispatch::RoutedTask;
 use crate::task::{Class, TransferId};
 
 /// What to do with a task whose turn has come.
