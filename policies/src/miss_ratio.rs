@@ -8,7 +8,7 @@
 //! cost, so that a live tier may afford it.
 //!
 //! Two things make a small sample tell much. Blocks are taken evenly along each path, for
-//! neighbours come and go together. And the few blocks that many requests begin with ([`HotBlocks`])
+//! neighbours come and go together. And the few blocks that many requests begin with (`HotBlocks`)
 //! are all measured: with one of them in a sample or not, the estimate would be off by tens of
 //! points.
 

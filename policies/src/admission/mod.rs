@@ -6,10 +6,10 @@
 //! how many of the first of them to write: a lower tier is prefix-closed as every tier is, so
 //! nothing else could be kept.
 //!
-//! | module | name | writes |
+//! | rule | name | writes |
 //! |---|---|---|
-//! | | `write_through` | every block as soon as it is used |
-//! | | `write_back` | every block when it is about to leave the upper tier |
+//! | [`WriteThrough`] | `write_through` | every block as soon as it is used |
+//! | [`WriteBack`] | `write_back` | every block when it is about to leave the upper tier |
 //! | [`selective`] | `selective` | what is about to leave and likely enough to return |
 //! | [`auto`] | `auto` | the one of these that serves best on a sample |
 //! | [`budget`] | | a limit of bytes a day, the likeliest to return first |
