@@ -1,26 +1,20 @@
 //! `kvbm doctor`: what this machine offers, and what the settings would make of it.
 
-mod measure;
-mod persist;
+mod machine;
 
 use std::collections::HashMap;
-use std::fs;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
-use std::thread::available_parallelism;
+use std::time::Duration;
 
 use clap::Args;
 use kvbm::{Manager, Options, Tier};
+use kvbm_cli::measuring::rounds::Spread;
 use kvbm_settings::{AdmissionMode, Capacity, DiskBackend, Loaded, ObjectBackend, Settings};
-use kvbm_tiers::UringBackend;
-use rustix::fs::OFlags;
-use rustix::process::{Resource, getrlimit, getuid};
 use serde::Serialize;
 use tokio::runtime::Runtime;
 
-use crate::failure::{CommandFailure, with_causes};
-use crate::global::GlobalOptions;
-use crate::output;
+use crate::GlobalOptions;
+use crate::bench::tiers::Bed;
+use crate::output::{self, CommandFailure};
 use crate::scratch::CommandScratch;
 use crate::stop;
 
@@ -108,12 +102,9 @@ pub(crate) fn run(args: &DoctorArgs, global: &GlobalOptions) -> Result<(), Comma
         measure_routes(&runtime, &settings, &ready, &mut routes);
     }
     let tiers = tiers.into_iter().map(|(_, check)| check).collect();
-    let examination = DoctorExamination { machine: machine(&settings), nixl, tiers, routes };
-    if global.json {
-        output::print_json(&examination)
-    } else {
-        output::print(&examination.to_text())
-    }
+    let examination =
+        DoctorExamination { machine: machine::machine(&settings), nixl, tiers, routes };
+    global.show(&examination, DoctorExamination::to_text)
 }
 
 impl DoctorExamination {
@@ -146,141 +137,6 @@ fn section(title: &str, checks: &[DoctorCheck], otherwise: &str) -> String {
         table.add_row([name, &state]);
     }
     table.trim_fmt()
-}
-
-fn machine(settings: &Settings) -> Vec<DoctorCheck> {
-    let uname = rustix::system::uname();
-    let kernel =
-        format!("{} {}", uname.sysname().to_string_lossy(), uname.release().to_string_lossy());
-    let cpus =
-        available_parallelism().map_or_else(|error| error.to_string(), |cpus| cpus.to_string());
-    let mut checks = vec![
-        DoctorCheck::ready("kernel", kernel),
-        DoctorCheck::ready("CPUs", cpus),
-        memory(settings),
-        huge_pages(),
-        persist::check(settings),
-        locked_memory(settings),
-        io_uring(),
-    ];
-    checks.extend(settings.disk.dirs.iter().map(|dir| direct_io(dir)));
-    let gpu = kvbm::probe_gpu();
-    checks.push(numa(gpu.nodes.get(settings.device.ordinal as usize).copied().flatten()));
-    checks.push(DoctorCheck::of("CUDA", gpu.cuda));
-    checks.push(DoctorCheck::of("NVRTC", gpu.nvrtc));
-    checks.push(DoctorCheck::of("GDS", gpu.gds));
-    checks
-}
-
-/// Bytes that the tiers in memory will take.
-fn memory_wanted(settings: &Settings) -> u64 {
-    let block_bytes = settings.block_bytes.unwrap_or_default();
-    let tiers = [settings.device.capacity, settings.host.capacity].into_iter().flatten();
-    tiers.map(|capacity| capacity.blocks(block_bytes).saturating_mul(block_bytes)).sum()
-}
-
-fn memory(settings: &Settings) -> DoctorCheck {
-    let wanted = memory_wanted(settings);
-    let Some(available) = available_memory() else {
-        return DoctorCheck::unavailable("memory", "/proc/meminfo does not tell how much there is");
-    };
-    let detail = format!(
-        "{} available, {} wanted by the settings",
-        output::bytes(available),
-        output::bytes(wanted)
-    );
-    if wanted <= available {
-        return DoctorCheck::ready("memory", detail);
-    }
-    let remedy =
-        "lower host.capacity (DYN_KVBM_CPU_CACHE_GB) or device.capacity (DYN_KVBM_DEVICE_CACHE_GB)";
-    DoctorCheck::unavailable("memory", format!("{detail}; {remedy}"))
-}
-
-fn available_memory() -> Option<u64> {
-    let report = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = report.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib << 10)
-}
-
-fn huge_pages() -> DoctorCheck {
-    const SWITCH: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
-    let remedy = format!("as root: echo madvise > {SWITCH}");
-    match fs::read_to_string(SWITCH) {
-        Ok(modes) if modes.contains("[never]") => {
-            DoctorCheck::unavailable("huge pages", format!("switched off; {remedy}"))
-        }
-        Ok(modes) => DoctorCheck::ready("huge pages", modes.trim()),
-        Err(error) => DoctorCheck::unavailable(
-            "huge pages",
-            format!("{SWITCH}: {error}; the kernel lacks them"),
-        ),
-    }
-}
-
-fn locked_memory(settings: &Settings) -> DoctorCheck {
-    let name = "locked memory";
-    let wanted = memory_wanted(settings);
-    match getrlimit(Resource::Memlock).current {
-        None => DoctorCheck::ready(name, "unlimited"),
-        Some(limit) if getuid().is_root() => {
-            DoctorCheck::ready(name, format!("{}, which does not bind root", output::bytes(limit)))
-        }
-        Some(limit) if limit >= wanted => DoctorCheck::ready(name, output::bytes(limit)),
-        Some(limit) => {
-            let (limit, wanted) = (output::bytes(limit), output::bytes(wanted));
-            let remedy = "raise `ulimit -l`, or LimitMEMLOCK of the service";
-            DoctorCheck::unavailable(
-                name,
-                format!("{limit}, less than the {wanted} of the tiers in memory; {remedy}"),
-            )
-        }
-    }
-}
-
-fn io_uring() -> DoctorCheck {
-    match UringBackend::probe() {
-        Ok(()) => DoctorCheck::ready("io_uring", "the kernel grants a ring"),
-        Err(error) => DoctorCheck::unavailable("io_uring", with_causes(&error)),
-    }
-}
-
-/// `gpu`: the node of the GPU, near which host memory is taken where there is a choice.
-fn numa(gpu: Option<u32>) -> DoctorCheck {
-    match fs::read_to_string("/sys/devices/system/node/online").map(|nodes| nodes.trim().to_owned())
-    {
-        Ok(nodes) if nodes == "0" => DoctorCheck::ready("NUMA", "one node"),
-        Ok(nodes) => {
-            let near = gpu.map_or_else(
-                || "host memory is taken from any".to_owned(),
-                |node| format!("host memory is taken from node {node}, the GPU's"),
-            );
-            DoctorCheck::ready("NUMA", format!("nodes {nodes}; {near}"))
-        }
-        Err(error) => {
-            DoctorCheck::unavailable("NUMA", format!("the kernel does not tell the nodes: {error}"))
-        }
-    }
-}
-
-fn direct_io(dir: &Path) -> DoctorCheck {
-    let name = format!("O_DIRECT in {}", dir.display());
-    let file = match tempfile::Builder::new().prefix("kvbm-doctor-").tempfile_in(dir) {
-        Ok(file) => file,
-        Err(error) => {
-            return DoctorCheck::unavailable(name, format!("{error}; choose another disk.dirs"));
-        }
-    };
-    let direct = OFlags::DIRECT.bits().cast_signed();
-    // Only opening tells: file systems without it refuse the flag there, and not before.
-    match fs::OpenOptions::new().read(true).custom_flags(direct).open(file.path()) {
-        Ok(_) => DoctorCheck::ready(name, "the file system bypasses the page cache"),
-        Err(error) => {
-            let remedy = "I/O will be buffered; use ext4 or XFS on a local drive";
-            DoctorCheck::unavailable(name, format!("{error}; {remedy}"))
-        }
-    }
 }
 
 /// The library, the plugins that are on, and those that could be.
@@ -370,7 +226,7 @@ fn measure_routes(
 ) {
     let mut rates = HashMap::new();
     for &bottom in tiers.iter().filter(|&&tier| tier > Tier::Device) {
-        match measure::routes(runtime, settings, bottom) {
+        match rates_below(runtime, settings, bottom) {
             Ok(measured) => {
                 rates.extend(measured.map(|((from, to), rate)| (route_name(from, to), rate)));
             }
@@ -383,6 +239,56 @@ fn measure_routes(
     for route in routes {
         route.mib_s = rates.get(&route.name).map(|rate| rate.round());
     }
+}
+
+/// Bytes that go to and fro.
+const WORKING_SET: u64 = 64 << 20;
+const ROUNDS: usize = 3;
+
+/// A route and how many MiB/s it moved, with everything that the manager does on the way.
+type Measured = ((Tier, Tier), f64);
+
+/// Measures the routes between the device and the host, and between the host and `bottom` if that
+/// is another.
+fn rates_below(
+    runtime: &Runtime,
+    settings: &Settings,
+    bottom: Tier,
+) -> Result<[Measured; 2], CommandFailure> {
+    let (mut settings, bytes) = working_set(settings, bottom);
+    let _scratch = CommandScratch::divert(&mut settings)?;
+    let bed = Bed::open(settings, bottom, runtime)?;
+    let (mut writes, mut reads) = (Vec::new(), Vec::new());
+    let mib_s = |time: Duration| bytes as f64 / f64::from(1 << 20) / time.as_secs_f64();
+    for round in 0..=ROUNDS {
+        bed.prepare_write()?;
+        let write = bed.write()?;
+        bed.prepare_read()?;
+        let read = bed.read()?;
+        if round > 0 {
+            writes.push(mib_s(write));
+            reads.push(mib_s(read));
+        }
+    }
+    let above = if bottom == Tier::Host { Tier::Device } else { Tier::Host };
+    let median = |rates| Spread::of(rates).median;
+    Ok([((above, bottom), median(writes)), ((bottom, above), median(reads))])
+}
+
+/// The settings with tiers just large enough, and how many bytes go through them.
+fn working_set(settings: &Settings, bottom: Tier) -> (Settings, u64) {
+    let block_bytes = settings.block_bytes.unwrap_or_default().max(1);
+    let blocks = (WORKING_SET / block_bytes).max(1);
+    let capacity = Some(Capacity::Blocks(blocks));
+    let mut small = settings.clone();
+    (small.device.capacity, small.host.capacity) = (capacity, capacity);
+    small.disk.capacity = capacity.filter(|_| bottom == Tier::Disk);
+    small.object.url = small.object.url.filter(|_| bottom == Tier::Object);
+    small.object.capacity = capacity;
+    // Nothing is flushed before it is asked for.
+    small.flush.interval_ms = 86_400_000;
+    small.flush.dirty_watermark = 1.0;
+    (small, blocks * block_bytes)
 }
 
 /// The settings with these tiers alone, each as small as it can be.

@@ -4,16 +4,14 @@
 //! is what `replay` does with a trace and `demo` with a generated chat.
 
 use std::ops::{AddAssign, Range};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use kvbm::SlotCounts;
 use kvbm::{
     Allocation, BlockHash, Chain, ChainHasher, ErrorKind, Fingerprint, Hashing, Hints,
-    JumpingClock, KvLayout, Lease, Manager, ManualClock, Options, RequestId, RequestInfo, Tier,
-    Transfer, Transferred,
+    JumpingClock, KvLayout, Lease, Manager, ManualClock, Options, RequestId, RequestInfo,
+    SlotCounts, Tier, Transfer, Transferred,
 };
 use kvbm_policies::{BLOCK_TOKENS, Request, Running};
 use kvbm_settings::Settings;
@@ -22,7 +20,7 @@ use kvbm_tiers::clock;
 use serde::Serialize;
 use tokio::runtime::Runtime;
 
-use crate::failure::CommandFailure;
+use crate::output::CommandFailure;
 use crate::pattern::BlockPattern;
 use crate::stop::StopSignal;
 use crate::trace::TraceError;

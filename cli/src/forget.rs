@@ -10,9 +10,8 @@ use kvbm_tiers::object::{Store, StoreOptions};
 use kvbm_tiers::sealed::{KeyFiles, KeyStore};
 use serde::Serialize;
 
-use crate::failure::CommandFailure;
-use crate::global::GlobalOptions;
-use crate::output;
+use crate::GlobalOptions;
+use crate::output::{self, CommandFailure};
 
 /// A process that was killed may not quite be gone.
 const PATIENCE: Duration = Duration::from_secs(3);

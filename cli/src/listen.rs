@@ -6,9 +6,8 @@ use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Registry};
 
-use crate::failure::CommandFailure;
-use crate::global::GlobalOptions;
-use crate::output;
+use crate::GlobalOptions;
+use crate::output::{self, CommandFailure};
 
 /// What is told until this is dropped reaches a tracer.
 #[derive(Default)]

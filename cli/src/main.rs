@@ -2,41 +2,36 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `replay`, `demo`, `plan`, `config`, `doctor`, `serve`, `top`, `why`, `fsck`, `forget`, `bench` | the subcommands |
+//! | `replay`, `demo`, `plan`, `doctor`, `serve`, `top`, `why`, `fsck`, `forget`, `bench` | the subcommands |
 //! | [`kvbm_cli::measuring`] | what `bench` times, and how |
-//! | `global` | the options that every command takes |
 //! | `engine` | serves requests through a manager; what replay and demo share |
 //! | `pattern` | contents of blocks, generated and checked |
 //! | `pace` | requests at the times that a trace gives them |
 //! | `serve` | metrics, state and the live page |
-//! | `ask` | a running process and its answers |
 //! | `trace` | reads request traces; in the library |
 //! | `scratch` | directories and prefixes that last as long as a command |
 //! | `listen` | what is logged, and spans for who traces |
 //! | `stop` | Ctrl-C |
-//! | `progress`, `output`, `failure` | what users see: bars, tables and JSON, errors and exit codes |
+//! | `output` | what users see: bars, tables and JSON, errors and exit codes |
+//!
+//! Here are the options that every command takes, and `kvbm config`.
 //!
 //! Results go to standard output, everything else to standard error. Exit codes: 0 done, 1 a result
 //! that must not be, 2 the input, the settings or the system need a change, 130 interrupted.
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
-mod ask;
 mod bench;
-mod config;
 mod demo;
 mod doctor;
 mod engine;
-mod failure;
 mod forget;
 mod fsck;
-mod global;
 mod listen;
 mod output;
 mod pace;
 mod pattern;
 mod plan;
-mod progress;
 mod replay;
 mod scratch;
 mod serve;
@@ -44,13 +39,15 @@ mod stop;
 mod top;
 mod why;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
 use kvbm_cli::trace;
+use kvbm_settings::{Accepted, Loaded, Loader, Row, SettingsError};
+use serde::Serialize;
 
-use crate::failure::CommandFailure;
-use crate::global::GlobalOptions;
+use crate::output::CommandFailure;
 
 /// A KV block manager for LLM inference: keeps the KV cache of past prompts in device, host, disk
 /// and object tiers.
@@ -100,7 +97,7 @@ impl Command {
             Self::Demo(args) => demo::run(args, global),
             Self::Replay(args) => replay::run(*args, global),
             Self::Plan(args) => plan::run(&args, global),
-            Self::Config => config::run(global),
+            Self::Config => show_settings(global),
             Self::Doctor(args) => doctor::run(&args, global),
             Self::Serve(args) => serve::run(&args, global),
             Self::Top(args) => top::run(&args, global),
@@ -122,6 +119,71 @@ fn main() -> ExitCode {
             failure.exit_code()
         }
     }
+}
+
+/// What every command takes.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Options of every command")]
+pub(crate) struct GlobalOptions {
+    /// Settings file (TOML), instead of the one that `DYN_KVBM_CONFIG` names
+    #[arg(long, global = true, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Print the result as one JSON object
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+    /// Log what happens to standard error; twice for more
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub(crate) verbose: u8,
+}
+
+impl GlobalOptions {
+    /// All sources of settings but the command's own options.
+    pub(crate) fn loader(&self) -> Result<Loader, SettingsError> {
+        let loader = Loader::from_process()?.nixl_plugins(kvbm::installed_nixl_plugins);
+        Ok(match &self.config {
+            Some(path) => loader.file(path),
+            None => loader,
+        })
+    }
+
+    /// The settings as `adapt` completes them. Says once what was given and has no effect yet.
+    pub(crate) fn load(
+        &self,
+        adapt: impl FnOnce(Loader) -> Loader,
+    ) -> Result<Loaded, SettingsError> {
+        let loaded = adapt(self.loader()?).load()?;
+        loaded.accepted.iter().for_each(|accepted| tracing::warn!("{accepted}"));
+        Ok(loaded)
+    }
+
+    /// Prints a result: as JSON if that is wanted, else its `text`.
+    pub(crate) fn show<T: Serialize>(
+        &self,
+        result: &T,
+        text: impl FnOnce(&T) -> String,
+    ) -> Result<(), CommandFailure> {
+        if self.json { output::print_json(result) } else { output::print(&text(result)) }
+    }
+}
+
+#[derive(Serialize)]
+struct EffectiveSettings {
+    settings: Vec<Row>,
+    /// Recognised and checked, without effect yet.
+    accepted: Vec<Accepted>,
+}
+
+fn show_settings(global: &GlobalOptions) -> Result<(), CommandFailure> {
+    let loaded = global.loader()?.load()?;
+    let effective = EffectiveSettings { settings: loaded.rows(), accepted: loaded.accepted };
+    global.show(&effective, |effective| {
+        let mut table = output::table(&["setting", "value", "from"], usize::MAX);
+        for Row { key, value, origin } in &effective.settings {
+            table.add_row([key, value, &origin.to_string()]);
+        }
+        let notes = effective.accepted.iter().map(|accepted| format!("note: {accepted}"));
+        std::iter::once(table.trim_fmt()).chain(notes).collect::<Vec<_>>().join("\n")
+    })
 }
 
 #[cfg(test)]

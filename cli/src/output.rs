@@ -1,11 +1,20 @@
-//! What commands print: one JSON object, or tables that fit the terminal.
+//! What users see of a command: one JSON object, or tables that fit the terminal; a bar while it
+//! works; and how it fails, with a paragraph for the user and an exit status.
 
+use std::error::Error;
+use std::fmt;
 use std::io::{self, IsTerminal, Write};
+use std::process::ExitCode;
+use std::time::Duration;
 
 use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, Table, presets};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use kvbm::{ErrorKind, Manager};
+use kvbm_settings::SettingsError;
 use serde::Serialize;
 
-use crate::failure::CommandFailure;
+use crate::engine::ServedTally;
+use crate::trace::TraceError;
 
 /// Prints `text` and a line feed. A reader that is gone is no error.
 pub(crate) fn print(text: &str) -> Result<(), CommandFailure> {
@@ -98,8 +107,153 @@ pub(crate) fn rounded(number: f64) -> f64 {
     (number * 1e4).round() / 1e4
 }
 
+/// Why a command ends before its time.
+#[derive(Debug)]
+pub(crate) struct CommandFailure {
+    status: u8,
+    message: String,
+}
+
+impl CommandFailure {
+    /// The input, the settings or the system are not as the command needs them: the user can change
+    /// that.
+    const UNUSABLE: u8 = 2;
+    /// Something that should not happen did.
+    const UNEXPECTED: u8 = 1;
+
+    /// What was asked for cannot be done: says what is wrong, where, and what to change.
+    pub(crate) fn unusable(message: impl Into<String>) -> Self {
+        Self { status: Self::UNUSABLE, message: message.into() }
+    }
+
+    /// A result that must not be.
+    pub(crate) fn unexpected(message: impl Into<String>) -> Self {
+        Self { status: Self::UNEXPECTED, message: message.into() }
+    }
+
+    /// The user asked to stop; the status is the shell's for that signal.
+    pub(crate) fn interrupted(signal: u8) -> Self {
+        Self { status: 128 + signal, message: "interrupted".to_owned() }
+    }
+
+    /// The exit status.
+    pub(crate) fn exit_code(&self) -> ExitCode {
+        ExitCode::from(self.status)
+    }
+}
+
+impl fmt::Display for CommandFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+/// The error and its causes in one line. Errors that quote their cause already are not repeated.
+pub(crate) fn with_causes(error: &dyn Error) -> String {
+    let mut message = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let text = error.to_string();
+        if !message.contains(&text) {
+            message = format!("{message}: {text}");
+        }
+        cause = error.source();
+    }
+    message
+}
+
+impl From<SettingsError> for CommandFailure {
+    fn from(error: SettingsError) -> Self {
+        Self::unusable(with_causes(&error))
+    }
+}
+
+impl From<TraceError> for CommandFailure {
+    fn from(error: TraceError) -> Self {
+        Self::unusable(with_causes(&error))
+    }
+}
+
+impl From<kvbm::Error> for CommandFailure {
+    fn from(error: kvbm::Error) -> Self {
+        match error.kind() {
+            ErrorKind::Invalid | ErrorKind::Unavailable => Self::unusable(with_causes(&error)),
+            _ => Self::unexpected(with_causes(&error)),
+        }
+    }
+}
+
+/// Requests served, hit rate, bytes moved.
+#[derive(Debug)]
+pub(crate) struct ReplayProgress(ProgressBar);
+
+impl ReplayProgress {
+    /// For `requests` requests, where their number is known.
+    pub(crate) fn new(requests: Option<u64>) -> Self {
+        let template = match requests {
+            Some(_) => "{bar:30} {pos}/{len} requests, {msg} ({eta} left)",
+            None => "{spinner} {pos} requests, {msg} ({elapsed})",
+        };
+        Self(moving_bar(requests, template))
+    }
+
+    /// Shows the state after a request.
+    pub(crate) fn show(&self, tally: &ServedTally, manager: &Manager) {
+        if self.0.is_hidden() {
+            return;
+        }
+        let moved = manager.admin().bytes().iter().map(|(.., bytes)| bytes).sum();
+        let hit_rate = share(tally.hit_tokens.total(), tally.prompt_tokens);
+        self.0.set_position(tally.requests);
+        self.0.set_message(format!(
+            "{:.0}/s, hit rate {}, {} moved",
+            self.0.per_sec(),
+            percent(hit_rate),
+            bytes(moved)
+        ));
+    }
+
+    /// Replaces the bar by a word on what happens after the last request.
+    pub(crate) fn finishing(&self, what: &'static str) {
+        self.0.set_style(ProgressStyle::default_spinner());
+        self.0.set_message(what);
+    }
+}
+
+impl Drop for ReplayProgress {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
+
+/// A bar on a terminal; nothing anywhere else.
+pub(crate) fn bar(length: Option<u64>, template: &str) -> ProgressBar {
+    let style = ProgressStyle::with_template(template);
+    ProgressBar::with_draw_target(length, ProgressDrawTarget::stderr_with_hz(10))
+        .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+/// A bar that moves on its own, in colours where they are welcome.
+pub(crate) fn moving_bar(length: Option<u64>, template: &str) -> ProgressBar {
+    let mut template = template.to_owned();
+    if is_lively(&io::stderr()) {
+        template = template.replace("{bar:30}", "{bar:30.cyan/dim}");
+        template = template.replace("{spinner}", "{spinner:.cyan}");
+    }
+    let bar = bar(length, &template);
+    bar.set_style(bar.style().progress_chars("━━╌"));
+    if !bar.is_hidden() {
+        bar.enable_steady_tick(Duration::from_millis(200));
+    }
+    bar
+}
+
 #[cfg(test)]
 mod tests {
+    use std::io;
+
+    use thiserror::Error;
+
     use super::*;
 
     #[test]
@@ -115,5 +269,19 @@ mod tests {
         );
         assert_eq!(percent(share(1, 3)), "33.3 %");
         assert_eq!(percent(share(0, 0)), "0.0 %");
+    }
+
+    #[derive(Debug, Error)]
+    #[error("cannot open it: {0}")]
+    struct QuotedCause(#[source] io::Error);
+
+    #[derive(Debug, Error)]
+    #[error("the tier is not there")]
+    struct SilentFailure(#[source] QuotedCause);
+
+    #[test]
+    fn every_cause_appears_once() {
+        let error = SilentFailure(QuotedCause(io::Error::other("no such device")));
+        assert_eq!(with_causes(&error), "the tier is not there: cannot open it: no such device");
     }
 }

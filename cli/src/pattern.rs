@@ -7,6 +7,7 @@
 //! what limits the speed.
 
 use kvbm::BlockHash;
+use kvbm_cli::measuring::chains::Random;
 
 const WORD: usize = size_of::<u64>();
 /// Words between two looks at the result of a check: enough to keep the loop free of branches.
@@ -58,10 +59,7 @@ impl BlockPattern {
 
 /// A bijection in which every bit of the input reaches every bit of the output.
 pub(crate) const fn scramble(word: u64) -> u64 {
-    let word = word.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    word ^ (word >> 31)
+    Random::new(word).next()
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use kvbm_settings::{DiskSettings, HostSettings, ObjectSettings, Settings};
 use tempfile::TempDir;
 use url::Url;
 
-use crate::failure::CommandFailure;
+use crate::output::CommandFailure;
 
 /// What a command made and takes away with it, however it ends. Drop the manager first.
 #[derive(Debug, Default)]

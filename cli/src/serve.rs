@@ -9,10 +9,9 @@ use kvbm_policies::BLOCK_TOKENS;
 use kvbm_settings::{Loader, Settings};
 use serde::Serialize;
 
+use crate::GlobalOptions;
 use crate::engine;
-use crate::failure::CommandFailure;
-use crate::global::GlobalOptions;
-use crate::output;
+use crate::output::{self, CommandFailure};
 use crate::stop::{self, StopSignal};
 
 /// The port if none is named.

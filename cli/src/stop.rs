@@ -7,7 +7,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-use crate::failure::CommandFailure;
+use crate::output::CommandFailure;
 
 /// A small runtime for what waits beside the work: signals, tickets.
 pub(crate) fn runtime() -> Result<Runtime, CommandFailure> {

@@ -13,11 +13,10 @@ use rustix::io::Errno;
 use serde::Deserialize;
 use tokio::runtime::Runtime;
 
-use crate::ask::AskedProcess;
-use crate::failure::CommandFailure;
-use crate::global::GlobalOptions;
-use crate::output;
+use crate::GlobalOptions;
+use crate::output::{self, CommandFailure};
 use crate::stop::{self, StopSignal};
+use crate::why::AskedProcess;
 
 /// Shows tiers, routes, hits and faults of a process that serves its state
 /// (`DYN_KVBM_METRICS=true`), anew every second, until q is pressed.

@@ -13,12 +13,11 @@ use crate::settings::{
     AdmissionMode, DeviceBackend, DiskBackend, ObjectBackend, OlderEpoch, SECRET_SET, Settings,
     URL_HIDDEN, may_hold_credentials, shown_parameter, shown_url,
 };
-use crate::tenants;
 use crate::value::{
     BOOLEANS, BUDGETS, CAPACITIES, Capacity, DIRECTORIES, DIRECTORY, HOSTS, InvalidValue, LIMITS,
-    NONE, SIZES, TEXTS, WriteBudget, format_size, parse_boolean, parse_directories,
-    parse_directory, parse_hosts, parse_share, parse_size, parse_text, parse_whole,
-    split_directories, whole_numbers,
+    NONE, SIZES, TENANT_QUOTAS, TENANT_WEIGHTS, TEXTS, WriteBudget, format_size, parse_boolean,
+    parse_directories, parse_directory, parse_hosts, parse_quotas, parse_share, parse_size,
+    parse_text, parse_weights, parse_whole, split_directories, text_by_tenant, whole_numbers,
 };
 
 /// How a limit is written that is not set.
@@ -149,8 +148,8 @@ impl SettingField {
                 at(settings),
                 if_set(text, |text| parse_hosts(text.split(','))).map(Option::unwrap_or_default),
             ),
-            Self::TenantWeights(at) => put(at(settings), tenants::parse_weights(text)),
-            Self::TenantQuotas(at) => put(at(settings), tenants::parse_quotas(text)),
+            Self::TenantWeights(at) => put(at(settings), parse_weights(text)),
+            Self::TenantQuotas(at) => put(at(settings), parse_quotas(text)),
             Self::Choice(at) => at(settings).choose(text.trim()),
             Self::Directories(_) | Self::Toggles(_) | Self::Parameters(_) => {
                 Err(InvalidValue::new("not a single value", self.valid()))
@@ -177,8 +176,8 @@ impl SettingField {
             Self::Address(at) => Some(at(settings).to_string()),
             Self::Url(at, _) | Self::Text(at) | Self::Secret(at) => at(settings).clone(),
             Self::Directory(at) => at(settings).as_ref().map(|path| path.display().to_string()),
-            Self::TenantWeights(at) => tenants::text(at(settings)),
-            Self::TenantQuotas(at) => tenants::text(at(settings)),
+            Self::TenantWeights(at) => text_by_tenant(at(settings)),
+            Self::TenantQuotas(at) => text_by_tenant(at(settings)),
             Self::Choice(at) => Some(at(settings).name().to_owned()),
             Self::Directories(at) => {
                 return vec![RawValue::Many(
@@ -232,8 +231,8 @@ impl SettingField {
             Self::Limit(_) => LIMITS.to_owned(),
             Self::Budget(_) => BUDGETS.to_owned(),
             Self::Share(_) => "a number from 0 to 1".to_owned(),
-            Self::TenantWeights(_) => tenants::WEIGHTS.to_owned(),
-            Self::TenantQuotas(_) => tenants::QUOTAS.to_owned(),
+            Self::TenantWeights(_) => TENANT_WEIGHTS.to_owned(),
+            Self::TenantQuotas(_) => TENANT_QUOTAS.to_owned(),
             Self::Port(_) => whole_numbers(&(0..=65_535)),
             Self::Address(_) => "an IPv4 or IPv6 address".to_owned(),
             Self::Url(_, schemes) => urls(schemes),
@@ -421,8 +420,9 @@ impl NamedChoice for EvictionKind {
 mod tests {
     use proptest::prelude::*;
 
-    use super::*;
     use crate::registry::KEYS;
+
+    use super::*;
 
     proptest! {
         #[test]

@@ -12,7 +12,7 @@
 //! | `registry` | the one table of keys and variables, which everything below reads |
 //! | `nixl` | how plugins of NIXL and their parameters are named |
 //! | `file` | a TOML file as lines of `key = value` |
-//! | `origin` | where a value came from |
+//! | `error` | what can be wrong, and where a value came from |
 //! | [`loader`] | defaults < file < environment < arguments < command line, and where each value came from |
 //! | `validate` | what must hold between settings |
 //! | [`mod@reference`] | the generated `docs/configuration.md` |
@@ -33,19 +33,16 @@ mod field;
 mod file;
 pub mod loader;
 mod nixl;
-mod origin;
 pub mod reference;
 mod registry;
 pub mod settings;
-mod tenants;
 mod validate;
 pub mod value;
 
-pub use error::SettingsError;
+pub use error::{Origin, SettingsError};
 pub use kvbm_policies::EvictionKind;
 pub use loader::{Accepted, Argument, Loaded, Loader, Row};
 pub use nixl::NIXL_PLUGINS;
-pub use origin::Origin;
 pub use reference::reference_markdown;
 pub use settings::{
     AdmissionMode, DeviceBackend, DeviceSettings, DiskBackend, DiskSettings, EncryptionSettings,

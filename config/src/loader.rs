@@ -2,22 +2,21 @@
 //! environment, arguments, command line.
 
 use std::collections::BTreeMap;
+use std::fmt;
+use std::mem;
 use std::path::{Path, PathBuf};
-use std::{fmt, mem};
 
 use serde::Serialize;
 
-use crate::error::SettingsError;
+use crate::error::{Origin, SettingsError};
 use crate::field::RawValue;
 use crate::file::{self, FileEntry};
 use crate::nixl;
-use crate::origin::Origin;
 use crate::registry::{
     self, CONFIG_VARIABLE, EnvVariable, IGNORED, KEYS, PREFIX, SettingKey, UpstreamMeaning,
 };
 use crate::settings::Settings;
-use crate::value::InvalidValue;
-use crate::value::NONE;
+use crate::value::{InvalidValue, NONE};
 
 /// What errors call a text that came in place of a file.
 const TEXT_NAME: &str = "<text>";
@@ -396,17 +395,8 @@ impl LoadingFile {
         self.check_required()?;
         let Loaded { settings, origins, .. } = &self.loaded;
         settings.check(|path| origins.get(path).cloned().unwrap_or_default())?;
-        let unused = KEYS.iter().filter(|key| !key.in_use).flat_map(|key| self.loaded.rows_of(key));
-        let given = unused.filter(|row| row.origin != Origin::Default);
-        let without_effect = |Row { key, value, origin }| Accepted {
-            name: key,
-            value,
-            origin,
-            remark: NO_EFFECT.to_owned(),
-        };
-        let accepted: Vec<_> =
-            given.map(without_effect).chain(self.loaded.lost_object_tier()).collect();
-        self.loaded.accepted.extend(accepted);
+        let lost = self.loaded.lost_object_tier();
+        self.loaded.accepted.extend(lost);
         Ok(self.loaded)
     }
 

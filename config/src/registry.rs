@@ -28,8 +28,6 @@ pub(crate) struct SettingKey {
     /// In rising precedence: a later one wins.
     pub(crate) variables: &'static [EnvVariable],
     pub(crate) doc: &'static str,
-    /// Whether anything in the system follows it yet.
-    pub(crate) in_use: bool,
 }
 
 impl SettingKey {
@@ -145,13 +143,30 @@ fn bucket(text: &str) -> Result<&str, InvalidValue> {
     if is_name { Ok(name) } else { Err(InvalidValue::new("not a bucket", BUCKETS)) }
 }
 
-/// A variable of our own.
-const fn own(name: &'static str, form: ValueForm) -> EnvVariable {
+const fn key(
+    path: &'static str,
+    field: SettingField,
+    variables: &'static [EnvVariable],
+    doc: &'static str,
+) -> SettingKey {
+    SettingKey { path, field, variables, doc }
+}
+
+/// A variable of our own, written as in TOML.
+const fn own(name: &'static str) -> EnvVariable {
+    own_in(name, Plain)
+}
+
+const fn own_in(name: &'static str, form: ValueForm) -> EnvVariable {
     EnvVariable { name, form, upstream: None }
 }
 
 /// A variable of the system that users come from, with what we do differently.
-const fn upstream(name: &'static str, form: ValueForm, difference: &'static str) -> EnvVariable {
+const fn upstream(name: &'static str, difference: &'static str) -> EnvVariable {
+    upstream_in(name, Plain, difference)
+}
+
+const fn upstream_in(name: &'static str, form: ValueForm, difference: &'static str) -> EnvVariable {
     EnvVariable { name, form, upstream: Some(difference) }
 }
 
@@ -159,558 +174,484 @@ const SAME: &str = "";
 const STRICT: &str = "No number is an error, not 0.";
 const FALSE_IS_FALSE: &str = "`false` means off; upstream reads any value as on.";
 
+use SettingField::{
+    Address, Budget, Bytes, BytesIfSet, Capacity, Choice, Count, Directories, Directory, Flag,
+    Hosts, Limit, Millis, Parameters, Port, Secret, Share, TenantQuotas, TenantWeights, Text,
+    Toggles, Url,
+};
+use ValueForm::{Blocks, Bucket, Gigabytes, Negated, Override, Plain, Switch};
+
 /// Every setting, in the order in which it is shown.
 pub(crate) static KEYS: &[SettingKey] = &[
-    SettingKey {
-        path: "block_bytes",
-        field: SettingField::BytesIfSet(|s| &mut s.block_bytes, 1..=MAX_BLOCK_BYTES),
-        variables: &[own("DYN_KVBM_BLOCK_BYTES", ValueForm::Plain)],
-        doc: "Bytes of one KV block, all layers together. Needed by every tier; an engine states its own.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "eviction",
-        field: SettingField::Choice(|s| &mut s.eviction),
-        variables: &[own("DYN_KVBM_EVICTION", ValueForm::Plain)],
-        doc: "Which block leaves a full tier. `hazard`: the leaf with the fewest expected hits for the time that it would be \
-              held, learned from the traffic (docs/policies.md); `lru`: the leaf used least recently; `fifo`: the leaf that came first; \
-              `turn`: as `lru`, with grace for late turns of a conversation and for frequent use; others as known by these names.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "fair_tenants",
-        field: SettingField::Flag(|s| &mut s.fair_tenants),
-        variables: &[own("DYN_KVBM_FAIR_TENANTS", ValueForm::Plain)],
-        doc: "Evict from the tenant that holds the most of a tier, its blocks of low priority first, and within these in \
-              the order of the policy. Engines say whose a request is (`Hints::tenant`, `Hints::priority`).",
-        in_use: true,
-    },
-    SettingKey {
-        path: "tenant_weights",
-        field: SettingField::TenantWeights(|s| &mut s.tenant_weights),
-        variables: &[own("DYN_KVBM_TENANT_WEIGHTS", ValueForm::Plain)],
-        doc: "How large a tenant's share of each tier is compared to others'; 1 for those not named. Implies \
-              `fair_tenants`.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "tenant_quotas",
-        field: SettingField::TenantQuotas(|s| &mut s.tenant_quotas),
-        variables: &[own("DYN_KVBM_TENANT_QUOTAS", ValueForm::Plain)],
-        doc: "How much of each tier a tenant may hold before it gives way to others that are within theirs, whatever the \
-              shares. It may use what no other wants. Implies `fair_tenants`.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "device.capacity",
-        field: SettingField::Capacity(|s| &mut s.device.capacity),
-        variables: &[
-            own("DYN_KVBM_DEVICE_CACHE_GB", ValueForm::Gigabytes),
-            own("DYN_KVBM_DEVICE_CACHE_OVERRIDE_NUM_BLOCKS", ValueForm::Override),
+    key(
+        "block_bytes",
+        BytesIfSet(|s| &mut s.block_bytes, 1..=MAX_BLOCK_BYTES),
+        &[own("DYN_KVBM_BLOCK_BYTES")],
+        "Bytes of one KV block, all layers together. Needed by every tier; an engine states its own.",
+    ),
+    key(
+        "eviction",
+        Choice(|s| &mut s.eviction),
+        &[own("DYN_KVBM_EVICTION")],
+        "Which block leaves a full tier. `hazard`: the leaf with the fewest expected hits for the time that it would be \
+         held, learned from the traffic (docs/policies.md); `lru`: the leaf used least recently; `fifo`: the leaf that came first; \
+         `turn`: as `lru`, with grace for late turns of a conversation and for frequent use; others as known by these names.",
+    ),
+    key(
+        "fair_tenants",
+        Flag(|s| &mut s.fair_tenants),
+        &[own("DYN_KVBM_FAIR_TENANTS")],
+        "Evict from the tenant that holds the most of a tier, its blocks of low priority first, and within these in \
+         the order of the policy. Engines say whose a request is (`Hints::tenant`, `Hints::priority`).",
+    ),
+    key(
+        "tenant_weights",
+        TenantWeights(|s| &mut s.tenant_weights),
+        &[own("DYN_KVBM_TENANT_WEIGHTS")],
+        "How large a tenant's share of each tier is compared to others'; 1 for those not named. Implies \
+         `fair_tenants`.",
+    ),
+    key(
+        "tenant_quotas",
+        TenantQuotas(|s| &mut s.tenant_quotas),
+        &[own("DYN_KVBM_TENANT_QUOTAS")],
+        "How much of each tier a tenant may hold before it gives way to others that are within theirs, whatever the \
+         shares. It may use what no other wants. Implies `fair_tenants`.",
+    ),
+    key(
+        "device.capacity",
+        Capacity(|s| &mut s.device.capacity),
+        &[
+            own_in("DYN_KVBM_DEVICE_CACHE_GB", Gigabytes),
+            own_in("DYN_KVBM_DEVICE_CACHE_OVERRIDE_NUM_BLOCKS", Override),
         ],
-        doc: "Size of the device tier.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "device.backend",
-        field: SettingField::Choice(|s| &mut s.device.backend),
-        variables: &[own("DYN_KVBM_DEVICE_BACKEND", ValueForm::Plain)],
-        doc: "Whose memory it is: `cuda`: a GPU's; `emulated`: the host's; `auto`: a GPU's where there is one.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "device.ordinal",
-        field: SettingField::Count(|s| &mut s.device.ordinal, 0..=1023),
-        variables: &[own("DYN_KVBM_DEVICE_ORDINAL", ValueForm::Plain)],
-        doc: "Which GPU, as `CUDA_VISIBLE_DEVICES` numbers them.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "host.capacity",
-        field: SettingField::Capacity(|s| &mut s.host.capacity),
-        variables: &[
-            upstream("DYN_KVBM_CPU_CACHE_GB", ValueForm::Gigabytes, STRICT),
-            upstream("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", ValueForm::Override, STRICT),
+        "Size of the device tier.",
+    ),
+    key(
+        "device.backend",
+        Choice(|s| &mut s.device.backend),
+        &[own("DYN_KVBM_DEVICE_BACKEND")],
+        "Whose memory it is: `cuda`: a GPU's; `emulated`: the host's; `auto`: a GPU's where there is one.",
+    ),
+    key(
+        "device.ordinal",
+        Count(|s| &mut s.device.ordinal, 0..=1023),
+        &[own("DYN_KVBM_DEVICE_ORDINAL")],
+        "Which GPU, as `CUDA_VISIBLE_DEVICES` numbers them.",
+    ),
+    key(
+        "host.capacity",
+        Capacity(|s| &mut s.host.capacity),
+        &[
+            upstream_in("DYN_KVBM_CPU_CACHE_GB", Gigabytes, STRICT),
+            upstream_in("DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", Override, STRICT),
         ],
-        doc: "Size of the host tier.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "host.huge_pages",
-        field: SettingField::Flag(|s| &mut s.host.huge_pages),
-        variables: &[own("DYN_KVBM_HOST_CACHE_HUGE_PAGES", ValueForm::Plain)],
-        doc: "Back the host tier with huge pages where the system allows.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "host.staging_blocks",
-        field: SettingField::Count(|s| &mut s.host.staging_blocks, 1..=1 << 20),
-        variables: &[own("DYN_KVBM_HOST_CACHE_STAGING_BLOCKS", ValueForm::Plain)],
-        doc: "Blocks of DRAM beside the tier, through which blocks pass that have no place in it.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "host.persist",
-        field: SettingField::Directory(|s| &mut s.host.persist),
-        variables: &[own("DYN_KVBM_CPU_CACHE_PERSIST", ValueForm::Plain)],
-        doc: "A directory on tmpfs or hugetlbfs, such as `/dev/shm/kvbm`, for the host tier: it survives any end of the \
-              process, and the next one serves from it (docs/persistent-dram.md). Blocks are found again under the same \
-              fingerprint, and are encrypted if `encryption` has keys. `none`: private memory.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "host.persist_index",
-        field: SettingField::Directory(|s| &mut s.host.persist_index),
-        variables: &[own("DYN_KVBM_CPU_CACHE_PERSIST_INDEX", ValueForm::Plain)],
-        doc: "Where the index of `host.persist` lies; `none`: beside the blocks. Hugetlbfs cannot hold it: name a \
-              directory on tmpfs.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "disk.capacity",
-        field: SettingField::Capacity(|s| &mut s.disk.capacity),
-        variables: &[
-            upstream("DYN_KVBM_DISK_CACHE_GB", ValueForm::Gigabytes, STRICT),
-            upstream("DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", ValueForm::Override, STRICT),
+        "Size of the host tier.",
+    ),
+    key(
+        "host.huge_pages",
+        Flag(|s| &mut s.host.huge_pages),
+        &[own("DYN_KVBM_HOST_CACHE_HUGE_PAGES")],
+        "Back the host tier with huge pages where the system allows.",
+    ),
+    key(
+        "host.staging_blocks",
+        Count(|s| &mut s.host.staging_blocks, 1..=1 << 20),
+        &[own("DYN_KVBM_HOST_CACHE_STAGING_BLOCKS")],
+        "Blocks of DRAM beside the tier, through which blocks pass that have no place in it.",
+    ),
+    key(
+        "host.persist",
+        Directory(|s| &mut s.host.persist),
+        &[own("DYN_KVBM_CPU_CACHE_PERSIST")],
+        "A directory on tmpfs or hugetlbfs, such as `/dev/shm/kvbm`, for the host tier: it survives any end of the \
+         process, and the next one serves from it (docs/persistent-dram.md). Blocks are found again under the same \
+         fingerprint, and are encrypted if `encryption` has keys. `none`: private memory.",
+    ),
+    key(
+        "host.persist_index",
+        Directory(|s| &mut s.host.persist_index),
+        &[own("DYN_KVBM_CPU_CACHE_PERSIST_INDEX")],
+        "Where the index of `host.persist` lies; `none`: beside the blocks. Hugetlbfs cannot hold it: name a \
+         directory on tmpfs.",
+    ),
+    key(
+        "disk.capacity",
+        Capacity(|s| &mut s.disk.capacity),
+        &[
+            upstream_in("DYN_KVBM_DISK_CACHE_GB", Gigabytes, STRICT),
+            upstream_in("DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", Override, STRICT),
         ],
-        doc: "Size of the disk tier, over all its directories.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "disk.dirs",
-        field: SettingField::Directories(|s| &mut s.disk.dirs),
-        variables: &[upstream(
-            "DYN_KVBM_DISK_CACHE_DIR",
-            ValueForm::Plain,
-            "May name several directories.",
-        )],
-        doc: "Directories of the disk tier, each with its share of the slots; a chain lies in one of them while it has room.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "disk.o_direct",
-        field: SettingField::Flag(|s| &mut s.disk.o_direct),
-        variables: &[upstream(
-            "DYN_KVBM_DISK_DISABLE_O_DIRECT",
-            ValueForm::Negated,
-            FALSE_IS_FALSE,
-        )],
-        doc: "Bypass the page cache. The variable has the opposite sense: on means buffered.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "disk.zerofill_fallback",
-        field: SettingField::Flag(|s| &mut s.disk.zerofill_fallback),
-        variables: &[upstream(
+        "Size of the disk tier, over all its directories.",
+    ),
+    key(
+        "disk.dirs",
+        Directories(|s| &mut s.disk.dirs),
+        &[upstream("DYN_KVBM_DISK_CACHE_DIR", "May name several directories.")],
+        "Directories of the disk tier, each with its share of the slots; a chain lies in one of them while it has room.",
+    ),
+    key(
+        "disk.o_direct",
+        Flag(|s| &mut s.disk.o_direct),
+        &[upstream_in("DYN_KVBM_DISK_DISABLE_O_DIRECT", Negated, FALSE_IS_FALSE)],
+        "Bypass the page cache. The variable has the opposite sense: on means buffered.",
+    ),
+    key(
+        "disk.zerofill_fallback",
+        Flag(|s| &mut s.disk.zerofill_fallback),
+        &[upstream(
             "DYN_KVBM_DISK_ZEROFILL_FALLBACK",
-            ValueForm::Plain,
             "On by default. `false` means off; upstream reads any value as on.",
         )],
-        doc: "Write zeroes where the file system cannot reserve space.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "disk.backend",
-        field: SettingField::Choice(|s| &mut s.disk.backend),
-        variables: &[own("DYN_KVBM_DISK_BACKEND", ValueForm::Plain)],
-        doc: "What moves the bytes: `uring`, a pool of `threads`, `auto`: the first of these that works here; `gds`: cuFile; `nixl`: its plugin POSIX, which must be on.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "disk.queue_depth",
-        field: SettingField::Count(|s| &mut s.disk.queue_depth, 1..=4096),
-        variables: &[own("DYN_KVBM_DISK_QUEUE_DEPTH", ValueForm::Plain)],
-        doc: "Operations in flight; with NIXL, each way. With `threads` or `gds`, also by `auto`, the number of threads, 256 at \
-              most.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "disk.keep",
-        field: SettingField::Flag(|s| &mut s.disk.keep),
-        variables: &[own("DYN_KVBM_DISK_KEEP", ValueForm::Plain)],
-        doc: "Leave the files in place at shutdown; the next start finds their blocks again \
-              if the engine gives a fingerprint.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "disk.admission",
-        field: SettingField::Choice(|s| &mut s.disk.admission),
-        variables: &[own("DYN_KVBM_DISK_ADMISSION", ValueForm::Plain)],
-        doc: "Which blocks of the host tier are written to disk, and when. `write_through`: all, soon; `write_back`: \
-              all, when they are about to leave the host; `selective`: of these, what is likely enough to return; \
-              `auto`: the one of these that serves best on a sample of the blocks (docs/policies.md). Except with \
-              `write_through`, a sixteenth of the host tier (4,096 slots at most) is kept free, and a save that finds \
-              less room is cut short. The object tier is fed from disk.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "disk.write_budget",
-        field: SettingField::Budget(|s| &mut s.disk.write_budget),
-        variables: &[own("DYN_KVBM_DISK_WRITE_BUDGET", ValueForm::Plain)],
-        doc: "How much is written to the disk tier in a day at most, the blocks likeliest to return first. `0`: nothing. \
-              Each start of the process brings an hour's share; prefetches from objects do not count.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.url",
-        field: SettingField::Url(|s| &mut s.object.url, &["file", "s3", "memory"]),
-        variables: &[
-            upstream(
+        "Write zeroes where the file system cannot reserve space.",
+    ),
+    key(
+        "disk.backend",
+        Choice(|s| &mut s.disk.backend),
+        &[own("DYN_KVBM_DISK_BACKEND")],
+        "What moves the bytes: `uring`, a pool of `threads`, `auto`: the first of these that works here; `gds`: cuFile; `nixl`: its plugin POSIX, which must be on.",
+    ),
+    key(
+        "disk.queue_depth",
+        Count(|s| &mut s.disk.queue_depth, 1..=4096),
+        &[own("DYN_KVBM_DISK_QUEUE_DEPTH")],
+        "Operations in flight; with NIXL, each way. With `threads` or `gds`, also by `auto`, the number of threads, 256 at \
+         most.",
+    ),
+    key(
+        "disk.keep",
+        Flag(|s| &mut s.disk.keep),
+        &[own("DYN_KVBM_DISK_KEEP")],
+        "Leave the files in place at shutdown; the next start finds their blocks again \
+         if the engine gives a fingerprint.",
+    ),
+    key(
+        "disk.admission",
+        Choice(|s| &mut s.disk.admission),
+        &[own("DYN_KVBM_DISK_ADMISSION")],
+        "Which blocks of the host tier are written to disk, and when. `write_through`: all, soon; `write_back`: \
+         all, when they are about to leave the host; `selective`: of these, what is likely enough to return; \
+         `auto`: the one of these that serves best on a sample of the blocks (docs/policies.md). Except with \
+         `write_through`, a sixteenth of the host tier (4,096 slots at most) is kept free, and a save that finds \
+         less room is cut short. The object tier is fed from disk.",
+    ),
+    key(
+        "disk.write_budget",
+        Budget(|s| &mut s.disk.write_budget),
+        &[own("DYN_KVBM_DISK_WRITE_BUDGET")],
+        "How much is written to the disk tier in a day at most, the blocks likeliest to return first. `0`: nothing. \
+         Each start of the process brings an hour's share; prefetches from objects do not count.",
+    ),
+    key(
+        "object.url",
+        Url(|s| &mut s.object.url, &["file", "s3", "memory"]),
+        &[
+            upstream_in(
                 "DYN_KVBM_OBJECT_BUCKET",
-                ValueForm::Bucket,
+                Bucket,
                 "Short for `s3://BUCKET`; shared by all workers.",
             ),
-            own("DYN_KVBM_OBJECT_URL", ValueForm::Plain),
-            upstream(
+            own("DYN_KVBM_OBJECT_URL"),
+            upstream_in(
                 "DYN_KVBM_OBJECT_ENABLED",
-                ValueForm::Switch,
+                Switch,
                 "Not needed: a bucket or URL is enough. Off removes the tier; on without a bucket or URL is an error.",
             ),
         ],
-        doc: "Where the object tier lives.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.capacity",
-        field: SettingField::Limit(|s| &mut s.object.capacity),
-        variables: &[
-            own("DYN_KVBM_OBJECT_CACHE_GB", ValueForm::Gigabytes),
-            upstream(
+        "Where the object tier lives.",
+    ),
+    key(
+        "object.capacity",
+        Limit(|s| &mut s.object.capacity),
+        &[
+            own_in("DYN_KVBM_OBJECT_CACHE_GB", Gigabytes),
+            upstream_in(
                 "DYN_KVBM_OBJECT_NUM_BLOCKS",
-                ValueForm::Blocks,
+                Blocks,
                 "No number is an error, not 0. `0` means no object tier.",
             ),
         ],
-        doc: "Size of the object tier. `0`: no object tier, even with a URL (with a warning).",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.endpoint",
-        field: SettingField::Url(|s| &mut s.object.endpoint, &["http", "https"]),
-        variables: &[upstream("DYN_KVBM_OBJECT_ENDPOINT", ValueForm::Plain, SAME)],
-        doc: "S3 endpoint, when it is not AWS.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.region",
-        field: SettingField::Text(|s| &mut s.object.region),
-        variables: &[upstream("DYN_KVBM_OBJECT_REGION", ValueForm::Plain, SAME)],
-        doc: "S3 region.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.access_key",
-        field: SettingField::Secret(|s| &mut s.object.access_key),
-        variables: &[upstream("DYN_KVBM_OBJECT_ACCESS_KEY", ValueForm::Plain, SAME)],
-        doc: "S3 access key; goes with the secret key. Shown as `(set)` only.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.secret_key",
-        field: SettingField::Secret(|s| &mut s.object.secret_key),
-        variables: &[upstream("DYN_KVBM_OBJECT_SECRET_KEY", ValueForm::Plain, SAME)],
-        doc: "S3 secret key. Shown as `(set)` only.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.backend",
-        field: SettingField::Choice(|s| &mut s.object.backend),
-        variables: &[own("DYN_KVBM_OBJECT_BACKEND", ValueForm::Plain)],
-        doc: "What moves the bytes: a client of our own, or NIXL's plugin OBJ, which must be on and keeps no object.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.segment_bytes",
-        field: SettingField::Bytes(|s| &mut s.object.segment_bytes, 4 * KIB..=256 * MIB),
-        variables: &[own("DYN_KVBM_OBJECT_SEGMENT_BYTES", ValueForm::Plain)],
-        doc: "Largest segment object; blocks that are flushed together share one. A request must end within 15 s.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.concurrency",
-        field: SettingField::Count(|s| &mut s.object.concurrency, 1..=256),
-        variables: &[own("DYN_KVBM_OBJECT_CONCURRENCY", ValueForm::Plain)],
-        doc: "Requests in flight; with NIXL, each way.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.put_budget",
-        field: SettingField::Count(|s| &mut s.object.put_budget, 0..=1_000_000_000),
-        variables: &[own("DYN_KVBM_OBJECT_PUT_BUDGET", ValueForm::Plain)],
-        doc: "Requests that write or list objects in each `object.budget_period_ms`; 0: any number. Spent, nothing is \
-              flushed to objects until it refills.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.get_budget",
-        field: SettingField::Count(|s| &mut s.object.get_budget, 0..=1_000_000_000),
-        variables: &[own("DYN_KVBM_OBJECT_GET_BUDGET", ValueForm::Plain)],
-        doc: "The same for requests that read objects. Spent, blocks that only the object tier has are misses.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.byte_budget",
-        field: SettingField::Limit(|s| &mut s.object.byte_budget),
-        variables: &[own("DYN_KVBM_OBJECT_BYTE_BUDGET", ValueForm::Plain)],
-        doc: "Bytes of objects sent and received in each `object.budget_period_ms`. Spent, both stop.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.budget_period_ms",
-        field: SettingField::Millis(|s| &mut s.object.budget_period_ms, 1_000..=31 * DAY_MS),
-        variables: &[own("DYN_KVBM_OBJECT_BUDGET_PERIOD_MS", ValueForm::Plain)],
-        doc: "The period of the object tier's budgets.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.keep",
-        field: SettingField::Flag(|s| &mut s.object.keep),
-        variables: &[own("DYN_KVBM_OBJECT_KEEP", ValueForm::Plain)],
-        doc: "Leave the objects in place at shutdown. With a fingerprint later processes find them; others find them \
-              while this one runs.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.renewal_ms",
-        field: SettingField::Millis(|s| &mut s.object.renewal_ms, 50..=3_600_000),
-        variables: &[own("DYN_KVBM_OBJECT_RENEWAL_MS", ValueForm::Plain)],
-        doc: "How often a worker records in the store which objects it uses. After ten times as long without it the worker \
-              is taken for gone.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.discover_ms",
-        field: SettingField::Millis(|s| &mut s.object.discover_ms, 50..=3_600_000),
-        variables: &[own("DYN_KVBM_OBJECT_DISCOVER_MS", ValueForm::Plain)],
-        doc: "How often a worker looks for new objects of others with the same fingerprint: a listing, and a request for \
-              each of at most 256 objects.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.collect_after_ms",
-        field: SettingField::Millis(|s| &mut s.object.collect_after_ms, 0..=40 * DAY_MS),
-        variables: &[own("DYN_KVBM_OBJECT_COLLECT_AFTER_MS", ValueForm::Plain)],
-        doc: "Objects of the same fingerprint that no worker uses are deleted at this age, and after at least ten renewals.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.collect_above",
-        field: SettingField::Limit(|s| &mut s.object.collect_above),
-        variables: &[own("DYN_KVBM_OBJECT_COLLECT_ABOVE", ValueForm::Plain)],
-        doc: "Size of all objects of a fingerprint above which unused ones are deleted sooner, oldest first, but not before \
-              ten renewals.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "object.older_epoch",
-        field: SettingField::Choice(|s| &mut s.object.older_epoch),
-        variables: &[own("DYN_KVBM_OBJECT_OLDER_EPOCH", ValueForm::Plain)],
-        doc: "What if the store is in a later epoch than the fingerprint of a process that starts: its weights were \
-              exchanged since. `refuse`: the start fails; `follow`: it goes on in the store's, for engines that count no \
-              epochs; `keep`: it goes on in its own, with weights that were there before. Python's engines that name no \
-              epoch follow.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "encryption.key_file",
-        field: SettingField::Text(|s| &mut s.encryption.key_file),
-        variables: &[own("DYN_KVBM_ENCRYPTION_KEY_FILE", ValueForm::Plain)],
-        doc: "A file of keys, one `number:key` on each line, the one to encrypt with first; only its owner may read it. A key \
-              is 32 random bytes, in hexadecimal or base64.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "encryption.key",
-        field: SettingField::Secret(|s| &mut s.encryption.key),
-        variables: &[own("DYN_KVBM_ENCRYPTION_KEY", ValueForm::Plain)],
-        doc: "The same keys themselves, separated by commas. Shown as `(set)` only.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "transfer.max_concurrent",
-        field: SettingField::Count(|s| &mut s.transfer.max_concurrent, 1..=1024),
-        variables: &[upstream("DYN_KVBM_MAX_CONCURRENT_TRANSFERS", ValueForm::Plain, SAME)],
-        doc: "Batches in flight per route.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "transfer.max_batch",
-        field: SettingField::Count(|s| &mut s.transfer.max_batch, 1..=65_536),
-        variables: &[
+        "Size of the object tier. `0`: no object tier, even with a URL (with a warning).",
+    ),
+    key(
+        "object.endpoint",
+        Url(|s| &mut s.object.endpoint, &["http", "https"]),
+        &[upstream("DYN_KVBM_OBJECT_ENDPOINT", SAME)],
+        "S3 endpoint, when it is not AWS.",
+    ),
+    key(
+        "object.region",
+        Text(|s| &mut s.object.region),
+        &[upstream("DYN_KVBM_OBJECT_REGION", SAME)],
+        "S3 region.",
+    ),
+    key(
+        "object.access_key",
+        Secret(|s| &mut s.object.access_key),
+        &[upstream("DYN_KVBM_OBJECT_ACCESS_KEY", SAME)],
+        "S3 access key; goes with the secret key. Shown as `(set)` only.",
+    ),
+    key(
+        "object.secret_key",
+        Secret(|s| &mut s.object.secret_key),
+        &[upstream("DYN_KVBM_OBJECT_SECRET_KEY", SAME)],
+        "S3 secret key. Shown as `(set)` only.",
+    ),
+    key(
+        "object.backend",
+        Choice(|s| &mut s.object.backend),
+        &[own("DYN_KVBM_OBJECT_BACKEND")],
+        "What moves the bytes: a client of our own, or NIXL's plugin OBJ, which must be on and keeps no object.",
+    ),
+    key(
+        "object.segment_bytes",
+        Bytes(|s| &mut s.object.segment_bytes, 4 * KIB..=256 * MIB),
+        &[own("DYN_KVBM_OBJECT_SEGMENT_BYTES")],
+        "Largest segment object; blocks that are flushed together share one. A request must end within 15 s.",
+    ),
+    key(
+        "object.concurrency",
+        Count(|s| &mut s.object.concurrency, 1..=256),
+        &[own("DYN_KVBM_OBJECT_CONCURRENCY")],
+        "Requests in flight; with NIXL, each way.",
+    ),
+    key(
+        "object.put_budget",
+        Count(|s| &mut s.object.put_budget, 0..=1_000_000_000),
+        &[own("DYN_KVBM_OBJECT_PUT_BUDGET")],
+        "Requests that write or list objects in each `object.budget_period_ms`; 0: any number. Spent, nothing is \
+         flushed to objects until it refills.",
+    ),
+    key(
+        "object.get_budget",
+        Count(|s| &mut s.object.get_budget, 0..=1_000_000_000),
+        &[own("DYN_KVBM_OBJECT_GET_BUDGET")],
+        "The same for requests that read objects. Spent, blocks that only the object tier has are misses.",
+    ),
+    key(
+        "object.byte_budget",
+        Limit(|s| &mut s.object.byte_budget),
+        &[own("DYN_KVBM_OBJECT_BYTE_BUDGET")],
+        "Bytes of objects sent and received in each `object.budget_period_ms`. Spent, both stop.",
+    ),
+    key(
+        "object.budget_period_ms",
+        Millis(|s| &mut s.object.budget_period_ms, 1_000..=31 * DAY_MS),
+        &[own("DYN_KVBM_OBJECT_BUDGET_PERIOD_MS")],
+        "The period of the object tier's budgets.",
+    ),
+    key(
+        "object.keep",
+        Flag(|s| &mut s.object.keep),
+        &[own("DYN_KVBM_OBJECT_KEEP")],
+        "Leave the objects in place at shutdown. With a fingerprint later processes find them; others find them \
+         while this one runs.",
+    ),
+    key(
+        "object.renewal_ms",
+        Millis(|s| &mut s.object.renewal_ms, 50..=3_600_000),
+        &[own("DYN_KVBM_OBJECT_RENEWAL_MS")],
+        "How often a worker records in the store which objects it uses. After ten times as long without it the worker \
+         is taken for gone.",
+    ),
+    key(
+        "object.discover_ms",
+        Millis(|s| &mut s.object.discover_ms, 50..=3_600_000),
+        &[own("DYN_KVBM_OBJECT_DISCOVER_MS")],
+        "How often a worker looks for new objects of others with the same fingerprint: a listing, and a request for \
+         each of at most 256 objects.",
+    ),
+    key(
+        "object.collect_after_ms",
+        Millis(|s| &mut s.object.collect_after_ms, 0..=40 * DAY_MS),
+        &[own("DYN_KVBM_OBJECT_COLLECT_AFTER_MS")],
+        "Objects of the same fingerprint that no worker uses are deleted at this age, and after at least ten renewals.",
+    ),
+    key(
+        "object.collect_above",
+        Limit(|s| &mut s.object.collect_above),
+        &[own("DYN_KVBM_OBJECT_COLLECT_ABOVE")],
+        "Size of all objects of a fingerprint above which unused ones are deleted sooner, oldest first, but not before \
+         ten renewals.",
+    ),
+    key(
+        "object.older_epoch",
+        Choice(|s| &mut s.object.older_epoch),
+        &[own("DYN_KVBM_OBJECT_OLDER_EPOCH")],
+        "What if the store is in a later epoch than the fingerprint of a process that starts: its weights were \
+         exchanged since. `refuse`: the start fails; `follow`: it goes on in the store's, for engines that count no \
+         epochs; `keep`: it goes on in its own, with weights that were there before. Python's engines that name no \
+         epoch follow.",
+    ),
+    key(
+        "encryption.key_file",
+        Text(|s| &mut s.encryption.key_file),
+        &[own("DYN_KVBM_ENCRYPTION_KEY_FILE")],
+        "A file of keys, one `number:key` on each line, the one to encrypt with first; only its owner may read it. A key \
+         is 32 random bytes, in hexadecimal or base64.",
+    ),
+    key(
+        "encryption.key",
+        Secret(|s| &mut s.encryption.key),
+        &[own("DYN_KVBM_ENCRYPTION_KEY")],
+        "The same keys themselves, separated by commas. Shown as `(set)` only.",
+    ),
+    key(
+        "transfer.max_concurrent",
+        Count(|s| &mut s.transfer.max_concurrent, 1..=1024),
+        &[upstream("DYN_KVBM_MAX_CONCURRENT_TRANSFERS", SAME)],
+        "Batches in flight per route.",
+    ),
+    key(
+        "transfer.max_batch",
+        Count(|s| &mut s.transfer.max_batch, 1..=65_536),
+        &[
             upstream(
                 "DYN_KVBM_TRANSFER_BATCH_SIZE",
-                ValueForm::Plain,
                 "Another name of `DYN_KVBM_MAX_TRANSFER_BATCH_SIZE`, which wins.",
             ),
-            upstream("DYN_KVBM_MAX_TRANSFER_BATCH_SIZE", ValueForm::Plain, SAME),
+            upstream("DYN_KVBM_MAX_TRANSFER_BATCH_SIZE", SAME),
         ],
-        doc: "Blocks in one batch. To and from the object tier: of one segment.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "transfer.timeout_ms",
-        field: SettingField::Millis(|s| &mut s.transfer.timeout_ms, 100..=HOUR_MS),
-        variables: &[own("DYN_KVBM_TRANSFER_TIMEOUT_MS", ValueForm::Plain)],
-        doc: "How long a medium may complete nothing before its copies fail as overdue; 30 s at least for the object tier, \
-              whose client gives up within 20 s.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "transfer.queue_blocks",
-        field: SettingField::Count(|s| &mut s.transfer.queue_blocks, 1..=1 << 22),
-        variables: &[own("DYN_KVBM_TRANSFER_QUEUE_BLOCKS", ValueForm::Plain)],
-        doc: "Blocks that may wait per route; beyond it a save is refused as full.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "transfer.copy_threads",
-        field: SettingField::Count(|s| &mut s.transfer.copy_threads, 1..=256),
-        variables: &[own("DYN_KVBM_TRANSFER_COPY_THREADS", ValueForm::Plain)],
-        doc: "Threads that copy between memory tiers.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "transfer.scrub_mib_per_second",
-        field: SettingField::Count(|s| &mut s.transfer.scrub_mib_per_second, 0..=100_000),
-        variables: &[own("DYN_KVBM_SCRUB_MIB_PER_SECOND", ValueForm::Plain)],
-        doc: "MiB a second of the disk tier and of a persistent host tier that are verified while the disk is idle. `0`: none.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "transfer.prefill_tokens_per_second",
-        field: SettingField::Count(|s| &mut s.transfer.prefill_tokens_per_second, 0..=100_000_000),
-        variables: &[own("DYN_KVBM_PREFILL_TOKENS_PER_SECOND", ValueForm::Plain)],
-        doc: "Prompt tokens that the engine computes in a second. A load ends where the tiers, by their measured pace, are \
-              slower. `0`: unknown; everything is loaded.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "transfer.shadow_share",
-        field: SettingField::Share(|s| &mut s.transfer.shadow_share),
-        variables: &[own("DYN_KVBM_SHADOW_SHARE", ValueForm::Plain)],
-        doc: "Share of the hits below the device that an engine is asked to compute again and compare (docs/reliability.md).",
-        in_use: true,
-    },
-    SettingKey {
-        path: "flush.interval_ms",
-        field: SettingField::Millis(|s| &mut s.flush.interval_ms, 1..=DAY_MS),
-        variables: &[own("DYN_KVBM_FLUSH_INTERVAL_MS", ValueForm::Plain)],
-        doc: "A block is copied to the tier below at the latest this long after it became resident.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "flush.dirty_watermark",
-        field: SettingField::Share(|s| &mut s.flush.dirty_watermark),
-        variables: &[own("DYN_KVBM_FLUSH_DIRTY_WATERMARK", ValueForm::Plain)],
-        doc: "Share of a tier that may wait to be flushed before flushing starts at once.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "hybrid.checkpoint_blocks",
-        field: SettingField::Count(|s| &mut s.hybrid.checkpoint_blocks, 1..=1 << 20),
-        variables: &[own("DYN_KVBM_HYBRID_CHECKPOINT_BLOCKS", ValueForm::Plain)],
-        doc: "Blocks from one checkpoint of sliding windows and states to the next. Fewer cost more memory, more let a \
-              match end earlier. Blocks that were kept with another number are not found.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "metrics.enabled",
-        field: SettingField::Flag(|s| &mut s.metrics.enabled),
-        variables: &[upstream("DYN_KVBM_METRICS", ValueForm::Plain, SAME)],
-        doc: "Serve `/metrics`, the state and the live page: docs/observe.md.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "metrics.host",
-        field: SettingField::Address(|s| &mut s.metrics.host),
-        variables: &[own("DYN_KVBM_METRICS_HOST", ValueForm::Plain)],
-        doc: "Address to bind. `0.0.0.0` opens it to the network, as upstream does; addresses that other machines reach \
-              need `metrics.token_file` or `metrics.token`.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "metrics.port",
-        field: SettingField::Port(|s| &mut s.metrics.port),
-        variables: &[upstream(
+        "Blocks in one batch. To and from the object tier: of one segment.",
+    ),
+    key(
+        "transfer.timeout_ms",
+        Millis(|s| &mut s.transfer.timeout_ms, 100..=HOUR_MS),
+        &[own("DYN_KVBM_TRANSFER_TIMEOUT_MS")],
+        "How long a medium may complete nothing before its copies fail as overdue; 30 s at least for the object tier, \
+         whose client gives up within 20 s.",
+    ),
+    key(
+        "transfer.queue_blocks",
+        Count(|s| &mut s.transfer.queue_blocks, 1..=1 << 22),
+        &[own("DYN_KVBM_TRANSFER_QUEUE_BLOCKS")],
+        "Blocks that may wait per route; beyond it a save is refused as full.",
+    ),
+    key(
+        "transfer.copy_threads",
+        Count(|s| &mut s.transfer.copy_threads, 1..=256),
+        &[own("DYN_KVBM_TRANSFER_COPY_THREADS")],
+        "Threads that copy between memory tiers.",
+    ),
+    key(
+        "transfer.scrub_mib_per_second",
+        Count(|s| &mut s.transfer.scrub_mib_per_second, 0..=100_000),
+        &[own("DYN_KVBM_SCRUB_MIB_PER_SECOND")],
+        "MiB a second of the disk tier and of a persistent host tier that are verified while the disk is idle. `0`: none.",
+    ),
+    key(
+        "transfer.prefill_tokens_per_second",
+        Count(|s| &mut s.transfer.prefill_tokens_per_second, 0..=100_000_000),
+        &[own("DYN_KVBM_PREFILL_TOKENS_PER_SECOND")],
+        "Prompt tokens that the engine computes in a second. A load ends where the tiers, by their measured pace, are \
+         slower. `0`: unknown; everything is loaded.",
+    ),
+    key(
+        "transfer.shadow_share",
+        Share(|s| &mut s.transfer.shadow_share),
+        &[own("DYN_KVBM_SHADOW_SHARE")],
+        "Share of the hits below the device that an engine is asked to compute again and compare (docs/reliability.md).",
+    ),
+    key(
+        "flush.interval_ms",
+        Millis(|s| &mut s.flush.interval_ms, 1..=DAY_MS),
+        &[own("DYN_KVBM_FLUSH_INTERVAL_MS")],
+        "A block is copied to the tier below at the latest this long after it became resident.",
+    ),
+    key(
+        "flush.dirty_watermark",
+        Share(|s| &mut s.flush.dirty_watermark),
+        &[own("DYN_KVBM_FLUSH_DIRTY_WATERMARK")],
+        "Share of a tier that may wait to be flushed before flushing starts at once.",
+    ),
+    key(
+        "hybrid.checkpoint_blocks",
+        Count(|s| &mut s.hybrid.checkpoint_blocks, 1..=1 << 20),
+        &[own("DYN_KVBM_HYBRID_CHECKPOINT_BLOCKS")],
+        "Blocks from one checkpoint of sliding windows and states to the next. Fewer cost more memory, more let a \
+         match end earlier. Blocks that were kept with another number are not found.",
+    ),
+    key(
+        "metrics.enabled",
+        Flag(|s| &mut s.metrics.enabled),
+        &[upstream("DYN_KVBM_METRICS", SAME)],
+        "Serve `/metrics`, the state and the live page: docs/observe.md.",
+    ),
+    key(
+        "metrics.host",
+        Address(|s| &mut s.metrics.host),
+        &[own("DYN_KVBM_METRICS_HOST")],
+        "Address to bind. `0.0.0.0` opens it to the network, as upstream does; addresses that other machines reach \
+         need `metrics.token_file` or `metrics.token`.",
+    ),
+    key(
+        "metrics.port",
+        Port(|s| &mut s.metrics.port),
+        &[upstream(
             "DYN_KVBM_METRICS_PORT",
-            ValueForm::Plain,
             "Bound to this machine alone unless `DYN_KVBM_METRICS_HOST` says otherwise.",
         )],
-        doc: "Port to bind; 0: any free one.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "metrics.allowed_hosts",
-        field: SettingField::Hosts(|s| &mut s.metrics.allowed_hosts),
-        variables: &[own("DYN_KVBM_METRICS_ALLOWED_HOSTS", ValueForm::Plain)],
-        doc: "Further names by which requests may address it (`Host`), for a proxy on this machine. An IP address and `localhost` \
-              always do; at `127.0.0.1` and `::1`, and wherever names are listed, other names are refused: docs/observe.md.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "metrics.token_file",
-        field: SettingField::Text(|s| &mut s.metrics.token_file),
-        variables: &[own("DYN_KVBM_METRICS_TOKEN_FILE", ValueForm::Plain)],
-        doc: "A file whose only line is the token of readers (`Authorization: Bearer …`), of 16 bytes or more.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "metrics.token",
-        field: SettingField::Secret(|s| &mut s.metrics.token),
-        variables: &[own("DYN_KVBM_METRICS_TOKEN", ValueForm::Plain)],
-        doc: "The same token itself. Shown as `(set)` only.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "traces.enabled",
-        field: SettingField::Flag(|s| &mut s.traces.enabled),
-        variables: &[own("DYN_KVBM_TRACES", ValueForm::Plain)],
-        doc: "Send spans of look-ups and transfers to an OpenTelemetry collector: docs/observe.md. Needs the feature `otel`.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "traces.endpoint",
-        field: SettingField::Url(|s| &mut s.traces.endpoint, &["http", "https"]),
-        variables: &[own("DYN_KVBM_TRACES_ENDPOINT", ValueForm::Plain)],
-        doc: "The collector, by OTLP over HTTP; `/v1/traces` is appended. `none`: what `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or \
-              `OTEL_EXPORTER_OTLP_ENDPOINT` says, else port 4318 of this machine.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "traces.nvtx",
-        field: SettingField::Flag(|s| &mut s.traces.nvtx),
-        variables: &[own("DYN_KVBM_TRACES_NVTX", ValueForm::Plain)],
-        doc: "Mark transfers and copies on the timeline of a profiler such as Nsight Systems. Needs NVIDIA's NVTX and the \
-              feature `nvtx`.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "nixl.backends",
-        field: SettingField::Toggles(|s| &mut s.nixl.backends),
-        variables: &[upstream(
-            "DYN_KVBM_NIXL_BACKEND_",
-            ValueForm::Plain,
-            "Names may hold `_`, so GDS_MT can be set.",
-        )],
-        doc: "Plugins of NIXL by name, on or off. None named: UCX alone, if NIXL is installed; all off: none. POSIX serves \
-              `disk.backend`, OBJ `object.backend`; the start and `kvbm doctor` report unused ones.",
-        in_use: true,
-    },
-    SettingKey {
-        path: "nixl.library",
-        field: SettingField::Text(|s| &mut s.nixl.library),
-        variables: &[own("DYN_KVBM_NIXL_LIBRARY", ValueForm::Plain)],
-        doc: "`libnixl_capi.so`. Unset: that of the Python packages, else one that the system's loader finds.",
-        in_use: true,
-    },
+        "Port to bind; 0: any free one.",
+    ),
+    key(
+        "metrics.allowed_hosts",
+        Hosts(|s| &mut s.metrics.allowed_hosts),
+        &[own("DYN_KVBM_METRICS_ALLOWED_HOSTS")],
+        "Further names by which requests may address it (`Host`), for a proxy on this machine. An IP address and `localhost` \
+         always do; at `127.0.0.1` and `::1`, and wherever names are listed, other names are refused: docs/observe.md.",
+    ),
+    key(
+        "metrics.token_file",
+        Text(|s| &mut s.metrics.token_file),
+        &[own("DYN_KVBM_METRICS_TOKEN_FILE")],
+        "A file whose only line is the token of readers (`Authorization: Bearer …`), of 16 bytes or more.",
+    ),
+    key(
+        "metrics.token",
+        Secret(|s| &mut s.metrics.token),
+        &[own("DYN_KVBM_METRICS_TOKEN")],
+        "The same token itself. Shown as `(set)` only.",
+    ),
+    key(
+        "traces.enabled",
+        Flag(|s| &mut s.traces.enabled),
+        &[own("DYN_KVBM_TRACES")],
+        "Send spans of look-ups and transfers to an OpenTelemetry collector: docs/observe.md. Needs the feature `otel`.",
+    ),
+    key(
+        "traces.endpoint",
+        Url(|s| &mut s.traces.endpoint, &["http", "https"]),
+        &[own("DYN_KVBM_TRACES_ENDPOINT")],
+        "The collector, by OTLP over HTTP; `/v1/traces` is appended. `none`: what `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or \
+         `OTEL_EXPORTER_OTLP_ENDPOINT` says, else port 4318 of this machine.",
+    ),
+    key(
+        "traces.nvtx",
+        Flag(|s| &mut s.traces.nvtx),
+        &[own("DYN_KVBM_TRACES_NVTX")],
+        "Mark transfers and copies on the timeline of a profiler such as Nsight Systems. Needs NVIDIA's NVTX and the \
+         feature `nvtx`.",
+    ),
+    key(
+        "nixl.backends",
+        Toggles(|s| &mut s.nixl.backends),
+        &[upstream("DYN_KVBM_NIXL_BACKEND_", "Names may hold `_`, so GDS_MT can be set.")],
+        "Plugins of NIXL by name, on or off. None named: UCX alone, if NIXL is installed; all off: none. POSIX serves \
+         `disk.backend`, OBJ `object.backend`; the start and `kvbm doctor` report unused ones.",
+    ),
+    key(
+        "nixl.library",
+        Text(|s| &mut s.nixl.library),
+        &[own("DYN_KVBM_NIXL_LIBRARY")],
+        "`libnixl_capi.so`. Unset: that of the Python packages, else one that the system's loader finds.",
+    ),
     // Behind the others of its section: whatever they do not take is a parameter.
-    SettingKey {
-        path: "nixl",
-        field: SettingField::Parameters(|s| &mut s.nixl.parameters),
-        variables: &[own("DYN_KVBM_NIXL_PARAM_", ValueForm::Plain)],
-        doc: "Parameters of a plugin, as its documentation names them: `[nixl.posix] use_uring = true`, or `DYN_KVBM_NIXL_PARAM_POSIX__USE_URING=true`. A name in capitals alone is one in small letters. No credentials.",
-        in_use: true,
-    },
+    key(
+        "nixl",
+        Parameters(|s| &mut s.nixl.parameters),
+        &[own("DYN_KVBM_NIXL_PARAM_")],
+        "Parameters of a plugin, as its documentation names them: `[nixl.posix] use_uring = true`, or `DYN_KVBM_NIXL_PARAM_POSIX__USE_URING=true`. A name in capitals alone is one in small letters. No credentials.",
+    ),
 ];
 
 /// A variable of upstream's that is checked and otherwise ignored, so that deployments with it
@@ -747,58 +688,54 @@ impl IgnoredVariable {
     }
 }
 
+const fn ignored(name: &'static str, takes: ValueTakes, doc: &'static str) -> IgnoredVariable {
+    IgnoredVariable { name, takes, doc }
+}
+
 /// Upstream's variables that nothing here follows yet.
 pub(crate) static IGNORED: &[IgnoredVariable] = &[
-    IgnoredVariable {
-        name: "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER",
-        takes: ValueTakes::Flag,
-        doc: "`disk.admission` (`DYN_KVBM_DISK_ADMISSION`) says which blocks go to disk.",
-    },
-    IgnoredVariable {
-        name: "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
-        takes: ValueTakes::Whole(0..=100),
-        doc: "Priority (`Hints::priority`) orders what leaves a tier first, with `fair_tenants`; it keeps no block out.",
-    },
-    IgnoredVariable {
-        name: "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS",
-        takes: ValueTakes::Whole(0..=u64::MAX),
-        doc: "There are no workers to wait for.",
-    },
-    IgnoredVariable {
-        name: "DYN_KVBM_LEADER_ZMQ_HOST",
-        takes: ValueTakes::Text,
-        doc: "There are no workers to reach.",
-    },
-    IgnoredVariable {
-        name: "DYN_KVBM_LEADER_ZMQ_PUB_PORT",
-        takes: ValueTakes::Whole(0..=65_535),
-        doc: "There are no workers to reach.",
-    },
-    IgnoredVariable {
-        name: "DYN_KVBM_LEADER_ZMQ_ACK_PORT",
-        takes: ValueTakes::Whole(0..=65_535),
-        doc: "There are no workers to reach.",
-    },
-    IgnoredVariable {
-        name: "DYN_KVBM_CACHE_STATS_MAX_REQUESTS",
-        takes: ValueTakes::Whole(0..=u64::MAX),
-        doc: "Hits are counted in metrics.",
-    },
-    IgnoredVariable {
-        name: "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS",
-        takes: ValueTakes::Whole(0..=u64::MAX),
-        doc: "Hits are counted in metrics.",
-    },
-    IgnoredVariable {
-        name: "DYN_KVBM_OBJECT_WRITE_THROUGH",
-        takes: ValueTakes::Flag,
-        doc: "Blocks reach the object tier by flushing.",
-    },
-    IgnoredVariable {
-        name: "DYN_KVBM_ENABLE_RECORD",
-        takes: ValueTakes::Flag,
-        doc: "Nothing is recorded.",
-    },
+    ignored(
+        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER",
+        ValueTakes::Flag,
+        "`disk.admission` (`DYN_KVBM_DISK_ADMISSION`) says which blocks go to disk.",
+    ),
+    ignored(
+        "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
+        ValueTakes::Whole(0..=100),
+        "Priority (`Hints::priority`) orders what leaves a tier first, with `fair_tenants`; it keeps no block out.",
+    ),
+    ignored(
+        "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS",
+        ValueTakes::Whole(0..=u64::MAX),
+        "There are no workers to wait for.",
+    ),
+    ignored("DYN_KVBM_LEADER_ZMQ_HOST", ValueTakes::Text, "There are no workers to reach."),
+    ignored(
+        "DYN_KVBM_LEADER_ZMQ_PUB_PORT",
+        ValueTakes::Whole(0..=65_535),
+        "There are no workers to reach.",
+    ),
+    ignored(
+        "DYN_KVBM_LEADER_ZMQ_ACK_PORT",
+        ValueTakes::Whole(0..=65_535),
+        "There are no workers to reach.",
+    ),
+    ignored(
+        "DYN_KVBM_CACHE_STATS_MAX_REQUESTS",
+        ValueTakes::Whole(0..=u64::MAX),
+        "Hits are counted in metrics.",
+    ),
+    ignored(
+        "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS",
+        ValueTakes::Whole(0..=u64::MAX),
+        "Hits are counted in metrics.",
+    ),
+    ignored(
+        "DYN_KVBM_OBJECT_WRITE_THROUGH",
+        ValueTakes::Flag,
+        "Blocks reach the object tier by flushing.",
+    ),
+    ignored("DYN_KVBM_ENABLE_RECORD", ValueTakes::Flag, "Nothing is recorded."),
 ];
 
 /// The key at `path`, or the family that it belongs to with the member's name.

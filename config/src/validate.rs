@@ -1,7 +1,6 @@
 //! What must hold of the settings as a whole.
 
-use crate::error::SettingsError;
-use crate::origin::Origin;
+use crate::error::{Origin, SettingsError};
 use crate::registry::KEYS;
 use crate::settings::{
     AdmissionMode, DiskBackend, MAX_DISK_THREADS, MAX_TIER_BLOCKS, ObjectBackend, Settings,

@@ -11,11 +11,10 @@
 //! | [`admission`] | the [`Admission`] trait: which blocks are copied to the tier below, and when |
 //! | [`reuse`] | the [`ReuseModel`] of a tier, which both borrow: how soon blocks return |
 //! | [`checkpoints`] | what is kept of layers with a window or a state |
-//! | `tier_policies` | the [`TierPolicies`] of one tier: which policy hears what, in which order |
 //! | `chunk_cache` | [`ChunkCache`]: a cache that an engine keeps itself, which only asks what goes |
-//! | `chunked` | arrays that never move |
-//! | `seam` | what the owner of a tier and its policies say to each other |
-//! | [`sample`] | a few blocks that stand for all |
+//! | `seam` | what the owner of a tier and its policies say to each other, and the [`TierPolicies`] that hear it |
+//! | `gradual` | arrays and maps that never grow all at once |
+//! | [`sample`] | a few blocks that stand for all, and the hot ones that stand for themselves |
 //! | [`miss_ratio`] | hit rate against capacity, in one pass |
 //! | [`split`](mod@split) | how much of what is held is sooner loaded than computed again |
 //! | [`simulation`] | policies over a trace |
@@ -26,8 +25,8 @@
 pub mod admission;
 pub mod checkpoints;
 mod chunk_cache;
-mod chunked;
 pub mod eviction;
+mod gradual;
 pub mod miss_ratio;
 pub mod reuse;
 pub mod sample;
@@ -36,20 +35,17 @@ pub mod simulation;
 pub mod split;
 #[cfg(test)]
 mod testing;
-mod tier_policies;
 
 pub use admission::{Admission, AdmissionKind, Candidates, Trigger, UnknownAdmission};
 pub use checkpoints::{CheckpointGrid, CheckpointPart};
 pub use chunk_cache::{ChunkCache, ChunkKey};
 pub use eviction::{Eviction, EvictionKind, UnknownEviction};
-pub use miss_ratio::{MissRatio, SampledRequests};
+pub use miss_ratio::MissRatio;
 pub use reuse::{LastUse, ReuseModel};
-pub use sample::Sample;
-pub use seam::{Access, BlockId, Ended, Forest, Hints, RequestId, Standing, Upkeep};
+pub use sample::{Sample, SampledRequests};
+pub use seam::{Access, BlockId, Ended, Forest, Hints, RequestId, Standing, TierPolicies, Upkeep};
 pub use simulation::hierarchy::{Hierarchy, HierarchyOutcome, TierPlan};
 pub use simulation::miniature::{Miniature, TraceThinning};
-pub use simulation::running::Running;
 pub use simulation::single::{Outcome, Policy, simulate};
-pub use simulation::workload::{BLOCK_TOKENS, Request, Workload};
+pub use simulation::workload::{BLOCK_TOKENS, Request, Running, Workload};
 pub use split::{Leg, split};
-pub use tier_policies::TierPolicies;

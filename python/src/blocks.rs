@@ -2,18 +2,17 @@
 
 use std::collections::BTreeMap;
 
-use kvbm::blocking;
-use kvbm::{Chain as BlockChain, Hints, Options, RequestId, RequestInfo, Tier};
-use prometheus::{Registry, TextEncoder};
+use kvbm::{Chain as BlockChain, Options, RequestId, blocking};
+use prometheus::Registry;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::buffer::HostBytes;
-use crate::chain::Chain;
 use crate::errors::{classes, of_manager};
-use crate::fingerprint::fingerprint;
+use crate::manager::reset;
+use crate::names::{Chain, fingerprint, request_info};
+use crate::observe;
 use crate::settings::Settings;
-use crate::stats;
 use crate::transfer::duration;
 
 pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -77,7 +76,7 @@ impl Blocks {
         let wanted = BlockChain::from(&chain.hashes).prefix(into.blocks(self.block_bytes())?);
         let copied = py.detach(|| {
             let copy = |position, block: &[u8]| fits(into.write(position, block));
-            self.blocks.get_for(info(request), wanted, copy)
+            self.blocks.get_for(request_info(request, None), wanted, copy)
         });
         copied.map_err(Stopped::into_error)
     }
@@ -97,19 +96,14 @@ impl Blocks {
         let given = BlockChain::from(&chain.hashes).prefix(from.blocks(self.block_bytes())?);
         let kept = py.detach(|| {
             let copy = |position, slot: &mut [u8]| fits(from.read(position, slot));
-            self.blocks.put_for(info(request), given, copy)
+            self.blocks.put_for(request_info(request, None), given, copy)
         });
         kept.map_err(Stopped::into_error)
     }
 
     /// How many leading blocks of `chain` each tier holds, without counting as their use.
     fn matches(&self, py: Python<'_>, chain: &Chain) -> BTreeMap<&'static str, usize> {
-        let held = py.detach(|| self.blocks.manager().matches(&chain.hashes));
-        Tier::ALL
-            .into_iter()
-            .map(|tier| (tier.name(), held.blocks(tier)))
-            .filter(|&(_, held)| held > 0)
-            .collect()
+        observe::matches(py, self.blocks.manager(), chain)
     }
 
     /// Says that a request has ended, and how many tokens it generated: policies learn from it.
@@ -121,10 +115,7 @@ impl Blocks {
     /// later process goes on in this epoch: blocks of weights that only this one has want names of
     /// their own (`Chain(salt=…)`).
     fn reset(&self, py: Python<'_>) -> PyResult<u64> {
-        let manager = self.blocks.manager();
-        let epoch = manager.epoch() + 1;
-        py.detach(|| manager.reset(epoch)).map_err(|error| of_manager(&error))?;
-        Ok(epoch)
+        reset(py, self.blocks.manager())
     }
 
     /// Writes what is to be written to the lower tiers, and waits for it, `seconds` at most.
@@ -137,13 +128,12 @@ impl Blocks {
     /// Counts by tier, all in blocks: `total`, `free`, `resident`, … of its slots now; `published`,
     /// `evicted`, … since the start.
     fn stats(&self, py: Python<'_>) -> BTreeMap<&'static str, BTreeMap<&'static str, u64>> {
-        py.detach(|| stats::by_tier(self.blocks.manager()))
+        py.detach(|| observe::by_tier(self.blocks.manager()))
     }
 
     /// Its metrics as Prometheus reads them: docs/metrics.md.
     fn metrics(&self, py: Python<'_>) -> PyResult<String> {
-        let text = py.detach(|| TextEncoder::new().encode_to_string(&self.registry.gather()));
-        text.map_err(|error| classes::KvbmError::new_err(error.to_string()))
+        observe::text(py, &self.registry)
     }
 
     /// Ends everything, and waits `seconds` at most for what the media work on. `True`: nothing is
@@ -151,14 +141,6 @@ impl Blocks {
     fn close(&self, py: Python<'_>, seconds: f64) -> bool {
         let limit = duration(seconds);
         py.detach(|| self.blocks.manager().close(limit)).is_complete()
-    }
-}
-
-fn info(request: Option<u64>) -> RequestInfo {
-    RequestInfo {
-        request: request.map(RequestId),
-        hints: Hints::default(),
-        ..RequestInfo::default()
     }
 }
 

@@ -5,23 +5,16 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvbm::{Fence, Options, RankGroup, RequestId, RequestInfo, SaveRequest, Tier};
-use prometheus::{Registry, TextEncoder};
+use prometheus::Registry;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::chain::Chain;
 use crate::errors::{classes, of_manager};
-use crate::events::Events;
-use crate::fence::Behind;
-use crate::fingerprint::fingerprint;
-use crate::groups::{self, CacheGroup, NamedSlots};
-use crate::hints::{Hints, request_info};
-use crate::lease::Lease;
-use crate::memory::EngineMemory;
-use crate::opened::opened;
+use crate::memory::{self, Behind, CacheGroup, EngineMemory, NamedSlots};
+use crate::names::{Chain, Hints, fingerprint, request_info};
+use crate::observe::{self, Events, Samples};
 use crate::settings::Settings;
-use crate::stats::{Samples, samples};
-use crate::transfer::{Load, Save, duration};
+use crate::transfer::{Lease, Load, Save, duration};
 
 /// Keeps an engine's KV blocks in tiers of DRAM, disk and objects, and gives them back.
 ///
@@ -69,7 +62,7 @@ impl Manager {
                 limit: duration(seconds),
             }),
             engine: Some(memory.memory.clone()),
-            groups: groups::plain(&groups),
+            groups: memory::plain(&groups),
             ..Options::default()
         };
         let settings = settings.for_fingerprint(fingerprint)?;
@@ -99,9 +92,7 @@ impl Manager {
 
     /// How many leading blocks of `chain` each tier holds, without counting as their use.
     fn matches(&self, py: Python<'_>, chain: &Chain) -> BTreeMap<&'static str, usize> {
-        let held = py.detach(|| self.inner.matches(&chain.hashes));
-        let by_tier = Tier::ALL.into_iter().map(|tier| (tier.name(), held.blocks(tier)));
-        by_tier.filter(|&(_, held)| held > 0).collect()
+        observe::matches(py, &self.inner, chain)
     }
 
     /// Keeps what `lease` holds where it is, for `seconds` or until the next reset. The lease is
@@ -131,7 +122,7 @@ impl Manager {
         &self,
         py: Python<'_>,
         lease: &mut Lease,
-        slots: Vec<groups::Slots>,
+        slots: Vec<memory::Slots>,
         after: Option<Behind>,
     ) -> PyResult<Load> {
         let after = self.fence(after)?;
@@ -151,7 +142,7 @@ impl Manager {
         &self,
         py: Python<'_>,
         chain: &Chain,
-        slots: Vec<groups::Slots>,
+        slots: Vec<memory::Slots>,
         is_end: bool,
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
@@ -179,9 +170,7 @@ impl Manager {
     /// later process goes on in this epoch: blocks of weights that only this one has want names of
     /// their own (`Chain(salt=…)`).
     fn reset(&self, py: Python<'_>) -> PyResult<u64> {
-        let epoch = self.inner.epoch() + 1;
-        py.detach(|| self.inner.reset(epoch)).map_err(|error| of_manager(&error))?;
-        Ok(epoch)
+        reset(py, &self.inner)
     }
 
     /// Writes what is to be written to the lower tiers, and waits for it, `seconds` at most.
@@ -204,7 +193,7 @@ impl Manager {
     /// What it has, in lines for a log: tiers, what an earlier process left in them, and the routes
     /// between them. Of a hybrid model that is full attention's.
     fn opened(&self, py: Python<'_>) -> Vec<String> {
-        py.detach(|| opened(&self.inner))
+        py.detach(|| observe::opened(&self.inner))
     }
 
     /// Slots of each tier: in all, and with a block that can be read.
@@ -225,13 +214,12 @@ impl Manager {
     /// Its counters and gauges of docs/metrics.md: name, meaning, whether it only grows, and values
     /// by labels.
     fn samples(&self, py: Python<'_>) -> Vec<Samples> {
-        py.detach(|| samples(&self.registry))
+        py.detach(|| observe::samples(&self.registry))
     }
 
     /// Its metrics as Prometheus reads them: docs/metrics.md.
     fn metrics(&self, py: Python<'_>) -> PyResult<String> {
-        let text = py.detach(|| TextEncoder::new().encode_to_string(&self.registry.gather()));
-        text.map_err(|error| classes::KvbmError::new_err(error.to_string()))
+        observe::text(py, &self.registry)
     }
 
     /// Ends everything, and waits `seconds` at most for what the media work on. `True`: nothing
@@ -253,4 +241,11 @@ impl Manager {
             )),
         }
     }
+}
+
+/// Begins the next epoch, and returns it.
+pub(crate) fn reset(py: Python<'_>, manager: &kvbm::Manager) -> PyResult<u64> {
+    let epoch = manager.epoch() + 1;
+    py.detach(|| manager.reset(epoch)).map_err(|error| of_manager(&error))?;
+    Ok(epoch)
 }

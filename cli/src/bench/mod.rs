@@ -8,9 +8,8 @@ pub(crate) mod tiers;
 
 use clap::Subcommand;
 
-use crate::failure::CommandFailure;
-use crate::global::GlobalOptions;
-use crate::output;
+use crate::GlobalOptions;
+use crate::output::CommandFailure;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Bench {
@@ -29,38 +28,15 @@ impl Bench {
     pub(crate) fn run(&self, global: &GlobalOptions) -> Result<(), CommandFailure> {
         global.load(|loader| loader)?;
         match self {
-            Self::Table(args) => {
-                let report = table::run(args)?;
-                if global.json {
-                    output::print_json(&report)
-                } else {
-                    output::print(&report.to_text())
-                }
-            }
-            Self::Tiers(args) => {
-                let report = tiers::run(args)?;
-                if global.json {
-                    output::print_json(&report)
-                } else {
-                    output::print(&report.to_text())
-                }
-            }
+            Self::Table(args) => global.show(&table::run(args)?, table::TableReport::to_text),
+            Self::Tiers(args) => global.show(&tiers::run(args)?, tiers::TiersReport::to_text),
             Self::Observe(args) => {
-                let report = observe::run(args)?;
-                if global.json {
-                    output::print_json(&report)
-                } else {
-                    output::print(&report.to_text())
-                }
+                global.show(&observe::run(args)?, observe::ObserveReport::to_text)
             }
             #[cfg(feature = "nixl")]
             Self::Nixl(args) => {
                 let Some(report) = nixl::run(args)? else { return Ok(()) };
-                if global.json {
-                    output::print_json(&report)
-                } else {
-                    output::print(&report.to_text())
-                }
+                global.show(&report, nixl::NixlReport::to_text)
             }
         }
     }

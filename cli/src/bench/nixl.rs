@@ -13,8 +13,7 @@ use kvbm_tiers::nixl::raw::{Caller, RawNixl, RawNixlPeer};
 use kvbm_tiers::{CopyError, DramOptions, Geometry, SetupError};
 use serde::Serialize;
 
-use crate::failure::{CommandFailure, with_causes};
-use crate::output;
+use crate::output::{self, CommandFailure, with_causes};
 
 /// Blocks of a request, as in the manager's batches.
 const BATCH: usize = 16;

@@ -24,8 +24,7 @@ use tracing::Dispatch;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::layer::SubscriberExt;
 
-use crate::failure::CommandFailure;
-use crate::output;
+use crate::output::{self, CommandFailure};
 use crate::stop;
 
 /// Times saves and loads between an emulated device and the host, with and without who looks.

@@ -12,8 +12,7 @@ use kvbm_policies::EvictionKind;
 use serde::Serialize;
 
 use self::holds::Holds;
-use crate::failure::CommandFailure;
-use crate::output;
+use crate::output::{self, CommandFailure};
 
 /// Counts what the whole program allocates: one relaxed addition for each allocation.
 #[global_allocator]

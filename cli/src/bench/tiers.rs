@@ -5,27 +5,26 @@
 //! and files, as many threads and as many operations at a time; the manager keeps its checksums.
 
 mod bed;
-mod bottom;
 mod raw;
+
+#[cfg(feature = "nixl")]
+use kvbm_settings::DiskBackend;
+
+pub(crate) use bed::Bed;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kvbm::Tier;
 use kvbm_cli::measuring::rounds::Spread;
-#[cfg(feature = "nixl")]
-use kvbm_settings::DiskBackend;
 use kvbm_settings::{Capacity, DeviceBackend, Settings, format_size, parse_size};
 use serde::Serialize;
 use tokio::runtime::Runtime;
 
-pub(crate) use self::bed::Bed;
-use self::bottom::Bottom;
 use self::raw::Raw;
-use crate::failure::CommandFailure;
-use crate::output;
+use crate::output::{self, CommandFailure};
 use crate::scratch::{CommandScratch, file_url};
 use crate::stop::{self, StopSignal};
 
@@ -293,6 +292,28 @@ impl TiersReport {
             ]);
         }
         table.trim_fmt()
+    }
+}
+
+/// The lower end of the route that is timed.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Bottom {
+    Host,
+    Disk,
+    Object,
+    #[cfg(feature = "nixl")]
+    Nixl,
+}
+
+impl Bottom {
+    const fn tier(self) -> Tier {
+        match self {
+            Self::Host => Tier::Host,
+            Self::Disk => Tier::Disk,
+            #[cfg(feature = "nixl")]
+            Self::Nixl => Tier::Disk,
+            Self::Object => Tier::Object,
+        }
     }
 }
 

@@ -16,12 +16,10 @@ use kvbm_tiers::clock;
 use tempfile::NamedTempFile;
 
 use self::record::{DemoRecord, DemoRecorder};
+use crate::GlobalOptions;
 use crate::engine::{ServedTally, SimulatedEngine};
-use crate::failure::CommandFailure;
-use crate::global::GlobalOptions;
-use crate::output;
+use crate::output::{self, CommandFailure, ReplayProgress};
 use crate::pace::PacedIter;
-use crate::progress::ReplayProgress;
 use crate::scratch::{CommandScratch, file_url};
 use crate::serve::{self, WatchedCommand};
 use crate::stop::{self, StopSignal};
@@ -64,12 +62,8 @@ pub(crate) fn run(args: DemoArgs, global: &GlobalOptions) -> Result<(), CommandF
     serve::tell(engine.manager());
     let record = play(&engine)?;
     write_page(page, &html::page(&record))?;
-    if global.json {
-        output::print_json(&record.summary)?;
-    } else {
-        output::print(&record.to_text())?;
-        output::print(&format!("\nThe whole story: {REPORT}"))?;
-    }
+    global
+        .show(&record.summary, |_| format!("{}\n\nThe whole story: {REPORT}", record.to_text()))?;
     verdict(&record)?;
     if args.watched.is_on() {
         go_on(&engine, &stop)?;

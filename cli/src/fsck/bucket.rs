@@ -3,15 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kvbm_settings::ObjectSettings;
 use kvbm_tiers::object::StoreOptions;
 use kvbm_tiers::object::fsck::{BucketReport, FsckOptions, NamespaceReport, fsck};
 use kvbm_tiers::sealed::KeyRing;
 use serde::Serialize;
 
-use crate::failure::{CommandFailure, with_causes};
-use crate::output;
+use crate::output::{self, CommandFailure, with_causes};
 
 /// What was found in one bucket.
 #[derive(Debug, Serialize)]
@@ -47,7 +45,8 @@ pub(super) fn check(
         collect_after: Duration::from_millis(object.collect_after_ms),
         keys,
     };
-    let bar = bar();
+    let template = "{bar:30} {bytes}/{total_bytes} read, {bytes_per_sec} ({eta} left)";
+    let bar = output::bar(Some(0), template);
     let shown = bar.clone();
     let on_progress = move |read, of| {
         shown.set_length(of);
@@ -57,14 +56,6 @@ pub(super) fn check(
     bar.finish_and_clear();
     let report = report.map_err(|error| CommandFailure::unusable(with_causes(&error)))?;
     Ok(BucketFindings { url: url.to_owned(), is_sound: report.is_sound(), report })
-}
-
-fn bar() -> ProgressBar {
-    let style = ProgressStyle::with_template(
-        "{bar:30} {bytes}/{total_bytes} read, {bytes_per_sec} ({eta} left)",
-    );
-    ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(10))
-        .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
 impl BucketFindings {

@@ -3,12 +3,10 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `files` | which files of a directory belong together |
-//! | `check` | what is wrong with them, and putting it right |
+//! | `files` | directories: what is wrong with indices and slots, and putting it right |
 //! | `bucket` | buckets |
 
 mod bucket;
-mod check;
 mod files;
 
 use std::path::{Path, PathBuf};
@@ -20,10 +18,9 @@ use kvbm_tiers::sealed::KeyRing;
 use serde::Serialize;
 
 use self::bucket::BucketFindings;
-use self::check::IndexFinding;
-use crate::failure::CommandFailure;
-use crate::global::GlobalOptions;
-use crate::output;
+use self::files::IndexFinding;
+use crate::GlobalOptions;
+use crate::output::{self, CommandFailure};
 
 /// Checks what outlives a process: every block's bytes against the checksum that was stored with
 /// them.
@@ -66,7 +63,7 @@ pub(crate) fn run(args: &FsckArgs, global: &GlobalOptions) -> Result<(), Command
     let dirs: Vec<PathBuf> = dirs.into_iter().map(PathBuf::from).collect();
     let found = files::find(&dirs)?;
     let keys = keys(global)?;
-    let findings = check::check(&found.pairs, keys.as_ref(), args.repair)?;
+    let findings = files::check(&found.pairs, keys.as_ref(), args.repair)?;
     let object = if urls.is_empty() {
         ObjectSettings::default()
     } else {
@@ -86,7 +83,7 @@ pub(crate) fn run(args: &FsckArgs, global: &GlobalOptions) -> Result<(), Command
         output::print_json(&report)?;
     } else {
         if !dirs.is_empty() {
-            output::print(&text(&findings))?;
+            output::print(&files::table(&findings))?;
         }
         for path in &found.without_index {
             output::print(&format!(
@@ -121,30 +118,4 @@ fn keys(global: &GlobalOptions) -> Result<Option<Arc<KeyRing>>, CommandFailure> 
     };
     keys.map(|keys| Some(Arc::new(keys)))
         .map_err(|error| CommandFailure::unusable(error.to_string()))
-}
-
-fn text(findings: &[IndexFinding]) -> String {
-    let titles =
-        ["index", "tier", "blocks", "wrong bytes", "no root", "bad entries", "torn", "header"];
-    let mut table = output::table(&titles, 2);
-    for finding in findings {
-        let IndexFinding {
-            index,
-            tier,
-            blocks,
-            wrong,
-            orphans,
-            damaged,
-            torn_bytes,
-            header_is_whole,
-        } = finding;
-        let orphans = orphans.map_or("?".to_owned(), output::count);
-        let header = if *header_is_whole { "sound" } else { "one copy bad" };
-        let [blocks, wrong, damaged] =
-            [blocks, wrong, damaged].map(|&number| output::count(number));
-        let torn = output::bytes(*torn_bytes);
-        let name = index.display().to_string();
-        table.add_row([&name, *tier, &blocks, &wrong, &orphans, &damaged, &torn, header]);
-    }
-    table.trim_fmt()
 }

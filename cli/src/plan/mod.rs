@@ -2,39 +2,35 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `input` | the trace in memory, whole or as a sample |
-//! | `model`, `amount` | what a block takes; capacities in blocks or bytes |
+//! | `model` | what a block takes; capacities in blocks or bytes |
 //! | `tiers` | several tiers: where hits come from, what is written |
 //! | `what_if` | what more of a tier would bring, in hits and seconds |
-//! | `text`, `html` | the result for people |
-//! | `jobs` | independent simulations on all cores |
+//! | `outcome` | the result, as JSON and as text |
+//! | `html` | the result as a page |
 
-mod amount;
 mod html;
-mod input;
-mod jobs;
 mod model;
 mod outcome;
-mod text;
 mod tiers;
 mod what_if;
 
-use std::path::PathBuf;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::thread;
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use kvbm_policies::{AdmissionKind, EvictionKind, Policy, Sample};
+use kvbm_policies::{AdmissionKind, EvictionKind, Miniature, Policy, Sample, TraceThinning};
 use kvbm_tiers::clock;
 
-use self::amount::CostAmount;
-use self::input::PlanInput;
-use self::model::{KvModel, ModelArgs};
+use self::model::{CostAmount, KvModel, ModelArgs};
 use self::outcome::{MissCurve, OutcomeRow, PlanOutcome};
 use self::tiers::TierAmount;
 use self::what_if::CostArgs;
-use crate::failure::CommandFailure;
-use crate::global::GlobalOptions;
-use crate::output::{self, rounded};
+use crate::GlobalOptions;
+use crate::output::{self, CommandFailure, rounded};
+use crate::trace::{TraceError, TraceReader};
 
 /// Capacities of the table, in blocks.
 const CAPACITIES: [u32; 4] = [1_000, 5_000, 10_000, 30_000];
@@ -96,7 +92,7 @@ pub(crate) fn run(args: &PlanArgs, global: &GlobalOptions) -> Result<(), Command
     if let Some(page) = page {
         page.write(&plan)?;
     }
-    if global.json { output::print_json(&plan) } else { output::print(&text::page(&plan)) }
+    global.show(&plan, PlanOutcome::to_text)
 }
 
 fn policies() -> impl TypedValueParser<Value = Policy> {
@@ -123,7 +119,7 @@ fn plan(args: &PlanArgs) -> Result<PlanOutcome, CommandFailure> {
     let capacities = args.capacities(model.as_ref())?;
     let tiers = args.tiers(model.as_ref())?;
     let sample = args.sample.map(|rate| Sample::one_in((1.0 / rate).round() as u32));
-    let input = input::read(&args.trace, sample)?;
+    let input = read(&args.trace, sample)?;
     let block_bytes = model.as_ref().map(|model| model.bytes_per_block);
     let is_deep = args.what_if || args.html.is_some();
     let admissions = admissions_to_compare(args.admission, args.html.is_some());
@@ -198,7 +194,7 @@ fn rows(
 ) -> Vec<OutcomeRow> {
     let jobs: Vec<_> =
         policies.iter().flat_map(|&policy| capacities.iter().map(move |&c| (policy, c))).collect();
-    jobs::each("policies and capacities", &jobs, |&(policy, capacity)| OutcomeRow {
+    each("policies and capacities", &jobs, |&(policy, capacity)| OutcomeRow {
         eviction: policy.name(),
         capacity,
         bytes: block_bytes.map(|bytes| bytes.saturating_mul(capacity.into())),
@@ -251,8 +247,102 @@ fn notes(input: &PlanInput, capacities: &[u32]) -> Vec<String> {
     notes
 }
 
+/// Blocks of all paths that are kept, before only a sample of them is.
+const MAX_BLOCKS: usize = 20_000_000;
+
+/// A trace in memory.
+#[derive(Debug)]
+struct PlanInput {
+    miniature: Miniature,
+    requests: u64,
+    prompt_tokens: u64,
+    /// From the first request to the last one, in seconds.
+    seconds: f64,
+    out_of_order: u64,
+}
+
+/// Reads the trace, or as much of each path as `sample` says. Where nothing is said, that is all of
+/// it, unless the trace is a file too large for that.
+fn read(trace: &Path, sample: Option<Sample>) -> Result<PlanInput, TraceError> {
+    let is_file =
+        File::open(trace).and_then(|file| file.metadata()).is_ok_and(|metadata| metadata.is_file());
+    let most = if sample.is_none() && is_file { MAX_BLOCKS } else { usize::MAX };
+    read_at_most(trace, sample.unwrap_or(Sample::ALL), most)
+}
+
+fn read_at_most(trace: &Path, first: Sample, max_blocks: usize) -> Result<PlanInput, TraceError> {
+    let mut sample = first;
+    loop {
+        if let Some(input) = read_sample(trace, sample, max_blocks)? {
+            return Ok(input);
+        }
+        sample = Sample::one_in(4 * sample.stride());
+    }
+}
+
+/// `None` where the sample has more blocks than the limit.
+fn read_sample(
+    trace: &Path,
+    sample: Sample,
+    max_blocks: usize,
+) -> Result<Option<PlanInput>, TraceError> {
+    let mut reader = TraceReader::open(trace)?;
+    let mut thinning = TraceThinning::new(sample);
+    let (mut requests, mut prompt_tokens, mut times) = (0, 0, None);
+    for request in reader.by_ref() {
+        let request = request?;
+        requests += 1;
+        prompt_tokens += u64::from(request.input_length);
+        let (first, _) = times.unwrap_or((request.timestamp_ms, 0));
+        times = Some((first, request.timestamp_ms));
+        thinning.push(&request);
+        if thinning.blocks() > max_blocks {
+            return Ok(None);
+        }
+    }
+    let (first, last) = times.unwrap_or_default();
+    Ok(Some(PlanInput {
+        miniature: thinning.finish(),
+        requests,
+        prompt_tokens,
+        seconds: (last - first) as f64 / 1e3,
+        out_of_order: reader.out_of_order(),
+    }))
+}
+
+/// Does `work` for each job, as many at a time as there are cores. The results are in the order of
+/// the jobs.
+fn each<J: Sync, R: Send>(what: &'static str, jobs: &[J], work: impl Fn(&J) -> R + Sync) -> Vec<R> {
+    let bar =
+        output::moving_bar(Some(jobs.len() as u64), "{bar:30} {pos}/{len} {msg} ({eta} left)");
+    bar.set_message(what);
+    let waiting = Mutex::new(jobs.iter().enumerate());
+    let next = || waiting.lock().ok().and_then(|mut waiting| waiting.next());
+    let work_on = || {
+        let mut done = Vec::new();
+        while let Some((at, job)) = next() {
+            done.push((at, work(job)));
+            bar.inc(1);
+        }
+        done
+    };
+    let cores = thread::available_parallelism().map_or(1, usize::from).min(jobs.len());
+    let mut done = thread::scope(|scope| {
+        let threads: Vec<_> = (1..cores).map(|_| scope.spawn(work_on)).collect();
+        let mut done = work_on();
+        for thread in threads {
+            done.extend(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
+        done
+    });
+    bar.finish_and_clear();
+    done.sort_by_key(|&(at, _)| at);
+    done.into_iter().map(|(_, result)| result).collect()
+}
+
 #[cfg(test)]
 mod tests {
+    use std::fmt::Write as _;
     use std::path::Path;
 
     use clap::{CommandFactory, Parser};
@@ -433,5 +523,37 @@ mod tests {
     fn a_bad_trace_gives_no_plan() {
         assert!(plan_of("{}\n", &[]).unwrap_err().to_string().contains("trace.jsonl:1: "));
         assert!(plan_of("", &[]).unwrap_err().to_string().contains("holds no request"));
+    }
+
+    #[test]
+    fn what_is_too_large_is_read_again_as_a_sample() {
+        let text = (0_u64..200).fold(String::new(), |mut text, request| {
+            let ids: Vec<_> = (0..20_u64).map(|block| (request << 8 | block).to_string()).collect();
+            let _ = writeln!(
+                text,
+                r#"{{"timestamp":{request},"input_length":10240,"output_length":1,"hash_ids":[{}]}}"#,
+                ids.join(",")
+            );
+            text
+        });
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("trace.jsonl");
+        std::fs::write(&path, text).unwrap();
+        let input = |most| read_at_most(&path, Sample::ALL, most).unwrap();
+        assert_eq!(input(4_000).miniature.sample(), Sample::ALL);
+        let small = input(1_500);
+        assert_eq!(small.miniature.sample(), Sample::one_in(4));
+        assert_eq!((small.requests, small.prompt_tokens), (200, 200 * 10_240));
+        assert!((small.seconds - 0.199).abs() < 1e-9);
+    }
+
+    #[test]
+    fn results_come_in_order() {
+        let jobs: Vec<u32> = (0..100).collect();
+        assert_eq!(
+            each("squares", &jobs, |job| job * job),
+            jobs.iter().map(|job| job * job).collect::<Vec<_>>()
+        );
+        assert_eq!(each("nothing", &[], |job: &u32| *job), [0; 0]);
     }
 }

@@ -5,12 +5,9 @@ use kvbm_policies::simulation::hierarchy::TierOutcome;
 use kvbm_policies::{AdmissionKind, BLOCK_TOKENS, EvictionKind, Hierarchy, TierPlan};
 use serde::Serialize;
 
-use super::amount::CostAmount;
-use super::input::PlanInput;
-use super::jobs;
-use super::model::KvModel;
-use crate::failure::CommandFailure;
-use crate::output::{self, rounded};
+use super::PlanInput;
+use super::model::{CostAmount, KvModel};
+use crate::output::{self, CommandFailure, rounded};
 
 const SECONDS_PER_DAY: f64 = 86_400.0;
 
@@ -67,7 +64,7 @@ pub(super) struct TierTraffic {
     pub(super) tier: Tier,
     pub(super) hit_tokens: f64,
     pub(super) blocks_read: f64,
-    pub(super) blocks_written: f64,
+    blocks_written: f64,
 }
 
 /// Simulates the tiers; one of 0 blocks is left out.
@@ -167,7 +164,7 @@ pub(super) fn staircases(
     if sizes.iter().all(|size| size.capacity == 0) {
         return Vec::new();
     }
-    jobs::each("ways of admission", admissions, |&admission| {
+    super::each("ways of admission", admissions, |&admission| {
         let traffic = simulate(input, sizes, eviction, admission);
         let requests = input.requests.max(1) as f64;
         let tokens = input.prompt_tokens.max(1) as f64;

@@ -7,8 +7,7 @@ use kvbm_settings::parse_size;
 use kvbm_tiers::clock;
 use serde::Serialize;
 
-use super::input::PlanInput;
-use super::jobs;
+use super::PlanInput;
 use super::tiers::{self, TierSize, TierTraffic};
 use crate::output::rounded;
 
@@ -154,7 +153,7 @@ pub(super) fn explore(
     costs: WhatIfCosts,
 ) -> WhatIf {
     let cases: Vec<_> = std::iter::once(sizes.to_vec()).chain(variants(sizes)).collect();
-    let results = jobs::each("other sizes", &cases, |case| {
+    let results = super::each("other sizes", &cases, |case| {
         let started = clock::now();
         let traffic = tiers::simulate(input, case, eviction, admission);
         let hits: f64 = traffic.iter().map(|tier| tier.hit_tokens).sum();

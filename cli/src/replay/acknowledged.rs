@@ -17,7 +17,7 @@ use kvbm::{BlockHash, CachedBlock, DurableEvent, OnDurable, Tier};
 use serde::Serialize;
 
 use crate::engine::SimulatedEngine;
-use crate::failure::CommandFailure;
+use crate::output::CommandFailure;
 
 /// The open log.
 #[derive(Clone, Debug)]
@@ -81,10 +81,7 @@ impl AckLog {
     }
 
     /// Appends lines in one write, so that a process that is killed has written them or not.
-    pub(super) fn append(
-        &self,
-        lines: impl IntoIterator<Item = AcknowledgedLine>,
-    ) -> io::Result<()> {
+    fn append(&self, lines: impl IntoIterator<Item = AcknowledgedLine>) -> io::Result<()> {
         let mut text = String::new();
         for line in lines {
             let _ = writeln!(text, "{line}");
@@ -93,7 +90,7 @@ impl AckLog {
     }
 
     /// [`append`](Self::append) where nothing waits for the answer.
-    pub(super) fn append_or_warn(&self, lines: impl IntoIterator<Item = AcknowledgedLine>) {
+    fn append_or_warn(&self, lines: impl IntoIterator<Item = AcknowledgedLine>) {
         if let Err(error) = self.append(lines) {
             tracing::error!(%error, path = %self.path.display(), "cannot write the log of what is durable");
         }

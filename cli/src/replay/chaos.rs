@@ -11,7 +11,7 @@ use kvbm_tiers::chaos::{Chaos, Episode, Kind, Medium, Schedule};
 use serde::Serialize;
 
 use crate::engine::{RecoveryTally, SimulatedEngine};
-use crate::failure::CommandFailure;
+use crate::output::CommandFailure;
 
 /// What is to go wrong. It ends at the latest with the last request, so that the replay can see
 /// whether everything works again.

@@ -18,12 +18,10 @@ use prometheus::Registry;
 use self::acknowledged::AckLog;
 use self::chaos::{ChaosArgs, ChaosReport, ChaosTrouble};
 use self::report::ReplayReport;
+use crate::GlobalOptions;
 use crate::engine::SimulatedEngine;
-use crate::failure::CommandFailure;
-use crate::global::GlobalOptions;
-use crate::output;
+use crate::output::{CommandFailure, ReplayProgress};
 use crate::pace::{self, PacedIter};
-use crate::progress::ReplayProgress;
 use crate::scratch::CommandScratch;
 use crate::serve::{self, WatchedCommand};
 use crate::stop::{self, StopSignal};
@@ -116,11 +114,7 @@ pub(crate) fn run(args: ReplayArgs, global: &GlobalOptions) -> Result<(), Comman
     let report =
         replay(&engine, &trace, (requests, expected), concurrency.into(), trouble.as_ref())?;
     let report = report.with_acknowledged(acknowledged).with_object_requests(&registry);
-    if global.json {
-        output::print_json(&report)?;
-    } else {
-        output::print(&report.to_text())?;
-    }
+    global.show(&report, ReplayReport::to_text)?;
     report.verdict()
 }
 

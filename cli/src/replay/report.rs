@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 
-use kvbm::SlotCounts;
-use kvbm::{RecoveryReport, Tier};
+use kvbm::{RecoveryReport, SlotCounts, Tier};
 use prometheus::Registry;
 use prometheus::proto::MetricFamily;
 use serde::Serialize;
@@ -13,8 +12,7 @@ use serde::Serialize;
 use super::acknowledged::FoundBlocks;
 use super::chaos::ChaosReport;
 use crate::engine::{HitTokens, ServedTally, SettledState, SimulatedEngine};
-use crate::failure::CommandFailure;
-use crate::output;
+use crate::output::{self, CommandFailure};
 
 /// Serialises to the command's JSON.
 #[derive(Debug, Serialize)]

@@ -1,13 +1,15 @@
-//! Switches to the rule that would have served best recently.
+//! Switches to the rule that would have served best recently, as small tiers beside the real ones
+//! tell.
 
-use super::fixed::{WriteBack, WriteThrough};
-use super::pair::{TierPair, TierShape};
-use super::rule::{Admission, Candidates, Trigger};
+use std::collections::{HashMap, VecDeque};
+
 use super::selective::Selective;
-use super::shadow::{ShadowSampling, ShadowTiers};
+use super::{Admission, Candidates, TierPair, TierShape, Trigger, WriteBack, WriteThrough};
+use crate::gradual::mixed;
 use crate::reuse::ReuseModel;
-use crate::seam::{Access, Ended, Forest, Upkeep};
-use crate::simulation::stages::Level;
+use crate::seam::{Access, BlockId, Ended, Forest, Hints, RequestId, Upkeep};
+use crate::simulation::hierarchy::{BlockUse, Level, TierStages};
+use crate::simulation::single::ChainSource;
 
 /// Runs two small tiers beside the real ones for each of the other rules, on a sample of the
 /// blocks, and does what the best of them does. Among rules that find nearly as many blocks, the
@@ -141,12 +143,224 @@ impl Admission for Auto {
     }
 }
 
+/// Picks a few blocks of an upper tier to stand for all: one in `stride`, by content. A sampled
+/// block's parent is its next sampled ancestor, so what is left of a forest is a forest.
+///
+/// O(new blocks + path ÷ stride) a use, 4 bytes a block.
+#[derive(Debug)]
+struct ShadowSampling {
+    stride: u64,
+    /// By block: the next sampled block on the way up, itself included, plus 1; 0 where there is
+    /// none.
+    nearest: Vec<u32>,
+    /// The newest requests.
+    seen: VecDeque<RequestId>,
+    unnamed: u64,
+}
+
+/// A use, as far as it is sampled.
+#[derive(Debug)]
+struct SampledUse {
+    now_ms: u64,
+    request: RequestId,
+    hints: Hints,
+    /// The sampled blocks of the path, by content, root first.
+    path: Vec<u64>,
+    /// How many of the first ones the same request was known to use before.
+    counted: usize,
+}
+
+impl ShadowSampling {
+    /// Requests whose parts are told from new requests.
+    const SEEN: usize = 64;
+    /// Names for requests that have none; an engine's own do not come so far.
+    const UNNAMED: u64 = 1 << 63;
+
+    fn one_in(stride: u32) -> Self {
+        Self {
+            stride: stride.max(1).into(),
+            nearest: Vec::new(),
+            seen: VecDeque::new(),
+            unnamed: 0,
+        }
+    }
+
+    /// `None`: nothing of the path is in the sample.
+    fn sample(&mut self, access: &Access, forest: &dyn Forest) -> Option<SampledUse> {
+        let above = self.note_inserted(access, forest);
+        let path = self.sampled_path(Some(access.deepest), forest);
+        let (request, is_part) = self.identify(access);
+        let counted = if is_part { self.sampled_path(above, forest).len() } else { 0 };
+        // A part that brings no sampled block has been counted with the part before.
+        let is_news = !path.is_empty() && (counted < path.len() || !is_part);
+        is_news.then_some(SampledUse {
+            now_ms: access.now_ms,
+            request,
+            hints: access.hints,
+            path,
+            counted,
+        })
+    }
+
+    /// Returns the block above the inserted ones.
+    fn note_inserted(&mut self, access: &Access, forest: &dyn Forest) -> Option<BlockId> {
+        let upward = std::iter::successors(Some(access.deepest), |&block| forest.parent(block));
+        let mut path: Vec<_> = upward.take(access.inserted as usize + 1).collect();
+        let above = path.get(access.inserted as usize).copied();
+        path.truncate(access.inserted as usize);
+        let mut nearest = above.map_or(0, |block| self.nearest(block));
+        // Root first: the nearest of a block that is not sampled is that of its parent.
+        for &block in path.iter().rev() {
+            // By its own content alone: a `Sample` picks by the first block of a group, which may
+            // lie further up.
+            if mixed(forest.key(block)).is_multiple_of(self.stride) {
+                nearest = block.0 + 1;
+            }
+            let at = block.0 as usize;
+            if self.nearest.len() <= at {
+                self.nearest.resize(at + 1, 0);
+            }
+            self.nearest[at] = nearest;
+        }
+        above
+    }
+
+    fn nearest(&self, block: BlockId) -> u32 {
+        self.nearest.get(block.0 as usize).copied().unwrap_or(0)
+    }
+
+    fn sampled_path(&self, deepest: Option<BlockId>, forest: &dyn Forest) -> Vec<u64> {
+        let up = |block: BlockId| self.nearest(block).checked_sub(1).map(BlockId);
+        let path =
+            std::iter::successors(deepest.and_then(up), |&block| forest.parent(block).and_then(up));
+        let mut path: Vec<_> = path.map(|block| forest.key(block)).collect();
+        path.reverse();
+        path
+    }
+
+    /// The request, and whether it is one that was seen before and goes on.
+    fn identify(&mut self, access: &Access) -> (RequestId, bool) {
+        // Without a name, what inserts goes on with the use before: see `Access::request`.
+        let Some(request) = access.request else {
+            self.unnamed += 1;
+            return (RequestId(Self::UNNAMED + self.unnamed), access.inserted > 0);
+        };
+        let is_known = self.seen.contains(&request);
+        if !is_known {
+            // Once forgotten, a request's next part counts as a new use: in all shadows alike, so
+            // no rule gains by it.
+            self.seen.truncate(Self::SEEN - 1);
+            self.seen.push_front(request);
+        }
+        (request, is_known)
+    }
+}
+
+/// Two tiers that run beside the real ones on a sample of the blocks.
+#[derive(Debug)]
+struct ShadowTiers {
+    stages: TierStages,
+    names: ShadowNames,
+    /// Blocks found lately: the older, the less they count.
+    hits: f64,
+}
+
+impl ShadowTiers {
+    fn new(upper: Level, lower: Level) -> Self {
+        Self {
+            stages: TierStages::new(vec![upper, lower]),
+            names: ShadowNames::default(),
+            hits: 0.0,
+        }
+    }
+
+    fn take(&mut self, used: &SampledUse) {
+        let Some(deepest) = self.names.intern(&used.path) else { return };
+        let SampledUse { now_ms, request, hints, counted, .. } = *used;
+        let hits = self.stages.take(&self.names, &BlockUse { now_ms, request, deepest, hints });
+        // What an earlier part of the same use brought in was not found.
+        self.hits += f64::from(hits.saturating_sub(counted as u32));
+        // Their numbers serve again: what a shadow keeps stays in proportion to its tiers.
+        for block in self.stages.take_departed() {
+            self.names.forget(block);
+        }
+    }
+
+    fn finished(&mut self, ended: &Ended) {
+        self.stages.finished(ended);
+    }
+
+    fn take_upkeep(&mut self) -> Vec<Upkeep> {
+        self.stages.take_upkeep()
+    }
+}
+
+/// The blocks of a shadow: those that any of its tiers holds.
+#[derive(Debug, Default)]
+struct ShadowNames {
+    by_key: HashMap<u64, BlockId>,
+    blocks: Vec<ShadowName>,
+    free: Vec<BlockId>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct ShadowName {
+    key: u64,
+    parent: Option<BlockId>,
+    depth: u32,
+}
+
+impl ShadowNames {
+    /// The id of the last block of a path, which is given from the root on.
+    fn intern(&mut self, path: &[u64]) -> Option<BlockId> {
+        path.iter().zip(1..).fold(None, |parent, (&key, depth)| {
+            let name = ShadowName { key, parent, depth };
+            // A key names all that is above it, too: a known block already has its place.
+            let known = self.by_key.get(&key).copied();
+            Some(known.unwrap_or_else(|| self.add(name)))
+        })
+    }
+
+    fn add(&mut self, name: ShadowName) -> BlockId {
+        let id = self.free.pop().unwrap_or_else(|| {
+            self.blocks.push(name);
+            BlockId(self.blocks.len() as u32 - 1)
+        });
+        self.blocks[id.0 as usize] = name;
+        self.by_key.insert(name.key, id);
+        id
+    }
+
+    fn forget(&mut self, block: BlockId) {
+        self.by_key.remove(&self.blocks[block.0 as usize].key);
+        self.free.push(block);
+    }
+}
+
+impl ChainSource for ShadowNames {
+    fn parent(&self, block: BlockId) -> Option<BlockId> {
+        self.blocks[block.0 as usize].parent
+    }
+
+    fn depth(&self, block: BlockId) -> u32 {
+        self.blocks[block.0 as usize].depth
+    }
+
+    fn key(&self, block: BlockId) -> u64 {
+        self.blocks[block.0 as usize].key
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use proptest::prelude::*;
+
+    use crate::admission::WriteBack;
     use crate::eviction::EvictionKind;
-    use crate::seam::{BlockId, Hints, RequestId};
-    use crate::testing::Loose;
+    use crate::seam::{BlockId, Hints, RequestId, Standing};
+    use crate::testing::{Line, Loose};
+
+    use super::*;
 
     #[test]
     fn without_a_hit_no_rule_is_better_than_the_first() {
@@ -160,5 +374,71 @@ mod tests {
             auto.touch(&access, &Loose);
         }
         assert_eq!(auto.chosen, FIRST);
+    }
+
+    /// Blocks are named by their position.
+    const LINE: Line = Line(Standing::Interior);
+
+    const CAPACITY: u32 = 8;
+
+    fn shadow() -> ShadowTiers {
+        let level = || Level {
+            capacity: CAPACITY,
+            eviction: EvictionKind::Lru.build(CAPACITY),
+            admission: Box::new(WriteBack),
+        };
+        ShadowTiers::new(level(), level())
+    }
+
+    proptest! {
+        #[test]
+        fn a_shadow_knows_only_what_its_tiers_hold(
+            uses in prop::collection::vec(prop::collection::vec(1_u64..4, 1..12), 0..60),
+        ) {
+            let mut shadow = shadow();
+            for (steps, now_ms) in uses.into_iter().zip(0..) {
+                let chained = steps.iter().scan(0, |chain, step| {
+                    *chain = *chain * 4 + step;
+                    Some(*chain)
+                });
+                let path = chained.collect();
+                let hints = Hints::default();
+                shadow.take(&SampledUse { now_ms, request: RequestId(now_ms), hints, path, counted: 0 });
+                prop_assert!(shadow.names.by_key.len() <= 2 * CAPACITY as usize);
+                prop_assert_eq!(shadow.names.by_key.len() + shadow.names.free.len(), shadow.names.blocks.len());
+            }
+        }
+    }
+
+    fn access(request: u64, depth: u32, inserted: u32) -> Access {
+        Access {
+            now_ms: 0,
+            request: Some(RequestId(request)),
+            deepest: BlockId(depth - 1),
+            depth,
+            inserted,
+            path: depth,
+            hints: Hints::default(),
+        }
+    }
+
+    #[test]
+    fn a_use_in_parts_counts_each_block_once() {
+        let mut sampling = ShadowSampling::one_in(1);
+        let mut lengths = |access: &Access| {
+            let used = sampling.sample(access, &LINE)?;
+            Some((used.path.len(), used.counted))
+        };
+        assert_eq!(lengths(&access(1, 3, 3)), Some((3, 0)));
+        assert_eq!(lengths(&access(1, 5, 2)), Some((5, 3)));
+        assert_eq!(lengths(&access(1, 5, 0)), None);
+        assert_eq!(lengths(&access(2, 5, 0)), Some((5, 0)));
+    }
+
+    #[test]
+    fn about_one_block_in_so_many_is_sampled() {
+        let used = ShadowSampling::one_in(10).sample(&access(1, 10_000, 10_000), &LINE);
+        let sampled = used.map_or(0, |used| used.path.len());
+        assert!((900..1_100).contains(&sampled), "{sampled}");
     }
 }

@@ -1,7 +1,7 @@
 //! Bounds what is written.
 
-use super::rule::{Admission, Candidates, Trigger};
-use super::worth::WorthTally;
+use super::selective::WorthTally;
+use super::{Admission, Candidates, Trigger};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, Ended, Forest, Upkeep};
 
@@ -156,10 +156,11 @@ impl TokenBucket {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::fixed::WriteThrough;
-    use super::*;
+    use crate::admission::WriteThrough;
     use crate::seam::BlockId;
     use crate::testing::Loose;
+
+    use super::*;
 
     const HOUR_MS: u64 = DAY_MS / 24;
 

@@ -20,8 +20,7 @@ use std::fmt;
 use self::forest::ChunkForest;
 use self::requests::{ChainPlace, FollowedRequests};
 use crate::eviction::Eviction;
-use crate::seam::{Access, BlockId, Ended, Forest, Hints, RequestId, Upkeep};
-use crate::tier_policies::TierPolicies;
+use crate::seam::{Access, BlockId, Ended, Forest, Hints, RequestId, TierPolicies, Upkeep};
 
 /// Names the content of a chunk, and with it all that comes before: chained hashes do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -1,10 +1,7 @@
 //! The adaptive replacement cache, leaves only.
 
-use super::ghosts::EvictedGhosts;
-use super::policy::Eviction;
-use super::residents::{RankedLeaves, RankedResidents};
-use crate::reuse::ReuseModel;
-use crate::seam::{Access, BlockId, Forest};
+use super::residents::{EvictedGhosts, RankedLeaves, RankedPolicy, RankedResidents};
+use crate::seam::{BlockId, Forest};
 
 /// Keeps blocks used once and blocks used again in two LRU queues and shifts room between them:
 /// towards the one whose ghosts return. (N. Megiddo, D. Modha, "ARC: a self-tuning, low overhead
@@ -33,7 +30,7 @@ struct ArcQueue {
 }
 
 #[derive(Debug)]
-struct ArcBlock {
+pub(super) struct ArcBlock {
     is_frequent: bool,
     stamp: u64,
     key: u64,
@@ -63,22 +60,6 @@ impl Arc {
         if is_frequent { &mut self.frequent } else { &mut self.recent }
     }
 
-    fn place(&mut self, block: BlockId, forest: &dyn Forest) {
-        let (is_frequent, key) = match self.blocks.state(block) {
-            Some(&ArcBlock { is_frequent, key, .. }) => {
-                self.queue(is_frequent).len -= 1;
-                (true, key)
-            }
-            None => {
-                let key = forest.key(block);
-                (self.has_returned(key), key)
-            }
-        };
-        self.queue(is_frequent).len += 1;
-        let stamp = self.blocks.stamp();
-        self.blocks.set(block, ArcBlock { is_frequent, stamp, key });
-    }
-
     /// Whether a block that enters was here not long ago. Learns from it.
     fn has_returned(&mut self, key: u64) -> bool {
         // Counted before the ghost is taken, so that whichever divides is not 0.
@@ -95,20 +76,34 @@ impl Arc {
     }
 }
 
-impl Eviction for Arc {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
-        for block in self.blocks.path(access, forest) {
-            self.place(block, forest);
-        }
-        self.blocks.offer(access.deepest);
+impl RankedPolicy for Arc {
+    type Block = ArcBlock;
+
+    fn blocks(&mut self) -> &mut RankedResidents<ArcBlock> {
+        &mut self.blocks
     }
 
-    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
-        let Some(gone) = self.blocks.remove(block, exposed) else { return };
+    fn used(&mut self, block: BlockId, forest: &dyn Forest) {
+        let (is_frequent, key) = match self.blocks.state(block) {
+            Some(&ArcBlock { is_frequent, key, .. }) => {
+                self.queue(is_frequent).len -= 1;
+                (true, key)
+            }
+            None => {
+                let key = forest.key(block);
+                (self.has_returned(key), key)
+            }
+        };
+        self.queue(is_frequent).len += 1;
+        let stamp = self.blocks.stamp();
+        self.blocks.set(block, ArcBlock { is_frequent, stamp, key });
+    }
+
+    fn left(&mut self, _block: BlockId, known: ArcBlock) {
         let capacity = self.capacity;
-        let queue = self.queue(gone.is_frequent);
+        let queue = self.queue(known.is_frequent);
         queue.len -= 1;
-        queue.ghosts.insert(gone.key, ());
+        queue.ghosts.insert(known.key, ());
         // The paper's bounds: what was used once, ghosts included, at most the tier; all four lists
         // at most two tiers.
         self.recent.ghosts.truncate(capacity.saturating_sub(self.recent.len));
@@ -116,14 +111,10 @@ impl Eviction for Arc {
         self.frequent.ghosts.truncate((2 * capacity).saturating_sub(others));
     }
 
-    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
+    fn choose(&mut self, forest: &dyn Forest) -> Option<BlockId> {
         let from_recent = self.recent.len > self.target;
         let preferred = if from_recent { None } else { self.blocks.lowest((true, 0).., forest) };
         // The whole range begins with those used once, for `false` is less.
         preferred.or_else(|| self.blocks.lowest(.., forest))
-    }
-
-    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
-        self.blocks.offer(block);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BinaryHeap;
 
-use super::policy::Eviction;
+use super::Eviction;
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest, Standing};
 
@@ -99,7 +99,8 @@ impl Eviction for Belady {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::model::{Tree, ops};
+    use crate::eviction::model::{Tree, ops};
+
     use super::*;
 
     proptest! {

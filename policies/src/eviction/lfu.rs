@@ -1,9 +1,7 @@
 //! Least frequently used, with aging, leaves only.
 
-use super::policy::Eviction;
-use super::residents::{RankedLeaves, RankedResidents};
-use crate::reuse::ReuseModel;
-use crate::seam::{Access, BlockId, Forest};
+use super::residents::{RankedLeaves, RankedPolicy, RankedResidents};
+use crate::seam::{BlockId, Forest};
 
 /// Evicts the leaf of the lowest number of uses plus the age of the tier at its last use; of
 /// equals, the one used least recently. The age is the sum of the last victim, so that a block that
@@ -19,7 +17,7 @@ pub struct Lfu {
 }
 
 #[derive(Debug)]
-struct UseFrequency {
+pub(super) struct UseFrequency {
     uses: u64,
     /// Uses plus the tier's age.
     worth: u64,
@@ -41,28 +39,23 @@ impl Lfu {
     }
 }
 
-impl Eviction for Lfu {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
-        for block in self.blocks.path(access, forest) {
-            let uses = 1 + self.blocks.state(block).map_or(0, |known| known.uses);
-            let stamp = self.blocks.stamp();
-            self.blocks.set(block, UseFrequency { uses, worth: self.age + uses, stamp });
-        }
-        self.blocks.offer(access.deepest);
+impl RankedPolicy for Lfu {
+    type Block = UseFrequency;
+
+    fn blocks(&mut self) -> &mut RankedResidents<UseFrequency> {
+        &mut self.blocks
     }
 
-    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
-        self.blocks.remove(block, exposed);
+    fn used(&mut self, block: BlockId, _forest: &dyn Forest) {
+        let uses = 1 + self.blocks.state(block).map_or(0, |known| known.uses);
+        let stamp = self.blocks.stamp();
+        self.blocks.set(block, UseFrequency { uses, worth: self.age + uses, stamp });
     }
 
-    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
+    fn choose(&mut self, forest: &dyn Forest) -> Option<BlockId> {
         let victim = self.blocks.lowest(.., forest)?;
-        // Here and not in `removed`: what leaves because its bytes are bad was not worth least.
+        // Here and not when it leaves: what leaves because its bytes are bad was not worth least.
         self.age = self.blocks.state(victim)?.worth;
         Some(victim)
-    }
-
-    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
-        self.blocks.offer(block);
     }
 }

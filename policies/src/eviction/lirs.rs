@@ -1,11 +1,9 @@
 //! Low inter-reference recency set, leaves only.
 
-use super::age_list::AgeList;
-use super::ghosts::{EvictedGhosts, GHOSTS_PER_BLOCK};
-use super::policy::Eviction;
-use super::residents::{RankedLeaves, RankedResidents};
-use crate::reuse::ReuseModel;
-use crate::seam::{Access, BlockId, Forest};
+use super::residents::{
+    AgeList, EvictedGhosts, GHOSTS_PER_BLOCK, RankedLeaves, RankedPolicy, RankedResidents,
+};
+use crate::seam::{BlockId, Forest};
 
 /// Keeps the blocks whose last two uses lie closest together (the *low* ones) and lets the others
 /// pass through a small queue. A block that returns while its last use is more recent than that of
@@ -34,7 +32,7 @@ pub struct Lirs {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct LirsBlock {
+pub(super) struct LirsBlock {
     is_low: bool,
     /// When it entered the queue; for a low block, its last use.
     stamp: u64,
@@ -63,7 +61,25 @@ impl Lirs {
         }
     }
 
-    fn place(&mut self, block: BlockId, forest: &dyn Forest) {
+    /// The bottom of the stack; `None` where there is no low block.
+    fn stalest_low_use(&self) -> Option<u64> {
+        Some(self.blocks.state(self.low.oldest()?)?.last_use)
+    }
+
+    fn forget_low(&mut self, block: BlockId) {
+        self.low.unlink(block);
+        self.low_len -= 1;
+    }
+}
+
+impl RankedPolicy for Lirs {
+    type Block = LirsBlock;
+
+    fn blocks(&mut self) -> &mut RankedResidents<LirsBlock> {
+        &mut self.blocks
+    }
+
+    fn used(&mut self, block: BlockId, forest: &dyn Forest) {
         let (was_low, previous_use, key) = match self.blocks.state(block) {
             Some(known) => (known.is_low, Some(known.last_use), known.key),
             None => {
@@ -86,18 +102,10 @@ impl Lirs {
         self.blocks.set(block, LirsBlock { is_low, stamp, last_use: stamp, key });
     }
 
-    /// The bottom of the stack; `None` where there is no low block.
-    fn stalest_low_use(&self) -> Option<u64> {
-        Some(self.blocks.state(self.low.oldest()?)?.last_use)
-    }
-
-    fn forget_low(&mut self, block: BlockId) {
-        self.low.unlink(block);
-        self.low_len -= 1;
-    }
-
     /// Moves the stalest low blocks to the queue until the others fit.
-    fn demote_surplus(&mut self) {
+    fn path_used(&mut self) {
+        // After the whole path: its first blocks must not push out what its last ones are compared
+        // with.
         while self.low_len > self.low_room {
             let Some(block) = self.low.oldest() else { return };
             self.forget_low(block);
@@ -108,33 +116,12 @@ impl Lirs {
             self.blocks.offer(block);
         }
     }
-}
 
-impl Eviction for Lirs {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
-        for block in self.blocks.path(access, forest) {
-            self.place(block, forest);
-        }
-        // After the whole path: its first blocks must not push out what its last ones are compared
-        // with.
-        self.demote_surplus();
-        self.blocks.offer(access.deepest);
-    }
-
-    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
-        let Some(gone) = self.blocks.remove(block, exposed) else { return };
-        if gone.is_low {
+    fn left(&mut self, block: BlockId, known: LirsBlock) {
+        if known.is_low {
             self.forget_low(block);
         }
-        self.ghosts.insert(gone.key, gone.last_use);
+        self.ghosts.insert(known.key, known.last_use);
         self.ghosts.truncate(self.max_ghosts);
-    }
-
-    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
-        self.blocks.lowest(.., forest)
-    }
-
-    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
-        self.blocks.offer(block);
     }
 }

@@ -1,10 +1,9 @@
 //! LRU-2: by the last use but one, leaves only.
 
-use super::ghosts::{EvictedGhosts, GHOSTS_PER_BLOCK};
-use super::policy::Eviction;
-use super::residents::{RankedLeaves, RankedResidents};
-use crate::reuse::ReuseModel;
-use crate::seam::{Access, BlockId, Forest};
+use super::residents::{
+    EvictedGhosts, GHOSTS_PER_BLOCK, RankedLeaves, RankedPolicy, RankedResidents,
+};
+use crate::seam::{BlockId, Forest};
 
 /// Evicts the leaf whose last use but one is the longest ago. Those used once come first, the least
 /// recent of them first. (E. O'Neil, P. O'Neil, G. Weikum, "The LRU-K page replacement algorithm
@@ -23,7 +22,7 @@ pub struct Lru2 {
 }
 
 #[derive(Debug)]
-struct LastTwo {
+pub(super) struct LastTwo {
     /// Stamp of the last use but one; 0 if there is none.
     previous: u64,
     last: u64,
@@ -49,35 +48,28 @@ impl Lru2 {
     }
 }
 
-impl Eviction for Lru2 {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
-        for block in self.blocks.path(access, forest) {
-            let last = self.blocks.stamp();
-            let state = match self.blocks.state(block) {
-                Some(known) => LastTwo { previous: known.last, last, key: known.key },
-                None => {
-                    let key = forest.key(block);
-                    // 0 is below any stamp: what was used once goes before all that was used twice.
-                    LastTwo { previous: self.ghosts.take(key).unwrap_or(0), last, key }
-                }
-            };
-            self.blocks.set(block, state);
-        }
-        self.blocks.offer(access.deepest);
+impl RankedPolicy for Lru2 {
+    type Block = LastTwo;
+
+    fn blocks(&mut self) -> &mut RankedResidents<LastTwo> {
+        &mut self.blocks
     }
 
-    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
-        if let Some(gone) = self.blocks.remove(block, exposed) {
-            self.ghosts.insert(gone.key, gone.last);
-            self.ghosts.truncate(self.max_ghosts);
-        }
+    fn used(&mut self, block: BlockId, forest: &dyn Forest) {
+        let last = self.blocks.stamp();
+        let state = match self.blocks.state(block) {
+            Some(known) => LastTwo { previous: known.last, last, key: known.key },
+            None => {
+                let key = forest.key(block);
+                // 0 is below any stamp: what was used once goes before all that was used twice.
+                LastTwo { previous: self.ghosts.take(key).unwrap_or(0), last, key }
+            }
+        };
+        self.blocks.set(block, state);
     }
 
-    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
-        self.blocks.lowest(.., forest)
-    }
-
-    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
-        self.blocks.offer(block);
+    fn left(&mut self, _block: BlockId, known: LastTwo) {
+        self.ghosts.insert(known.key, known.last);
+        self.ghosts.truncate(self.max_ghosts);
     }
 }

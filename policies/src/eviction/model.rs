@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 
-use super::policy::Eviction;
+use super::Eviction;
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest, Hints, RequestId, Standing};
 

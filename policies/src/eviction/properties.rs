@@ -2,12 +2,9 @@
 
 use proptest::prelude::*;
 
-use super::kind::EvictionKind;
 use super::model::{Op, Tree, ops};
-use super::policy::Eviction;
-use crate::seam::{Access, BlockId, Forest, Hints, RequestId, Standing};
-
-use crate::tier_policies::TierPolicies;
+use super::{Eviction, EvictionKind};
+use crate::seam::{Access, BlockId, Forest, Hints, RequestId, Standing, TierPolicies};
 
 const CAPACITY: u32 = 8;
 

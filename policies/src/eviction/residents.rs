@@ -1,10 +1,16 @@
-//! What a policy knows of each block of a tier, with the leaves sorted by rank.
+//! What policies know of the blocks of a tier: of those that are there, with the leaves sorted by
+//! rank, their order of age, and what is remembered of those that have left.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
 use std::iter::successors;
 use std::ops::RangeBounds;
 
+use lru::LruCache;
+
+use super::Eviction;
+use crate::gradual::ChunkedVec;
+use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest, PREPARED_BLOCKS, RequestId, Standing};
 
 /// What a policy knows of one block.
@@ -13,6 +19,51 @@ pub(super) trait RankedLeaves: Debug {
     type Rank: Ord + Copy + Debug;
 
     fn rank(&self) -> Self::Rank;
+}
+
+/// A policy that ranks leaves by what it knows of each block alone.
+pub(super) trait RankedPolicy: Send + Debug {
+    type Block: RankedLeaves;
+
+    fn blocks(&mut self) -> &mut RankedResidents<Self::Block>;
+
+    /// A request used `block`. It tells each block of its path, from the deepest up.
+    fn used(&mut self, block: BlockId, forest: &dyn Forest);
+
+    /// All of the path was told.
+    fn path_used(&mut self) {}
+
+    /// `block` left the tier.
+    fn left(&mut self, _block: BlockId, _known: Self::Block) {}
+
+    /// The leaf to evict next.
+    fn choose(&mut self, forest: &dyn Forest) -> Option<BlockId> {
+        self.blocks().lowest(.., forest)
+    }
+}
+
+impl<P: RankedPolicy> Eviction for P {
+    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
+        for block in self.blocks().path(access, forest) {
+            self.used(block, forest);
+        }
+        self.path_used();
+        self.blocks().offer(access.deepest);
+    }
+
+    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
+        if let Some(known) = self.blocks().remove(block, exposed) {
+            self.left(block, known);
+        }
+    }
+
+    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
+        self.choose(forest)
+    }
+
+    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
+        self.blocks().offer(block);
+    }
 }
 
 /// The blocks of a tier, each with a `T`, and its leaves in order of rank.
@@ -147,15 +198,132 @@ impl<T: RankedLeaves> RankedResidents<T> {
     }
 }
 
+/// A doubly linked ring of blocks from oldest to newest, indexed by block id. Every operation is
+/// O(1), a block costs 8 bytes.
+pub(super) struct AgeList {
+    /// `links[0]` is the ring's joint: its `newer` is the oldest block and its `older` the newest
+    /// one. Block `b` is at `b + 1`.
+    links: ChunkedVec<AgeLink>,
+}
+
+#[derive(Clone, Copy)]
+struct AgeLink {
+    older: u32,
+    newer: u32,
+}
+
+// It stands at both ends: no link has to ask whether it is the first or the last.
+const JOINT: u32 = 0;
+const UNLINKED: AgeLink = AgeLink { older: u32::MAX, newer: u32::MAX };
+
+impl AgeList {
+    pub(super) fn contains(&self, block: BlockId) -> bool {
+        self.links.get(position(block) as usize).is_some_and(|link| link.newer != UNLINKED.newer)
+    }
+
+    pub(super) fn oldest(&self) -> Option<BlockId> {
+        self.links[JOINT as usize].newer.checked_sub(1).map(BlockId)
+    }
+
+    pub(super) fn push_oldest(&mut self, block: BlockId) {
+        self.link(JOINT, position(block));
+    }
+
+    pub(super) fn push_newest(&mut self, block: BlockId) {
+        self.link(self.links[JOINT as usize].older, position(block));
+    }
+
+    /// Links `block` as the one just younger than `older`, which is linked.
+    pub(super) fn insert_after(&mut self, older: BlockId, block: BlockId) {
+        self.link(position(older), position(block));
+    }
+
+    /// Does nothing where `block` is not linked.
+    pub(super) fn unlink(&mut self, block: BlockId) {
+        if self.contains(block) {
+            let at = position(block) as usize;
+            let AgeLink { older, newer } = std::mem::replace(&mut self.links[at], UNLINKED);
+            self.links[older as usize].newer = newer;
+            self.links[newer as usize].older = older;
+        }
+    }
+
+    /// Links position `at`, which is not linked, just after `older`.
+    fn link(&mut self, older: u32, at: u32) {
+        let newer = std::mem::replace(&mut self.links[older as usize].newer, at);
+        *self.links.reach(at as usize, UNLINKED) = AgeLink { older, newer };
+        self.links[newer as usize].older = at;
+    }
+}
+
+fn position(block: BlockId) -> u32 {
+    block.0 + 1
+}
+
+impl Default for AgeList {
+    fn default() -> Self {
+        let mut links = ChunkedVec::default();
+        links.push(AgeLink { older: JOINT, newer: JOINT });
+        Self { links }
+    }
+}
+
+impl fmt::Debug for AgeList {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AgeList").field("oldest", &self.oldest()).finish_non_exhaustive()
+    }
+}
+
+/// As many ghosts for each block of the tier serve the policies that measure long gaps: with fewer
+/// they lose a point or more where the tier is small, with more they gain nothing.
+pub(super) const GHOSTS_PER_BLOCK: usize = 4;
+
+/// Blocks that have left, by content, the first to leave forgotten first. 50 to 90 bytes each, by
+/// `V`.
+///
+/// Without a bound of its own: `arc` and `s3fifo` move theirs with every use.
+#[derive(Debug)]
+pub(super) struct EvictedGhosts<V>(LruCache<u64, V>);
+
+impl<V> EvictedGhosts<V> {
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Remembers `memory` of the block of content `key`, which left just now.
+    pub(super) fn insert(&mut self, key: u64, memory: V) {
+        self.0.put(key, memory);
+    }
+
+    /// Forgets the block of content `key`, which is back. Returns what was remembered.
+    pub(super) fn take(&mut self, key: u64) -> Option<V> {
+        self.0.pop(&key)
+    }
+
+    /// Forgets the oldest, so that no more than `len` remain.
+    pub(super) fn truncate(&mut self, len: usize) {
+        while self.0.len() > len {
+            self.0.pop_lru();
+        }
+    }
+}
+
+impl<V> Default for EvictedGhosts<V> {
+    fn default() -> Self {
+        Self(LruCache::unbounded())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
 
     use proptest::prelude::*;
 
-    use super::*;
     use crate::seam::Hints;
     use crate::testing::Line;
+
+    use super::*;
 
     const LINE: Line = Line(Standing::Busy);
 
@@ -223,6 +391,77 @@ mod tests {
                 let lowest = evictable.min_by_key(|&(_, stamp)| stamp).map(|(&block, _)| BlockId(block));
                 prop_assert_eq!(residents.lowest(.., &OddAreBusy), lowest);
                 prop_assert!(residents.leaves.len() <= expected.len());
+            }
+        }
+    }
+
+    fn drain(list: &mut AgeList) -> Vec<u32> {
+        std::iter::from_fn(|| {
+            let block = list.oldest()?;
+            list.unlink(block);
+            Some(block.0)
+        })
+        .collect()
+    }
+
+    proptest! {
+        #[test]
+        fn the_list_behaves_like_a_vec(moves in prop::collection::vec((0_u32..12, 0_u32..3), 0..60)) {
+            let mut list = AgeList::default();
+            let mut expected = Vec::new();
+            for (block, end) in moves {
+                prop_assert_eq!(list.contains(BlockId(block)), expected.contains(&block));
+                list.unlink(BlockId(block));
+                expected.retain(|&other| other != block);
+                match end {
+                    0 => {
+                        list.push_oldest(BlockId(block));
+                        expected.insert(0, block);
+                    }
+                    1 => {
+                        list.push_newest(BlockId(block));
+                        expected.push(block);
+                    }
+                    _ => {}
+                }
+            }
+            prop_assert_eq!(drain(&mut list), expected);
+        }
+    }
+
+    #[test]
+    fn a_block_inserted_after_another_leaves_right_after_it() {
+        let mut list = AgeList::default();
+        list.push_newest(BlockId(0));
+        list.push_newest(BlockId(1));
+        list.insert_after(BlockId(0), BlockId(2));
+        assert_eq!(drain(&mut list), [0, 2, 1]);
+    }
+
+    #[test]
+    fn a_block_costs_eight_bytes() {
+        assert_eq!(size_of::<AgeLink>(), 8);
+    }
+
+    proptest! {
+        #[test]
+        fn ghosts_behave_like_a_vec(moves in prop::collection::vec((0_u64..12, any::<bool>()), 0..300)) {
+            let mut ghosts = EvictedGhosts::default();
+            let mut expected: Vec<(u64, usize)> = Vec::new();
+            for (now, (key, leaves)) in moves.into_iter().enumerate() {
+                let known = expected.iter().position(|&(other, _)| other == key).map(|at| expected.remove(at).1);
+                if leaves {
+                    ghosts.insert(key, now);
+                    expected.push((key, now));
+                } else {
+                    prop_assert_eq!(ghosts.take(key), known);
+                }
+                ghosts.truncate(8);
+                expected.drain(..expected.len().saturating_sub(8));
+                prop_assert_eq!(ghosts.len(), expected.len());
+            }
+            for (key, now) in expected {
+                prop_assert_eq!(ghosts.take(key), Some(now));
             }
         }
     }

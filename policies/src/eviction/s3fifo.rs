@@ -1,18 +1,14 @@
 //! S3-FIFO: three static queues, leaves only.
 
-use super::age_list::AgeList;
-use super::ghosts::EvictedGhosts;
-use super::policy::Eviction;
-use super::residents::{RankedLeaves, RankedResidents};
-use crate::reuse::ReuseModel;
-use crate::seam::{Access, BlockId, Forest, Standing};
+use super::residents::{AgeList, EvictedGhosts, RankedLeaves, RankedPolicy, RankedResidents};
+use crate::seam::{BlockId, Forest, Standing};
 
 /// New blocks pass through a small queue of a tenth of the tier. Those used more than once
 /// meanwhile, and those that left it not long ago, go to the main queue, which gives a used block
 /// another round. (J. Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.)
 ///
 /// Leaf-first: a block that may not leave counts as used when it comes to the head of a queue, for
-/// it is. To bound a search, the oldest leaf goes after 4,096 blocks were passed over in vain.
+/// it is. To bound a search, the oldest leaf goes after 1,024 blocks were passed over in vain.
 ///
 /// O(path) a request and O(1) moves a victim as a rule. 48 bytes a block and about 60 a ghost, of
 /// which there are at most nine for ten blocks.
@@ -33,7 +29,7 @@ const MAX_PASSES: usize = 1_024;
 const MAX_USES: u8 = 3;
 
 #[derive(Clone, Copy, Debug)]
-struct S3FifoBlock {
+pub(super) struct S3FifoBlock {
     is_main: bool,
     stamp: u64,
     /// Uses since it entered or was last passed over, up to [`MAX_USES`].
@@ -107,30 +103,32 @@ impl S3Fifo {
     }
 }
 
-impl Eviction for S3Fifo {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
-        for block in self.blocks.path(access, forest) {
-            let place = match self.blocks.state(block) {
-                Some(known) => S3FifoBlock { uses: MAX_USES.min(known.uses + 1), ..*known },
-                None => self.enter(block, forest.key(block)),
-            };
-            self.blocks.set(block, place);
-        }
-        self.blocks.offer(access.deepest);
+impl RankedPolicy for S3Fifo {
+    type Block = S3FifoBlock;
+
+    fn blocks(&mut self) -> &mut RankedResidents<S3FifoBlock> {
+        &mut self.blocks
     }
 
-    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
-        let Some(gone) = self.blocks.remove(block, exposed) else { return };
-        self.unlink(block, gone.is_main);
-        if !gone.is_main {
+    fn used(&mut self, block: BlockId, forest: &dyn Forest) {
+        let place = match self.blocks.state(block) {
+            Some(known) => S3FifoBlock { uses: MAX_USES.min(known.uses + 1), ..*known },
+            None => self.enter(block, forest.key(block)),
+        };
+        self.blocks.set(block, place);
+    }
+
+    fn left(&mut self, block: BlockId, known: S3FifoBlock) {
+        self.unlink(block, known.is_main);
+        if !known.is_main {
             // Of the small queue alone, as in the paper: a ghost that returns says that it was too
             // short.
-            self.ghosts.insert(gone.key, ());
+            self.ghosts.insert(known.key, ());
             self.ghosts.truncate(self.capacity - self.capacity / 10);
         }
     }
 
-    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
+    fn choose(&mut self, forest: &dyn Forest) -> Option<BlockId> {
         for _ in 0..MAX_PASSES {
             let head = self.head().filter(|_| forest.may_look())?;
             let place = *self.blocks.state(head)?;
@@ -143,9 +141,5 @@ impl Eviction for S3Fifo {
             self.pass_over(head, place, standing);
         }
         self.blocks.lowest(.., forest)
-    }
-
-    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
-        self.blocks.offer(block);
     }
 }

@@ -1,9 +1,7 @@
 //! SIEVE: one queue and a hand, leaves only.
 
-use super::policy::Eviction;
-use super::residents::{RankedLeaves, RankedResidents};
-use crate::reuse::ReuseModel;
-use crate::seam::{Access, BlockId, Forest};
+use super::residents::{RankedLeaves, RankedPolicy, RankedResidents};
+use crate::seam::{BlockId, Forest};
 
 /// A hand moves from the oldest block to the youngest, clears the mark of those used since it last
 /// came by and evicts the first without one. (Y. Zhang et al., "SIEVE is simpler than LRU: an
@@ -20,7 +18,7 @@ pub struct Sieve {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct SieveBlock {
+pub(super) struct SieveBlock {
     stamp: u64,
     is_used: bool,
 }
@@ -40,23 +38,22 @@ impl Sieve {
     }
 }
 
-impl Eviction for Sieve {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
-        for block in self.blocks.path(access, forest) {
-            let place = match self.blocks.state(block) {
-                Some(known) => SieveBlock { is_used: true, ..*known },
-                None => SieveBlock { stamp: self.blocks.stamp(), is_used: false },
-            };
-            self.blocks.set(block, place);
-        }
-        self.blocks.offer(access.deepest);
+impl RankedPolicy for Sieve {
+    type Block = SieveBlock;
+
+    fn blocks(&mut self) -> &mut RankedResidents<SieveBlock> {
+        &mut self.blocks
     }
 
-    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
-        self.blocks.remove(block, exposed);
+    fn used(&mut self, block: BlockId, _forest: &dyn Forest) {
+        let place = match self.blocks.state(block) {
+            Some(known) => SieveBlock { is_used: true, ..*known },
+            None => SieveBlock { stamp: self.blocks.stamp(), is_used: false },
+        };
+        self.blocks.set(block, place);
     }
 
-    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
+    fn choose(&mut self, forest: &dyn Forest) -> Option<BlockId> {
         loop {
             // Behind the youngest, the hand begins again at the oldest.
             let ahead = self.blocks.lowest(self.hand.., forest);
@@ -72,9 +69,5 @@ impl Eviction for Sieve {
             self.blocks.set(block, SieveBlock { is_used: false, ..place });
             self.blocks.offer(block);
         }
-    }
-
-    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
-        self.blocks.offer(block);
     }
 }

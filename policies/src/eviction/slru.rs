@@ -1,10 +1,7 @@
 //! Segmented LRU, leaves only.
 
-use super::age_list::AgeList;
-use super::policy::Eviction;
-use super::residents::{RankedLeaves, RankedResidents};
-use crate::reuse::ReuseModel;
-use crate::seam::{Access, BlockId, Forest};
+use super::residents::{AgeList, RankedLeaves, RankedPolicy, RankedResidents};
+use crate::seam::{BlockId, Forest};
 
 /// Keeps four fifths of the tier for blocks used again: they are protected until that many were
 /// used later, then they stand behind the new ones. (R. Karedla, J. Love, B. Wherry, "Caching
@@ -22,7 +19,7 @@ pub struct Slru {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct SlruBlock {
+pub(super) struct SlruBlock {
     is_protected: bool,
     stamp: u64,
 }
@@ -60,8 +57,25 @@ impl Slru {
         self.protected.push_newest(block);
         self.place(block, true);
     }
+}
 
-    fn expose_surplus(&mut self) {
+impl RankedPolicy for Slru {
+    type Block = SlruBlock;
+
+    fn blocks(&mut self) -> &mut RankedResidents<SlruBlock> {
+        &mut self.blocks
+    }
+
+    fn used(&mut self, block: BlockId, _forest: &dyn Forest) {
+        match self.blocks.state(block) {
+            Some(_) => self.protect(block),
+            None => self.place(block, false),
+        }
+    }
+
+    fn path_used(&mut self) {
+        // A path that is longer than the room exposes its own tail: it was protected from the
+        // deepest block up.
         while self.protected_len > self.protected_room {
             let Some(oldest) = self.protected.oldest() else { return };
             self.protected.unlink(oldest);
@@ -70,34 +84,11 @@ impl Slru {
             self.blocks.offer(oldest);
         }
     }
-}
 
-impl Eviction for Slru {
-    fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
-        for block in self.blocks.path(access, forest) {
-            match self.blocks.state(block) {
-                Some(_) => self.protect(block),
-                None => self.place(block, false),
-            }
-        }
-        // A path that is longer than the room exposes its own tail: it was protected from the
-        // deepest block up.
-        self.expose_surplus();
-        self.blocks.offer(access.deepest);
-    }
-
-    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
-        if self.blocks.remove(block, exposed).is_some_and(|gone| gone.is_protected) {
+    fn left(&mut self, block: BlockId, known: SlruBlock) {
+        if known.is_protected {
             self.protected.unlink(block);
             self.protected_len -= 1;
         }
-    }
-
-    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
-        self.blocks.lowest(.., forest)
-    }
-
-    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
-        self.blocks.offer(block);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
-use super::policy::Eviction;
+use super::Eviction;
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest, Standing};
 
@@ -312,11 +312,12 @@ impl Eviction for Tenants {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::kind::EvictionKind;
-    use super::super::model::{Op, Tree, ops};
-    use super::*;
+    use crate::eviction::EvictionKind;
+    use crate::eviction::model::{Op, Tree, ops};
     use crate::seam::{Hints, RequestId};
     use crate::testing::Loose;
+
+    use super::*;
 
     const KINDS: [EvictionKind; 4] =
         [EvictionKind::Lru, EvictionKind::Hazard, EvictionKind::Arc, EvictionKind::Sieve];

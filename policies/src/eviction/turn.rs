@@ -3,9 +3,8 @@
 use std::collections::VecDeque;
 use std::iter::successors;
 
-use super::ghosts::{EvictedGhosts, GHOSTS_PER_BLOCK};
-use super::policy::Eviction;
-use super::residents::{RankedLeaves, RankedResidents};
+use super::Eviction;
+use super::residents::{EvictedGhosts, GHOSTS_PER_BLOCK, RankedLeaves, RankedResidents};
 use crate::reuse::ReuseModel;
 use crate::seam::{Access, BlockId, Forest, RequestId};
 
@@ -276,9 +275,10 @@ impl TurnGaps {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::seam::{Hints, RequestId, Standing};
     use crate::testing::Line;
+
+    use super::*;
 
     /// One conversation: a block is its position.
     const LINE: Line = Line(Standing::Evictable);

@@ -4,14 +4,14 @@
 //! that leaves one begins a path of its own. A use costs time in proportion to the paths and
 //! segments that it changes and the blocks that it adds.
 
+use super::LastUse;
 use super::factors::{self, ReuseProfile};
-use super::fit::{AgeBucket, LifeRecord};
-use super::ghosts::{GHOST_MS, GhostExpiry, PathGhosts, tag};
-use super::ids::{NodeId, PathId, UseId};
-use super::last_use::LastUse;
-use super::path::{PathSegment, RadixPath};
+use super::hazard::{AgeBucket, LifeRecord};
+use super::path::{
+    GHOST_MS, GhostExpiry, NodeId, PathGhosts, PathId, PathSegment, RadixPath, UseId, tag,
+};
 use super::uses::{RequestUse, UseCounts};
-use crate::chunked::ChunkedVec;
+use crate::gradual::ChunkedVec;
 use crate::seam::{Access, BlockId, Ended, Forest};
 
 /// Ghosts that one call forgets at most, besides two for each block that it adds: some 50 µs. What

@@ -3,44 +3,32 @@
 //! | module | holds |
 //! |---|---|
 //! | `known` | the known blocks: what was used together, when, by whom, how often |
-//! | `path` | radix paths and their segments |
-//! | `counts` | reuse counts along a path |
-//! | `uses`, `last_use` | requests' uses |
-//! | `ghosts` | blocks that have left and may return |
+//! | `path` | radix paths: their segments, reuse counts, and blocks that have left and may return |
+//! | `uses` | requests' uses |
 //! | `factors` | what is known about a segment, in small numbers |
-//! | `fit` | the hazard and how it is learned |
-//! | `records`, `learning` | what it is learned from, and when |
-//! | `rank` | the Gittins index and the probability of a return |
+//! | `hazard` | the hazard, how it is learned, the Gittins index and the probability of a return |
+//! | `learning` | what it is learned from, and when |
 
-mod counts;
 mod factors;
-mod fit;
-mod ghosts;
-mod ids;
+mod hazard;
 mod known;
-mod last_use;
 mod learning;
 mod path;
-mod rank;
-mod records;
-mod sharded;
 #[cfg(test)]
 mod tests;
 mod uses;
 
+pub(crate) use hazard::TailRank;
+pub(crate) use path::PathId;
+
 use std::fmt;
 use std::sync::Arc;
 
-use self::fit::HazardModel;
-use self::ghosts::GHOST_MS;
-pub(crate) use self::ids::PathId;
+use self::hazard::{FreshRanks, HazardModel};
 use self::known::{BlockState, KnownBlocks};
-pub use self::last_use::LastUse;
-use self::learning::FitSchedule;
-use self::rank::FreshRanks;
-pub(crate) use self::rank::TailRank;
-use self::records::LifeRecords;
-use crate::seam::{Access, BlockId, Ended, Forest, Upkeep};
+use self::learning::{FitSchedule, LifeRecords};
+use self::path::GHOST_MS;
+use crate::seam::{Access, BlockId, Ended, Forest, Hints, RequestId, Upkeep};
 
 /// A block is worth the probability that it is used within these milliseconds. The model knows
 /// little of blocks unused for longer than [`GHOST_MS`], and few are half that old when they leave.
@@ -155,7 +143,7 @@ impl ReuseModel {
             _ if will_not_return => TailRank::WORTHLESS,
             _ if !self.has_learned => TailRank::by_age(touched),
             0 => TailRank::by_worth(self.fresh_ranks.rank(&self.model, profile)),
-            _ => TailRank::by_worth(rank::gittins(&self.model, profile, age_ms)),
+            _ => TailRank::by_worth(self.model.gittins(profile, age_ms)),
         })
     }
 
@@ -172,7 +160,7 @@ impl ReuseModel {
         if state.will_not_return {
             return 0.0;
         }
-        rank::return_chance(&self.model, state.profile, state.age_ms, RETURN_HORIZON_MS)
+        self.model.return_chance(state.profile, state.age_ms, RETURN_HORIZON_MS)
     }
 
     /// Which request used `block` last, the last one of a path of `depth` blocks. `None`: unknown.
@@ -192,4 +180,13 @@ impl fmt::Debug for ReuseModel {
             .field("requests", &self.learning.requests())
             .finish_non_exhaustive()
     }
+}
+
+/// Whose use of a block was the last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LastUse {
+    /// The request, if it had a name.
+    pub request: Option<RequestId>,
+    /// What was said about it.
+    pub hints: Hints,
 }

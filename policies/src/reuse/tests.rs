@@ -2,14 +2,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use proptest::prelude::*;
 
-use super::fit::LifeRecord;
+use super::hazard::LifeRecord;
 use super::*;
 use crate::eviction::model::{Tree, ops};
 use crate::eviction::{Eviction, EvictionKind, Hazard};
-use crate::seam::{Ended, Hints, RequestId, Standing};
+use crate::seam::{Ended, Hints, RequestId, Standing, TierPolicies};
 use crate::simulation::single::simulate;
 use crate::simulation::workload::{BLOCK_TOKENS, Request, Workload};
-use crate::tier_policies::TierPolicies;
 
 fn hazard(capacity: u32) -> TierPolicies {
     TierPolicies::new(EvictionKind::Hazard.build(capacity), None)

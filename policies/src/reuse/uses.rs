@@ -1,9 +1,8 @@
 //! Requests' uses of a tier.
 
 use super::factors::{self, BlockTraits};
-use super::ids::{PathId, UseId};
-use super::sharded::ShardedMap;
-use crate::chunked::ChunkedVec;
+use super::path::{PathId, UseId};
+use crate::gradual::{ChunkedVec, ShardedMap};
 use crate::seam::{Access, Hints, RequestId};
 
 /// One request's use, for as long as a segment of it is left. 72 bytes.

@@ -9,11 +9,10 @@
 
 use std::collections::{HashMap, HashSet};
 
+use super::single::{ChainSource, Outcome, Policy};
+use super::workload::{BLOCK_TOKENS, Request, Workload};
 use crate::miss_ratio::MissRatio;
 use crate::sample::Sample;
-use crate::simulation::single::{Outcome, Policy};
-use crate::simulation::tier::ChainSource;
-use crate::simulation::workload::{BLOCK_TOKENS, Request, Workload};
 
 /// A block is left out if one request in this number begins with it.
 // Rarer than hot blocks of the curve, for these are not measured but taken for resident.
@@ -183,8 +182,9 @@ impl Miniature {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::eviction::EvictionKind;
+
+    use super::*;
 
     fn request(chain: u64, blocks: u64) -> Request {
         let hash_ids = (0..blocks).map(|at| if at == 0 { 1 } else { chain << 16 | at }).collect();

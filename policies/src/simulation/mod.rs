@@ -5,16 +5,12 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`workload`] | the requests of a trace, as paths through one forest of blocks |
-//! | [`running`] | requests that have not ended: their output length is not known yet |
+//! | [`workload`] | the requests of a trace, as paths through one forest of blocks; when each ends |
 //! | [`single`] | one tier, one workload, one policy: the token hit rate |
 //! | [`hierarchy`] | several tiers, one below another: hits in each, blocks written to each |
 //! | [`miniature`] | a workload on a smaller scale |
 
 pub mod hierarchy;
 pub mod miniature;
-pub mod running;
 pub mod single;
-pub(crate) mod stages;
-pub(crate) mod tier;
 pub mod workload;

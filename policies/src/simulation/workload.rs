@@ -1,10 +1,11 @@
-//! The requests of a trace, as paths through one forest of blocks.
+//! The requests of a trace, as paths through one forest of blocks, and when each of them ends.
 
-use std::collections::HashMap;
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
 
+use super::single::ChainSource;
 use crate::eviction::belady::NEVER;
-use crate::seam::BlockId;
-use crate::simulation::tier::ChainSource;
+use crate::seam::{BlockId, Ended, RequestId};
 
 /// Tokens in a block of a Mooncake trace.
 pub const BLOCK_TOKENS: u32 = 512;
@@ -137,6 +138,34 @@ impl<'r> FromIterator<&'r Request> for Workload {
     }
 }
 
+/// From a request's arrival to its first token, in milliseconds.
+// These two are those of the published figures, so that ours compare with them.
+pub const FIRST_TOKEN_MS: u64 = 500;
+/// From one generated token to the next, in milliseconds.
+pub const TOKEN_MS: u64 = 20;
+
+/// The requests that have not ended, by the time when they will: [`FIRST_TOKEN_MS`] after their
+/// arrival and [`TOKEN_MS`] for each generated token later.
+#[derive(Debug, Default)]
+pub struct Running(BinaryHeap<Reverse<(u64, RequestId, u32)>>);
+
+impl Running {
+    /// `request` arrives at `now_ms` and will generate `output_tokens`.
+    pub fn start(&mut self, request: RequestId, now_ms: u64, output_tokens: u32) {
+        let end_ms = now_ms
+            .saturating_add(FIRST_TOKEN_MS)
+            .saturating_add(TOKEN_MS * u64::from(output_tokens));
+        self.0.push(Reverse((end_ms, request, output_tokens)));
+    }
+
+    /// The next request that has ended by `now_ms`, each once, in the order of their ends.
+    pub fn next_ended(&mut self, now_ms: u64) -> Option<Ended> {
+        self.0.peek().filter(|&&Reverse((end_ms, ..))| end_ms <= now_ms)?;
+        let Reverse((at_ms, request, output_tokens)) = self.0.pop()?;
+        Some(Ended { request, output_tokens, will_not_return: false, at_ms })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -171,5 +200,24 @@ mod tests {
             [request(1024, &[1, 2]), request(5, &[9]), request(512, &[1]), request(1024, &[1, 2])];
         let workload: Workload = requests.iter().collect();
         assert_eq!(workload.next_uses(), [vec![1, 2], vec![2], vec![NEVER, NEVER]]);
+    }
+
+    #[test]
+    fn requests_end_in_order_and_not_before_their_ends() {
+        let mut running = Running::default();
+        running.start(RequestId(1), 0, 100);
+        running.start(RequestId(2), 10, 1);
+        assert_eq!(running.next_ended(529), None);
+        let ended = |request, output_tokens, at_ms| {
+            Some(Ended {
+                request: RequestId(request),
+                output_tokens,
+                will_not_return: false,
+                at_ms,
+            })
+        };
+        assert_eq!(running.next_ended(2_500), ended(2, 1, 530));
+        assert_eq!(running.next_ended(2_500), ended(1, 100, 2_500));
+        assert_eq!(running.next_ended(u64::MAX), None);
     }
 }

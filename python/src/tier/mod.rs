@@ -26,9 +26,8 @@ use self::jobs::{Finished, Jobs, Transfer, Way};
 use self::opening::Identity;
 use self::requests::{Chunks, Held, Requests, Salt};
 use crate::errors::classes;
-use crate::opened::opened;
+use crate::observe::{Samples, opened, samples};
 use crate::settings::Settings;
-use crate::stats::{Samples, samples};
 
 pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Tier>()

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::errors::{classes, of_manager};
-use crate::requests::vllm_request_numbers;
+use crate::names::vllm_request_numbers;
 
 /// How many tokens a chunk of each cache group has, since the ends of keys are told in tokens, and
 /// how many chunks the primary tier has.

@@ -13,7 +13,7 @@ use kvbm_settings::{AdmissionMode, Capacity, EvictionKind, Settings, WriteBudget
 use kvbm_tiers::chaos::{Chaos, Direction, Episode, Kind, Medium, Schedule};
 use serde::Serialize;
 
-use crate::failure::CommandFailure;
+use crate::output::CommandFailure;
 
 /// Prompts of a phase.
 const PROMPTS: u64 = 12;

@@ -9,7 +9,7 @@ use kvbm_settings::Settings;
 use kvbm_tiers::clock;
 use tokio::runtime::Runtime;
 
-use crate::failure::CommandFailure;
+use crate::output::CommandFailure;
 use crate::pattern::BlockPattern;
 
 /// Blocks of a chain: as many as a prompt of 4,096 tokens has.

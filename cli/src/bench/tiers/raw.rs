@@ -1,18 +1,18 @@
 //! The other side: memory, files and objects without a manager.
 
+#[cfg(feature = "nixl")]
+use kvbm_tiers::nixl::Direction;
+#[cfg(feature = "nixl")]
+use kvbm_tiers::nixl::raw::{Caller, RawNixl};
+
 use std::fs::File;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use kvbm_settings::Settings;
-use kvbm_tiers::clock;
-#[cfg(feature = "nixl")]
-use kvbm_tiers::nixl::Direction;
-#[cfg(feature = "nixl")]
-use kvbm_tiers::nixl::raw::{Caller, RawNixl};
 use kvbm_tiers::raw::{RawCopy, RawRing};
-use kvbm_tiers::{DiskOptions, DramOptions, Geometry, SetupError};
+use kvbm_tiers::{DiskOptions, DramOptions, Geometry, SetupError, clock};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{ObjectStoreExt, PutPayload};
@@ -20,8 +20,8 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinSet;
 use url::Url;
 
-use super::bottom::Bottom;
-use crate::failure::{CommandFailure, with_causes};
+use super::Bottom;
+use crate::output::{CommandFailure, with_causes};
 
 /// The raw medium of a contest.
 #[derive(Debug)]

@@ -12,12 +12,13 @@ use kvbm_policies::{BLOCK_TOKENS, EvictionKind, Policy};
 use tempfile::NamedTempFile;
 
 use self::chart::{ChartBar, ChartLine, ChartLines, UprightLine};
-use super::outcome::{MissCurve, OutcomeRow, PlanOutcome};
-use super::text::{self, amount, capacity, duration, gain_points, gain_seconds, more, rate};
+use super::outcome::{
+    self, MissCurve, OutcomeRow, PlanOutcome, amount, capacity, duration, gain_points,
+    gain_seconds, more, rate,
+};
 use super::tiers::{BitsStaircase, TierStep};
 use super::what_if::{TierWhatIf, WhatIf, WhatIfPoint};
-use crate::failure::CommandFailure;
-use crate::output;
+use crate::output::{self, CommandFailure};
 
 const TEMPLATE: &str = include_str!("page.html");
 
@@ -350,7 +351,7 @@ fn what_if(what_if: &WhatIf) -> String {
              time to the first token {:.2} s. {}",
             rate(what_if.token_hit_rate),
             what_if.mean_ttft_seconds,
-            text::assumptions(what_if)
+            outcome::assumptions(what_if)
         ),
         &format!("<div class=\"tiers\">{tiers}</div>"),
     )
@@ -399,7 +400,8 @@ fn what_if_picture(tier: &TierWhatIf, y_title: &str, y: impl Fn(&WhatIfPoint) ->
 mod tests {
     use clap::Parser;
 
-    use super::super::{PlanArgs, plan};
+    use crate::plan::{PlanArgs, plan};
+
     use super::*;
 
     #[derive(Parser)]
