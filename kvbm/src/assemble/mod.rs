@@ -8,7 +8,6 @@ mod nixl;
 mod objects;
 mod policies;
 mod ranks;
-mod report;
 mod sealed;
 
 use std::path::PathBuf;
@@ -31,27 +30,27 @@ use kvbm_tiers::{
 };
 use prometheus::Registry;
 
-use crate::api::device::Device;
+use crate::api::allocation::Device;
 use crate::api::engine_memory::EngineMemory;
-use crate::api::options::{Options, RouteReport};
+use crate::api::manager::{Options, RouteReport};
 use crate::durable::DurableTiers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::metrics::{Metrics, StateGauges, TenantMetrics};
 use crate::names::fingerprint::Fingerprint;
 use crate::scheduler::{Core, Executor, Parts, ScrubOptions, Tuning};
 use crate::table::{Table, TierSpec};
-
-pub(crate) use objects::SharedStore;
-pub(crate) use ranks::{OpenedRank, open_rank};
-pub use report::{GpuReport, NixlReport, PluginReport};
-pub(crate) use sealed::Tenants;
-
 use durable::{KeptTier, NameSeed, NamespaceNames};
 use gpu::GpuTier;
 use nixl::NixlChoice;
 use objects::ObjectTier;
 use ranks::LossHook;
 use sealed::MemoryEnd;
+
+pub use gpu::GpuReport;
+pub use nixl::{NixlReport, PluginReport};
+pub(crate) use objects::SharedStore;
+pub(crate) use ranks::{OpenedRank, open_rank};
+pub(crate) use sealed::Tenants;
 
 // Valid settings must not be refused here: the two leaf crates agree, and the largest tier fits.
 const _: () = assert!(MAX_TIER_BLOCKS == MAX_SLOTS);

@@ -1,14 +1,19 @@
-//! Gauges of the table and the queues, read when the registry is.
+//! What is asked when the registry is read: the table and the queues, ranks, and the client of an object
+//! store, which counts its requests.
 
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 
+use kvbm_tiers::object::{Expense, RequestKind, RequestOutcome, Traffic};
+use kvbm_tiers::ranks::RankRegistry;
 use kvbm_tiers::{Done, Tier};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
-use prometheus::{GaugeVec, IntGauge, IntGaugeVec, Opts};
+use prometheus::{GaugeVec, IntCounterVec, IntGauge, IntGaugeVec, Opts};
 
-use crate::observe::demand::has_limit;
+use super::catch_up;
+use crate::observe::requests::has_limit;
 use crate::scheduler::{Core, StagingCounts};
+use crate::sync::Mutex;
 
 /// Asks a [`Core`] for its state at each scrape. Shows the last state after the core is gone.
 pub(crate) struct StateGauges {
@@ -249,5 +254,104 @@ impl Collector for StateGauges {
             self.update(&core);
         }
         self.all().flat_map(Collector::collect).collect()
+    }
+}
+
+/// One gauge for each rank. Shows the last state after the leader is gone.
+pub(crate) struct RankGauges {
+    roll_call: RankRegistry,
+    up: IntGaugeVec,
+}
+
+impl RankGauges {
+    pub(crate) fn new(roll_call: RankRegistry) -> prometheus::Result<Self> {
+        let up = IntGaugeVec::new(
+            Opts::new("kvbm_rank_up", "1 for a rank that is there, 0 for one that is away."),
+            &["rank"],
+        )?;
+        Ok(Self { roll_call, up })
+    }
+}
+
+impl Collector for RankGauges {
+    fn desc(&self) -> Vec<&Desc> {
+        self.up.desc()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        for (rank, is_there) in self.roll_call.present().into_iter().flatten().enumerate() {
+            self.up.with_label_values(&[&rank.to_string()]).set(i64::from(is_there));
+        }
+        self.up.collect()
+    }
+}
+
+/// Counters of one store's requests and bytes.
+pub(crate) struct ObjectTraffic {
+    traffic: Arc<Traffic>,
+    requests: IntCounterVec,
+    bytes: IntCounterVec,
+    refusals: IntCounterVec,
+    left: GaugeVec,
+    // Held while the counters catch up: two scrapes at once would add the same requests twice.
+    turn: Mutex<()>,
+}
+
+impl ObjectTraffic {
+    pub(crate) fn new(traffic: Arc<Traffic>) -> prometheus::Result<Self> {
+        let requests = Opts::new("kvbm_object_requests_total", "Requests to the object store.");
+        let bytes = Opts::new(
+            "kvbm_object_bytes_total",
+            "Bytes of objects sent to the object store and asked of it.",
+        );
+        let refusals = Opts::new(
+            "kvbm_object_budget_refusals_total",
+            "Segments not stored and runs of blocks not read because a budget of the object tier was spent.",
+        );
+        let left = Opts::new(
+            "kvbm_object_budget_left",
+            "Share of a budget of the object tier that is left.",
+        );
+        Ok(Self {
+            traffic,
+            refusals: IntCounterVec::new(refusals, &["budget"])?,
+            left: GaugeVec::new(left, &["budget"])?,
+            requests: IntCounterVec::new(requests, &["request", "outcome"])?,
+            bytes: IntCounterVec::new(bytes, &["direction"])?,
+            turn: Mutex::new(()),
+        })
+    }
+}
+
+impl Collector for ObjectTraffic {
+    fn desc(&self) -> Vec<&Desc> {
+        let counters = self.requests.desc().into_iter().chain(self.bytes.desc());
+        counters.chain(self.refusals.desc()).chain(self.left.desc()).collect()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        let _turn = self.turn.lock();
+        for kind in RequestKind::ALL {
+            for outcome in RequestOutcome::ALL {
+                let now = self.traffic.requests(kind, outcome);
+                if now > 0 {
+                    catch_up(&self.requests.with_label_values(&[kind.name(), outcome.name()]), now);
+                }
+            }
+        }
+        catch_up(&self.bytes.with_label_values(&["sent"]), self.traffic.bytes_sent());
+        catch_up(&self.bytes.with_label_values(&["received"]), self.traffic.bytes_received());
+        for expense in Expense::ALL {
+            // Without a limit there is nothing to watch.
+            if let Some(left) = self.traffic.budget_left(expense) {
+                catch_up(
+                    &self.refusals.with_label_values(&[expense.name()]),
+                    self.traffic.refused(expense),
+                );
+                self.left.with_label_values(&[expense.name()]).set(left);
+            }
+        }
+        let counters = self.requests.collect().into_iter().chain(self.bytes.collect());
+        counters.chain(self.refusals.collect()).chain(self.left.collect()).collect()
     }
 }

@@ -13,7 +13,7 @@ use std::time::Duration;
 use kvbm_tiers::{Fence, Fences, Layers, Tier};
 
 use super::engine::JoinedTransfer;
-use crate::api::layers::LayerCount;
+use crate::api::transfer::LayerCount;
 use crate::task::{CopyTask, TransferId};
 
 /// The order that the batches of a transfer keep.

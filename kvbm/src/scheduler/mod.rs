@@ -84,8 +84,7 @@ use crate::clock::Clock;
 use crate::error::{Error, ErrorKind, Result};
 use crate::metrics::{Metrics, TenantLeases};
 use crate::names::hash::Chain;
-use crate::observe::demand::{DemandSample, has_limit};
-use crate::observe::recent::RecentRequests;
+use crate::observe::requests::{DemandSample, RecentRequests, has_limit};
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};
 use crate::table::{
     Budget, Journal, LeftBlock, Match, Pins, Reply, RequestInfo, Reserved, SaveAgain, SharedTable,

@@ -8,7 +8,7 @@ use kvbm_tiers::{Route, Tier};
 use super::Core;
 use crate::metrics::TenantLeases;
 use crate::names::hash::Chain;
-use crate::observe::recent::RecentRequest;
+use crate::observe::requests::RecentRequest;
 use crate::table::{Match, Miss};
 
 impl Core {
