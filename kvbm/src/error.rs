@@ -52,4 +52,4 @@ impl Error {
 }
 
 /// Result of the block manager.
-pub type Result<T> = std::result::Result<T, Error>;
+pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -51,12 +51,10 @@ mod traces;
 pub use api::admin::Admin;
 pub use api::allocation::Allocation;
 pub use api::blocking;
-pub use api::engine_memory::EngineMemory;
-pub use api::engine_results::{Loaded, Saved, Writers};
+pub use api::engine_memory::{EngineMemory, Loaded, Saved, Writers};
 pub use api::groups::{CacheGroup, CheckpointsSaved, GroupKind, GroupSlots, SaveRequest};
 pub use api::lease::Lease;
-pub use api::manager::{Closing, Manager};
-pub use api::options::{Options, RouteReport};
+pub use api::manager::{Closing, Manager, Options, RouteReport};
 pub use api::rank::{Rank, RankGroup, RankOptions};
 pub use api::transfer::{Transfer, Transferred};
 pub use assemble::{

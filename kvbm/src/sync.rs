@@ -38,7 +38,7 @@ mod counted {
         }
 
         pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
-            crate::table::lock_times::count();
+            crate::table::shared::count();
             self.0.lock()
         }
     }

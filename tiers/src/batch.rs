@@ -1,19 +1,18 @@
 //! Threads that work off batches of copies together.
 
 use std::collections::HashMap;
-use std::fmt;
-use std::io;
 use std::num::NonZeroU16;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{fmt, io};
 
 use crossbeam_channel::Sender;
 use parking_lot::Mutex;
 
+use crate::backend::Layers;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done};
-use crate::fence::Layers;
 use crate::fork::{ProcessBound, ServiceThread};
 
 /// A pool of threads in which every thread takes the next few operations of the oldest batch until

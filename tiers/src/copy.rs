@@ -1,4 +1,4 @@
-//! The vocabulary of data movement: tiers, slots, copy orders and the trait that executes them.
+//! The vocabulary of data movement: tiers, slots, copy orders, and how their ends are reported.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};

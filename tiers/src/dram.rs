@@ -6,7 +6,6 @@
 #![expect(unsafe_code, reason = "maps memory")]
 
 mod file;
-mod mount;
 mod pages;
 
 use std::fs::File;
@@ -29,10 +28,10 @@ use crate::frame::{Frame, FramePool, Loan, PoolId};
 use crate::geometry::Geometry;
 use crate::memory::{Memory, forget_checksum};
 use crate::verify::corrupt;
-
 use file::MemoryFile;
-pub use mount::{Mount, MountKind};
 use pages::{HUGE_PAGE, PageKind, PageMapper, available_memory, huge_bytes, prefault};
+
+pub use file::{Mount, MountKind};
 
 /// What to change when memory in a file cannot be had.
 pub(crate) static SETTINGS: SettingNames = SettingNames {

@@ -43,11 +43,9 @@ pub mod clock;
 pub mod copy;
 #[cfg(feature = "cuda")]
 pub mod cuda;
-pub mod device;
 pub mod disk;
 pub mod dram;
 pub mod error;
-pub mod fence;
 mod files;
 mod fork;
 pub mod frame;
@@ -67,7 +65,6 @@ pub mod ranks;
 #[cfg(any(test, feature = "baselines"))]
 pub mod raw;
 pub mod sealed;
-pub mod segments;
 mod stream;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
@@ -76,26 +73,23 @@ pub mod verified_once;
 mod verifiers;
 pub mod verify;
 
-pub use backend::Backend;
+pub use backend::{Backend, Fence, Fences, HostFence, Layers, Mark};
 pub use checksum::Checksums;
 pub use copy::{
     BlockKey, Completion, CopyError, CopyErrorKind, CopyOp, Done, Owner, Route, SlotId, SlotRef,
     Tier,
 };
-pub use device::{DeviceRegion, Space};
 pub use disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend, is_of_directory};
 pub use dram::{DramOptions, DramRegion, Mount, MountKind, PersistOptions};
 pub use error::{Failure, SetupError, SetupErrorKind};
-pub use fence::{Fence, Fences, HostFence, Layers, Mark};
 pub use frame::{Frame, FramePool, Loan};
-pub use geometry::Geometry;
+pub use geometry::{Geometry, Part, Piece, Segment, SegmentMap};
 pub use huge::{Ahead, HugeVec, mapped_bytes};
 pub use index::{IndexChange, IndexEntry, IndexOptions, KeptIndex, Recovered, TierIndex};
 pub use media_layer::MediaLayer;
 pub use memcpy::MemcpyBackend;
-pub use memory::Memory;
+pub use memory::{DeviceRegion, Memory, Space};
 pub use sealed::Sealed;
-pub use segments::{Part, Piece, Segment, SegmentMap};
 pub use transform::{Layout, Transform};
 pub use verified_once::VerifiedOnce;
 pub use verify::Verified;

@@ -4,13 +4,11 @@
 
 use std::sync::Arc;
 
-use crate::backend::{Backend, submit_unfenced};
+use crate::backend::{Backend, Fences, submit_unfenced};
 use crate::batch::{CopyThreads, ExecuteFn};
 use crate::copy::{CopyOp, Done, Route};
-use crate::device::DeviceRegion;
 use crate::error::{SetupError, SetupErrorKind};
-use crate::fence::Fences;
-use crate::memory::{CpuMemories, Memory};
+use crate::memory::{CpuMemories, DeviceRegion, Memory};
 
 /// What a thread copies before it looks for the next work: enough to make the look negligible.
 const GRAIN_BYTES: usize = 256 << 10;
@@ -96,13 +94,12 @@ unsafe impl Backend for MemcpyBackend {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::Layers;
     use crate::copy::{CopyErrorKind, SlotId, SlotRef, Tier};
-    use crate::device::Space;
     use crate::dram::{DramOptions, DramRegion};
     use crate::error::SetupErrorKind;
-    use crate::fence::Layers;
-    use crate::geometry::Geometry;
-    use crate::segments::{Part, SegmentMap};
+    use crate::geometry::{Geometry, Part, SegmentMap};
+    use crate::memory::Space;
     use crate::testing::conformance::{self, Pair};
     use crate::testing::{Tensors, each, fill_pattern, has_pattern, host, order, run};
 

@@ -6,11 +6,10 @@ use std::collections::HashMap;
 use std::mem;
 use std::sync::Arc;
 
-use crate::backend::Backend;
+use crate::backend::{Backend, Fences};
 use crate::checksum::{Checksums, checksum};
 use crate::copy::{Completion, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef};
 use crate::error::SetupError;
-use crate::fence::Fences;
 use crate::memory::Memory;
 use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency, WorkedBlock};
 use crate::verify::corrupt;

@@ -8,7 +8,7 @@ use kvbm_tiers::Tier;
 
 use super::manager::Manager;
 use crate::api::lease::Lease;
-use crate::api::options::RouteReport;
+use crate::api::manager::RouteReport;
 use crate::durable::RecoveryReport;
 use crate::error::{Error, ErrorKind, Result};
 use crate::names::hash::Chain;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
-use crate::api::pinned::PinnedChains;
+use crate::api::lease::PinnedChains;
 use crate::error::{Error, ErrorKind, Result};
 use crate::scheduler::Core;
 use crate::sync::{JoinHandle, spawn};

@@ -40,10 +40,9 @@ use std::sync::Arc;
 use kvbm_settings::Settings;
 use kvbm_tiers::{DramRegion, Loan, Memory, Tier};
 
-use crate::api::device::LentSlot;
+use crate::api::allocation::LentSlot;
 use crate::api::lease::Lease;
-use crate::api::manager::Manager;
-use crate::api::options::Options;
+use crate::api::manager::{Manager, Options};
 use crate::api::transfer::{Transfer, Transferred};
 use crate::error::{Error, ErrorKind};
 use crate::names::hash::Chain;

@@ -6,12 +6,21 @@
 //! back goes to the slot that it chose.
 
 use std::num::NonZeroU16;
-use std::sync::Arc;
+use std::ops::Range;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use kvbm_settings::Settings;
-use kvbm_tiers::{DeviceRegion, SlotId};
+use kvbm_tiers::{DeviceRegion, Fence, SlotId, Tier, clock};
 
+use crate::api::groups::CheckpointsSaved;
+use crate::api::lease::Lease;
+use crate::api::manager::Manager;
+use crate::api::transfer::Transfer;
 use crate::error::{Error, ErrorKind, Result};
+use crate::scheduler::{JoinedTransfer, LoadInto, SaveFrom};
+use crate::table::TransferEnd;
+use crate::task::TransferId;
 
 /// An engine's KV cache: where its blocks lie, and how many layers each has. A clone is a handle to
 /// the same memory.
@@ -127,4 +136,187 @@ fn layers_of(bytes: u64, layers: u16) -> Result<NonZeroU16> {
             let message = format!("a block of {bytes} bytes has no {layers} layers of one size");
             Error::new(ErrorKind::Invalid, message)
         })
+}
+
+impl Manager {
+    /// [`save_from`](Self::save_from), perhaps as a part of a larger transfer.
+    pub(crate) fn begin_save(&self, save: SaveFrom<'_>) -> Transfer<Saved> {
+        let (chain, first, slots) = (save.chain, save.first, save.slots);
+        let is_long_enough = first.checked_add(slots.len()).is_some_and(|end| end <= chain.len());
+        let checked = self.engine().and_then(|engine| engine.check(slots)).and_then(|()| {
+            let blocks = (slots.len(), chain.len());
+            if is_long_enough { self.uppermost() } else { Err(too_short(first, blocks)) }
+        });
+        match checked {
+            Ok(to) => self.core().save_from(to, save),
+            Err(error) => Transfer::failed(error),
+        }
+    }
+
+    /// [`load_into`](Self::load_into), perhaps as a part of a larger transfer.
+    pub(crate) fn begin_load(
+        &self,
+        lease: Lease,
+        (blocks, slots): (Range<usize>, &[SlotId]),
+        after: Fence,
+        (with_media, part_of): (Arc<()>, Option<Arc<JoinedTransfer>>),
+    ) -> Transfer<Loaded> {
+        let checked = self.engine().and_then(|engine| {
+            engine.check(slots)?;
+            // Two blocks loaded into one slot would mix. Saving one slot twice is harmless, so it
+            // is not checked.
+            check_distinct(slots)?;
+            self.core().check_lease(&lease)?;
+            if blocks.len() == slots.len() {
+                Ok(engine.layers())
+            } else {
+                Err(too_short(0, (blocks.len(), slots.len())))
+            }
+        });
+        match checked {
+            Ok(layers) => {
+                let load = LoadInto { lease, blocks, slots, after, layers, with_media, part_of };
+                self.core().load_into(load)
+            }
+            Err(error) => Transfer::failed(error),
+        }
+    }
+
+    /// Adds the names of the saves from and loads into the engine's memory that have ended since
+    /// the last call, successfully or not: for an engine that polls. A transfer of all cache groups
+    /// is named once, when its last group has ended. They are noted from the first call on, the
+    /// last 65,536 of them.
+    pub fn completions(&self, out: &mut Vec<TransferId>) {
+        self.core().completions(out);
+    }
+
+    fn uppermost(&self) -> Result<Tier> {
+        self.below_device().ok_or_else(|| {
+            Error::new(
+                ErrorKind::Invalid,
+                "there is no tier to save to: set host.capacity, or a lower tier",
+            )
+        })
+    }
+}
+
+fn too_short(first: usize, (wanted, there): (usize, usize)) -> Error {
+    let message = format!(
+        "{wanted} blocks from position {first} on, of {there}: name one slot for each block"
+    );
+    Error::new(ErrorKind::Invalid, message)
+}
+
+pub(crate) fn check_distinct(slots: &[SlotId]) -> Result<()> {
+    // Sorted, not hashed: an engine waits, and most give them in order.
+    let mut sorted: Vec<_> = slots.iter().map(|slot| slot.0).collect();
+    sorted.sort_unstable();
+    match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+        None => Ok(()),
+        Some(pair) => Err(Error::new(
+            ErrorKind::Invalid,
+            format!("slot {} is to get two blocks at once", pair[0]),
+        )),
+    }
+}
+
+/// How a [`Manager::save_from`](crate::Manager::save_from) ended. All counts are in blocks.
+#[derive(Debug)]
+pub struct Saved {
+    /// Holds as much of the chain as the tiers have now.
+    pub lease: Lease,
+    /// Leading blocks of the chain that the uppermost tier has now.
+    pub blocks: usize,
+    /// Copied by this save.
+    pub copied: usize,
+    /// Already there without this save: each block is copied once.
+    pub duplicates: usize,
+    /// Not kept, because those before them are missing: save these as well.
+    pub orphans: usize,
+    /// Not worth their room.
+    pub declined: usize,
+    /// Found no room or no queue space, or the medium is left alone for now.
+    pub refused: usize,
+    /// Failed, and those behind them.
+    pub failed: usize,
+    /// For each named cache group other than full attention; the counts above are of full
+    /// attention.
+    pub checkpoints: Vec<CheckpointsSaved>,
+}
+
+impl Saved {
+    pub(crate) fn new(ended: &TransferEnd, orphans: usize, lease: Lease) -> Self {
+        Self {
+            blocks: lease.blocks(ended.to),
+            copied: ended.copied,
+            duplicates: ended.duplicates,
+            orphans,
+            declined: ended.declined,
+            refused: ended.refused,
+            failed: ended.blocks - ended.copied,
+            checkpoints: Vec::new(),
+            lease,
+        }
+    }
+}
+
+/// How a [`Manager::load_into`](crate::Manager::load_into) ended. Counts are in blocks.
+#[derive(Debug)]
+pub struct Loaded {
+    /// Holds the chain as before, except blocks that turned out bad.
+    pub lease: Lease,
+    /// Leading wanted blocks of full attention that are in the engine's slots now.
+    pub arrived: usize,
+    /// The wanted blocks behind them: their slots hold no usable bytes.
+    pub failed: usize,
+    /// Everything that was asked for is in the engine's slots, of all cache groups. Else no window
+    /// and no state in them may be used: something before their position is missing.
+    pub is_whole: bool,
+    /// Leading blocks that may be asked for next: all, if everything came. Else lease this many
+    /// blocks of the chain, or fewer, and load what that lease wants; blocks of full attention
+    /// before these have arrived.
+    pub usable: usize,
+    /// The media that may still write the slots of failed blocks.
+    pub writers: Writers,
+}
+
+impl Loaded {
+    /// Of the `wanted` blocks from position `first` on, `arrived` came.
+    pub(crate) const fn new(
+        (first, wanted): (usize, usize),
+        arrived: usize,
+        lease: Lease,
+        writers: Writers,
+    ) -> Self {
+        let (failed, usable) = (wanted - arrived, first + arrived);
+        Self { lease, arrived, failed, is_whole: failed == 0, usable, writers }
+    }
+}
+
+/// Copies into an engine's slots that were given up, but that a medium may still work on: until
+/// they are gone, the engine must not use the slots of failed blocks.
+#[derive(Clone, Debug)]
+pub struct Writers(Weak<()>);
+
+impl Writers {
+    pub(crate) fn new(with_media: &Arc<()>) -> Self {
+        Self(Arc::downgrade(with_media))
+    }
+
+    /// Whether no medium uses any of the slots any more.
+    pub fn are_gone(&self) -> bool {
+        self.0.strong_count() == 0
+    }
+
+    /// Waits for that, at most for `limit`. False: a medium still uses one.
+    pub fn wait(&self, limit: Duration) -> bool {
+        const LOOK: Duration = Duration::from_micros(200);
+        // None: the deadline overflows.
+        let deadline = clock::now().checked_add(limit);
+        // A hanging medium is rare, and nothing tells when it goes on.
+        while !self.are_gone() && deadline.is_none_or(|deadline| clock::now() < deadline) {
+            std::thread::sleep(LOOK);
+        }
+        self.are_gone()
+    }
 }

@@ -6,21 +6,22 @@ use std::time::Duration;
 
 use kvbm_policies::{Ended, RequestId};
 use kvbm_settings::Settings;
-use kvbm_tiers::{DramRegion, SlotId, Tier, clock};
+use kvbm_tiers::{DramRegion, MediaLayer, SlotId, Tier, clock};
+use prometheus::Registry;
 
 use crate::api::admin::Admin;
-use crate::api::allocation::Allocation;
+use crate::api::allocation::{Allocation, Device, LentSlot};
 use crate::api::background::BackgroundThreads;
-use crate::api::device::{Device, LentSlot};
 use crate::api::engine_memory::EngineMemory;
-use crate::api::groups::CheckpointGroups;
-use crate::api::lease::Lease;
-use crate::api::options::Options;
-use crate::api::pinned::PinnedChains;
+use crate::api::groups::{CacheGroup, CheckpointGroups};
+use crate::api::lease::{Lease, PinnedChains};
+use crate::api::rank::RankGroup;
 use crate::api::transfer::{Transfer, Transferred};
 use crate::assemble::{self, SharedStore, Tenants};
-use crate::durable::DurableTiers;
+use crate::clock::{Clock, SystemClock};
+use crate::durable::{DurableTiers, OnDurable};
 use crate::error::{Error, ErrorKind, Result};
+use crate::names::fingerprint::Fingerprint;
 use crate::names::hash::Chain;
 use crate::observe::events::Events;
 use crate::observe::shadow::Shadow;
@@ -544,4 +545,58 @@ impl Closing {
     pub const fn is_complete(self) -> bool {
         self.copies_left == 0
     }
+}
+
+/// What a manager is opened with besides its settings.
+#[derive(Debug)]
+pub struct Options {
+    /// Where its metrics are registered.
+    pub registry: Registry,
+    /// Time for policies and flushing.
+    pub clock: Arc<dyn Clock>,
+    /// Tokens in a block, for metrics.
+    pub block_tokens: u64,
+    /// An engine's own memory, in place of a device tier: [saves from](crate::Manager::save_from)
+    /// and [loads into](crate::Manager::load_into) its slots take blocks from there and bring them.
+    pub engine: Option<EngineMemory>,
+    /// Of a hybrid model: the engine's layers that do not keep every block, each group with its
+    /// memory; those of `engine` do. Tier sizes in bytes are for all groups together. Sizes in
+    /// blocks are of full attention, and the other groups get theirs in addition.
+    pub groups: Vec<CacheGroup>,
+    /// What the bytes of its blocks depend on besides tokens. Blocks of different fingerprints
+    /// share neither names nor files nor objects. `None`: the caller keeps them apart.
+    pub fingerprint: Option<Fingerprint>,
+    /// The processes whose memory, files and objects the tiers are; `None`: those of this process.
+    pub ranks: Option<RankGroup>,
+    /// Called with what has become durable in tiers that outlive the process.
+    pub on_durable: Option<OnDurable>,
+    /// Stands around the media of all tiers: injects faults, for tests.
+    pub media_layer: Option<Arc<dyn MediaLayer>>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            registry: Registry::new(),
+            clock: Arc::new(SystemClock::default()),
+            block_tokens: 16,
+            engine: None,
+            groups: Vec::new(),
+            fingerprint: None,
+            ranks: None,
+            on_durable: None,
+            media_layer: None,
+        }
+    }
+}
+
+/// A row of the routing table.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct RouteReport {
+    /// Source tier.
+    pub from: Tier,
+    /// Destination tier.
+    pub to: Tier,
+    /// The backend's name, or `via host`.
+    pub backend: String,
 }

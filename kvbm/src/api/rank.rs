@@ -29,7 +29,7 @@ use kvbm_tiers::ranks::Stopper;
 use kvbm_tiers::{Failure, FramePool, MediaLayer, SlotId};
 use parking_lot::Condvar;
 
-use crate::api::device::Device;
+use crate::api::allocation::Device;
 use crate::api::engine_memory::EngineMemory;
 use crate::api::groups::CacheGroup;
 use crate::assemble::{OpenedRank, open_rank};

@@ -13,11 +13,11 @@ use kvbm_tiers::DeviceRegion;
 use kvbm_tiers::SetupErrorKind;
 use kvbm_tiers::{Backend, Checksums, DiskRegion, FramePool, Geometry, Memory, SetupError};
 
-#[cfg(not(feature = "cuda"))]
-use super::report::GpuReport;
 use super::setup;
-use crate::api::device::Device;
+use crate::api::allocation::Device;
 use crate::error::Result;
+#[cfg(feature = "cuda")]
+use cuda::find;
 
 /// The device tier on a GPU.
 pub(super) trait GpuTier: fmt::Debug {
@@ -42,6 +42,19 @@ pub(super) trait GpuTier: fmt::Debug {
         depth: u32,
         asked_for: bool,
     ) -> Result<Arc<dyn Backend>>;
+}
+
+/// The state of GPU support: each part, or why it is missing and how to get it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuReport {
+    /// Driver and devices.
+    pub cuda: Result<String, String>,
+    /// The compiler of kernels, which may be missing.
+    pub nvrtc: Result<String, String>,
+    /// Transfers between disk and GPU.
+    pub gds: Result<String, String>,
+    /// The NUMA node of each GPU, if the kernel says so: host memory is taken from there.
+    pub nodes: Vec<Option<u32>>,
 }
 
 /// `None`: the device tier is emulated, by the settings or for lack of a GPU. A GPU with too little
@@ -72,20 +85,16 @@ pub(super) fn connect_engine(
 }
 
 /// Takes the tier's memory from a GPU that was found.
-type AllocateFn = Box<dyn FnOnce(Geometry) -> std::result::Result<Box<dyn GpuTier>, SetupError>>;
+type AllocateFn = Box<dyn FnOnce(Geometry) -> Result<Box<dyn GpuTier>, SetupError>>;
 
 #[cfg(feature = "cuda")]
-pub(super) use cuda::connect_engine;
-#[cfg(feature = "cuda")]
-use cuda::find;
-#[cfg(feature = "cuda")]
-pub(super) use cuda::probe;
+pub(super) use cuda::{connect_engine, probe};
 
 #[cfg(not(feature = "cuda"))]
 const ABSENT: &str = "this build has no GPU backend: build it with the feature `cuda`";
 
 #[cfg(not(feature = "cuda"))]
-fn find(_: u32) -> std::result::Result<AllocateFn, SetupError> {
+fn find(_: u32) -> Result<AllocateFn, SetupError> {
     Err(SetupError::new(SetupErrorKind::Unavailable, ABSENT))
 }
 

@@ -8,7 +8,6 @@ mod nixl;
 mod objects;
 mod policies;
 mod ranks;
-mod report;
 mod sealed;
 
 use std::path::PathBuf;
@@ -17,7 +16,7 @@ use std::thread::available_parallelism;
 use std::time::Duration;
 
 use kvbm_settings::{
-    Capacity, DiskBackend, DiskSettings, MAX_BLOCK_BYTES, MAX_DISK_THREADS, MAX_TIER_BLOCKS,
+    Capacity, DiskBackend, MAX_BLOCK_BYTES, MAX_DISK_THREADS, MAX_TIER_BLOCKS,
     ObjectBackend as ObjectChoice, ObjectSettings, Settings,
 };
 use kvbm_tiers::geometry::{ALIGNMENT, MAX_SLOTS};
@@ -31,27 +30,27 @@ use kvbm_tiers::{
 };
 use prometheus::Registry;
 
-use crate::api::device::Device;
+use crate::api::allocation::Device;
 use crate::api::engine_memory::EngineMemory;
-use crate::api::options::{Options, RouteReport};
+use crate::api::manager::{Options, RouteReport};
 use crate::durable::DurableTiers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::metrics::{Metrics, StateGauges, TenantMetrics};
 use crate::names::fingerprint::Fingerprint;
 use crate::scheduler::{Core, Executor, Parts, ScrubOptions, Tuning};
 use crate::table::{Table, TierSpec};
-
-pub(crate) use objects::SharedStore;
-pub(crate) use ranks::{OpenedRank, open_rank};
-pub use report::{GpuReport, NixlReport, PluginReport};
-pub(crate) use sealed::Tenants;
-
 use durable::{KeptTier, NameSeed, NamespaceNames};
 use gpu::GpuTier;
 use nixl::NixlChoice;
 use objects::ObjectTier;
 use ranks::LossHook;
 use sealed::MemoryEnd;
+
+pub use gpu::GpuReport;
+pub use nixl::{NixlReport, PluginReport};
+pub(crate) use objects::SharedStore;
+pub(crate) use ranks::{OpenedRank, open_rank};
+pub(crate) use sealed::Tenants;
 
 // Valid settings must not be refused here: the two leaf crates agree, and the largest tier fits.
 const _: () = assert!(MAX_TIER_BLOCKS == MAX_SLOTS);
@@ -322,14 +321,14 @@ impl OpenedRegions {
             return Ok(());
         }
         let end = self.host_end(sealed::device_run(settings), settings)?;
-        let memory = || Arc::clone(&end.memory);
+        let memory = Arc::clone(&end.memory);
         let backend = if let Some(gpu) = &self.gpu {
-            self.with_layer(gpu.connect_memory(memory())?, memory())?
+            self.with_layer(gpu.connect_memory(memory)?, &end.memory)?
         } else {
             let device = self.emulated.iter().map(|device| Arc::clone(device) as _);
             let threads = settings.transfer.copy_threads as usize;
-            let both = device.chain([memory()]).collect();
-            self.with_layer(MemcpyBackend::new(both, threads).map_err(setup)?, memory())?
+            let both = device.chain([memory]).collect();
+            self.with_layer(MemcpyBackend::new(both, threads).map_err(setup)?, &end.memory)?
         };
         self.connect_host(backend, end)
     }
@@ -342,7 +341,7 @@ impl OpenedRegions {
         let threads = settings.transfer.copy_threads as usize;
         let end = self.host_end(sealed::device_run(settings), settings)?;
         let backend = engine::connect(&engine, Arc::clone(&end.memory), threads)?;
-        let backend = self.with_layer(backend, Arc::clone(&end.memory))?;
+        let backend = self.with_layer(backend, &end.memory)?;
         let tried = (&backend, Duration::from_millis(settings.transfer.timeout_ms));
         if let Some((region, frame)) = end.borrow_slot() {
             let mut slots = vec![frame];
@@ -380,7 +379,8 @@ impl OpenedRegions {
         let mut away = vec![false; options.dirs.len()];
         region.absent().for_each(|dir| away[dir] = true);
         self.keep_disk(&options, (&new, &mut away), &checksums)?;
-        self.connect_disk((region, checksums), end, &settings.disk, nixl)?;
+        let ends = DiskEnds { end, region, depth: settings.disk.queue_depth, checksums };
+        self.connect_disk(ends, settings.disk.backend, nixl)?;
         let mut pool = FramePool::sharded(Tier::Disk, geometry.slots(), dirs);
         self.trials = pool.set_aside(trials);
         if let Some(layer) = &self.media_layer {
@@ -398,29 +398,31 @@ impl OpenedRegions {
 
     fn connect_disk(
         &mut self,
-        (region, checksums): (Arc<DiskRegion>, Arc<Checksums>),
-        end: MemoryEnd,
-        settings: &DiskSettings,
+        ends: DiskEnds,
+        backend: DiskBackend,
         nixl: &NixlChoice,
     ) -> Result<()> {
-        let ends = DiskEnds { end, region, depth: settings.queue_depth, checksums };
-        self.connect_disk_and_device(&ends, settings.backend)?;
-        let DiskEnds { end, region, depth, checksums } = ends;
-        match settings.backend {
+        self.connect_disk_and_device(&ends, backend)?;
+        match backend {
             // GPUDirect Storage serves only the device: the host still needs one of these.
-            DiskBackend::Auto | DiskBackend::Gds => {
-                self.connect_ring_or_threads(end, region, depth, checksums)
-            }
+            DiskBackend::Auto | DiskBackend::Gds => match ends.ring() {
+                Ok(ring) => self.connect_verified_aside(ring, ends.end, ends.checksums),
+                Err(error) => {
+                    // Containers often forbid it (seccomp). An operation in flight takes a thread
+                    // here, not a place in a ring.
+                    tracing::warn!(%error, "no io_uring: the disk tier uses threads");
+                    let depth = ends.depth.min(MAX_DISK_THREADS);
+                    self.connect_threads(DiskEnds { depth, ..ends })
+                }
+            },
             DiskBackend::Uring => {
-                let ring =
-                    UringBackend::new(Arc::clone(&end.memory), region, depth).map_err(setup)?;
-                let ring = self.with_layer(ring, Arc::clone(&end.memory))?;
-                self.connect_verified_aside(ring, end, checksums)
+                let ring = ends.ring().map_err(setup)?;
+                self.connect_verified_aside(ring, ends.end, ends.checksums)
             }
-            DiskBackend::Threads => self.connect_threads(end, region, depth, checksums),
+            DiskBackend::Threads => self.connect_threads(ends),
             DiskBackend::Nixl => {
+                let DiskEnds { end, region, depth, checksums } = ends;
                 let backend = nixl.disk(Arc::clone(&end.memory), region, depth)?;
-                let backend = self.with_layer(backend, Arc::clone(&end.memory))?;
                 self.connect_verified_aside(backend, end, checksums)
             }
         }
@@ -456,36 +458,10 @@ impl OpenedRegions {
         Ok(())
     }
 
-    fn connect_ring_or_threads(
-        &mut self,
-        end: MemoryEnd,
-        region: Arc<DiskRegion>,
-        depth: u32,
-        checksums: Arc<Checksums>,
-    ) -> Result<()> {
-        match UringBackend::new(Arc::clone(&end.memory), Arc::clone(&region), depth) {
-            Ok(ring) => {
-                let ring = self.with_layer(ring, Arc::clone(&end.memory))?;
-                self.connect_verified_aside(ring, end, checksums)
-            }
-            Err(error) => {
-                // Containers often forbid it (seccomp). An operation in flight takes a thread here,
-                // not a place in a ring.
-                tracing::warn!(%error, "no io_uring: the disk tier uses threads");
-                self.connect_threads(end, region, depth.min(MAX_DISK_THREADS), checksums)
-            }
-        }
-    }
-
-    fn connect_threads(
-        &mut self,
-        end: MemoryEnd,
-        region: Arc<DiskRegion>,
-        depth: u32,
-        checksums: Arc<Checksums>,
-    ) -> Result<()> {
+    fn connect_threads(&mut self, ends: DiskEnds) -> Result<()> {
+        let DiskEnds { end, region, depth, checksums } = ends;
         let threads = ThreadsBackend::new(Arc::clone(&end.memory), region, depth).map_err(setup)?;
-        let threads = self.with_layer(threads, Arc::clone(&end.memory))?;
+        let threads = self.with_layer(threads, &end.memory)?;
         self.connect_verified(threads, end, checksums)
     }
 
@@ -509,7 +485,6 @@ impl OpenedRegions {
                     self.memory_end((Tier::Object, 1), sealed::KeyPlace::Nowhere, settings)?;
                 let place = (self.namespace.name.clone(), object.concurrency);
                 let backend = nixl.objects(Arc::clone(&end.memory), store, slots, place)?;
-                let backend = self.with_layer(backend, Arc::clone(&end.memory))?;
                 self.connect_verified_aside(backend, end, Arc::default())?;
             }
         }
@@ -554,13 +529,15 @@ impl OpenedRegions {
         self.connect_sealed(verified, end)
     }
 
-    /// Other threads verify the reads of a backend with one thread. Pools verify by themselves.
+    /// Other threads verify the reads of a backend with one thread. Pools verify by themselves. The
+    /// layer around media is put around it.
     fn connect_verified_aside(
         &mut self,
         backend: impl Backend + 'static,
         end: MemoryEnd,
         checksums: Arc<Checksums>,
     ) -> Result<()> {
+        let backend = self.with_layer(backend, &end.memory)?;
         let verified = Verified::new(backend, Arc::clone(&end.memory), checksums).map_err(setup)?;
         self.connect_sealed(verified.on_threads_of_its_own(), end)
     }
@@ -570,11 +547,11 @@ impl OpenedRegions {
     fn with_layer(
         &self,
         backend: impl Backend + 'static,
-        memory: Arc<dyn Memory>,
+        memory: &Arc<dyn Memory>,
     ) -> Result<Arc<dyn Backend>> {
         let backend = Arc::new(backend);
         match &self.media_layer {
-            Some(layer) => layer.around(backend, memory).map_err(setup),
+            Some(layer) => layer.around(backend, Arc::clone(memory)).map_err(setup),
             None => Ok(backend),
         }
     }
@@ -640,6 +617,12 @@ struct DiskEnds {
     depth: u32,
     /// Checksums of the tier's blocks, for every writer.
     checksums: Arc<Checksums>,
+}
+
+impl DiskEnds {
+    fn ring(&self) -> Result<UringBackend, SetupError> {
+        UringBackend::new(Arc::clone(&self.end.memory), Arc::clone(&self.region), self.depth)
+    }
 }
 
 fn no_directory(dirs: &[PathBuf]) -> Error {

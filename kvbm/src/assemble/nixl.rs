@@ -11,8 +11,27 @@ use kvbm_settings::{DiskBackend, ObjectBackend, Settings};
 use kvbm_tiers::object::Store;
 use kvbm_tiers::{Backend, DiskRegion, Memory, SetupError, SetupErrorKind};
 
-use super::report::{NixlReport, PluginReport};
 use crate::error::{Error, ErrorKind, Result};
+
+/// The state of NIXL under some settings.
+#[derive(Clone, Debug)]
+pub struct NixlReport {
+    /// Version and place of the library, or why there is none and how to get it.
+    pub library: Result<String, String>,
+    /// Plugins that lie beside it as files.
+    pub installed: Vec<String>,
+    /// The plugins that the settings turn on.
+    pub plugins: Vec<PluginReport>,
+}
+
+/// A plugin that is on.
+#[derive(Clone, Debug)]
+pub struct PluginReport {
+    /// Its name.
+    pub name: String,
+    /// Its state, or why it does not run and what to do.
+    pub state: Result<String, String>,
+}
 
 /// The library, found and loaded.
 trait Library {
@@ -24,7 +43,7 @@ trait Library {
         &mut self,
         plugin: &str,
         settings: &Settings,
-    ) -> std::result::Result<Option<Box<dyn NixlPlugin>>, SetupError>;
+    ) -> Result<Option<Box<dyn NixlPlugin>>, SetupError>;
 }
 
 /// A plugin that runs.
@@ -136,7 +155,7 @@ pub(super) use library::installed;
 use library::load;
 
 #[cfg(not(feature = "nixl"))]
-fn load(_: &Settings) -> std::result::Result<Box<dyn Library>, SetupError> {
+fn load(_: &Settings) -> Result<Box<dyn Library>, SetupError> {
     let message = "this build has no NIXL: build it with the feature `nixl`";
     Err(SetupError::new(SetupErrorKind::Unavailable, message))
 }

@@ -16,7 +16,7 @@ use super::{
     HostSlots, NamespaceNames, OpenedRegions, host_slots, namespace, object_slots, own_slots,
     policies, sealed, setup, slots,
 };
-use crate::api::device::Device;
+use crate::api::allocation::Device;
 use crate::api::engine_memory::EngineMemory;
 use crate::api::rank::{RankGroup, RankOptions};
 use crate::durable::DurableTiers;

@@ -1,14 +1,20 @@
-//! Gauges of the table and the queues, read when the registry is.
+//! What is asked when the registry is read: the table and the queues, ranks, and the client of an object
+//! store, which counts its requests.
 
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 
+use kvbm_tiers::object::{Expense, RequestKind, RequestOutcome, Traffic};
+use kvbm_tiers::ranks::RankRegistry;
 use kvbm_tiers::{Done, Tier};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
-use prometheus::{GaugeVec, IntGauge, IntGaugeVec, Opts};
+use prometheus::{GaugeVec, IntCounterVec, IntGauge, IntGaugeVec, Opts};
 
-use crate::observe::demand::has_limit;
+use super::catch_up;
+use crate::observe::requests::has_limit;
 use crate::scheduler::{Core, StagingCounts};
+use crate::sync::Mutex;
+use crate::table::TierStats;
 
 /// Asks a [`Core`] for its state at each scrape. Shows the last state after the core is gone.
 pub(crate) struct StateGauges {
@@ -16,32 +22,59 @@ pub(crate) struct StateGauges {
     core: Weak<Core>,
     epoch: IntGauge,
     accounting_drift: IntGauge,
-    slots: IntGaugeVec,
-    directories: IntGaugeVec,
+    completion_panics: IntGauge,
     /// If there is a budget.
     write_budget: Option<IntGauge>,
+    slots: IntGaugeVec,
+    directories: IntGaugeVec,
     dirty_blocks: IntGaugeVec,
-    // Gauges, although they only grow: the table counts, and a counter cannot be set.
-    published_blocks: IntGaugeVec,
-    evicted_blocks: IntGaugeVec,
-    declined_blocks: IntGaugeVec,
-    quarantined_blocks: IntGaugeVec,
-    unreadable_blocks: IntGaugeVec,
-    flush_failures: IntGaugeVec,
-    unflushed_blocks: IntGaugeVec,
     staging_slots: IntGaugeVec,
-    copies_overdue: IntGaugeVec,
-    completion_panics: IntGauge,
-    full_reservations: IntGaugeVec,
-    queue_blocks: IntGaugeVec,
-    batches_in_flight: IntGaugeVec,
-    breaker_open: IntGaugeVec,
     estimated_hit_rate: GaugeVec,
+    /// As [`OF_TIER`] and [`OF_ROUTE`].
+    of_tier: Vec<IntGaugeVec>,
+    of_route: Vec<IntGaugeVec>,
 }
 
 /// At which multiples of a tier's size its hit rate is estimated.
 // Within the reach of the curve: see `Demand`.
 const SCALES: [(&str, f64); 5] = [("0.25", 0.25), ("0.5", 0.5), ("1", 1.0), ("2", 2.0), ("4", 4.0)];
+
+/// What is counted of each tier, and where.
+// Gauges, although most only grow: the table counts, and a counter cannot be set.
+const OF_TIER: [(&str, &str, TierCount); 8] = [
+    ("kvbm_published_blocks", "Blocks that became resident since the start.", |s| s.published),
+    ("kvbm_evicted_blocks", "Blocks evicted since the start.", |s| s.evicted),
+    (
+        "kvbm_declined_blocks",
+        "Blocks not taken in since the start: not worth the room that they would have taken.",
+        |s| s.declined,
+    ),
+    ("kvbm_quarantined_blocks", "Blocks dropped as corrupt since the start.", |s| s.quarantined),
+    (
+        "kvbm_unreadable_blocks",
+        "Blocks dropped because they could not be read any more, since the start.",
+        |s| s.unreadable,
+    ),
+    ("kvbm_flush_failures", "Blocks whose flush failed since the start. It is tried again.", |s| {
+        s.flush_failures
+    }),
+    (
+        "kvbm_unflushed_blocks",
+        "Blocks that left since the start before the tier below had them: it could not be written.",
+        |s| s.unflushed,
+    ),
+    ("kvbm_full_reservations", "Reservations without room since the start.", |s| s.full),
+];
+
+type TierCount = fn(&TierStats) -> u64;
+
+/// What is known of each route.
+const OF_ROUTE: [(&str, &str); 4] = [
+    ("kvbm_queue_blocks", "Blocks that wait to be copied."),
+    ("kvbm_batches_in_flight", "Batches being copied."),
+    ("kvbm_copies_overdue", "Copies that are overdue now."),
+    ("kvbm_breaker_open", "1 while a medium is left alone in this direction, 0 otherwise."),
+];
 
 impl StateGauges {
     /// `bytes_per_day` may be written to the disk tier.
@@ -49,7 +82,8 @@ impl StateGauges {
         let gauges = |name: &str, help: &str, labels: &[&str]| {
             IntGaugeVec::new(Opts::new(name, help), labels)
         };
-        let (tier, route) = (["tier"], ["from", "to"]);
+        let of_tier = OF_TIER.map(|(name, help, _)| gauges(name, help, &["tier"]));
+        let of_route = OF_ROUTE.map(|(name, help)| gauges(name, help, &["from", "to"]));
         Ok(Self {
             core,
             epoch: IntGauge::new("kvbm_epoch", "The present epoch.")?,
@@ -57,70 +91,26 @@ impl StateGauges {
                 "kvbm_accounting_drift",
                 "Invariants of the block table that the audit in the background found broken.",
             )?,
+            completion_panics: IntGauge::new(
+                "kvbm_completion_panics",
+                "Ends of copies whose handling panicked since the process started.",
+            )?,
+            write_budget: bytes_per_day.map(write_budget).transpose()?,
             slots: gauges("kvbm_slots", "Slots by state.", &["tier", "state"])?,
             directories: gauges(
                 "kvbm_disk_directory_up",
                 "1 for a directory of the disk tier that takes blocks, 0 for one that does not.",
                 &["dir"],
             )?,
-            write_budget: bytes_per_day.map(write_budget).transpose()?,
-            dirty_blocks: gauges("kvbm_dirty_blocks", "Blocks that wait to be flushed.", &tier)?,
-            published_blocks: gauges(
-                "kvbm_published_blocks",
-                "Blocks that became resident since the start.",
-                &tier,
-            )?,
-            evicted_blocks: gauges(
-                "kvbm_evicted_blocks",
-                "Blocks evicted since the start.",
-                &tier,
-            )?,
-            declined_blocks: gauges(
-                "kvbm_declined_blocks",
-                "Blocks not taken in since the start: not worth the room that they would have taken.",
-                &tier,
-            )?,
-            quarantined_blocks: gauges(
-                "kvbm_quarantined_blocks",
-                "Blocks dropped as corrupt since the start.",
-                &tier,
-            )?,
-            unreadable_blocks: gauges(
-                "kvbm_unreadable_blocks",
-                "Blocks dropped because they could not be read any more, since the start.",
-                &tier,
-            )?,
-            flush_failures: gauges(
-                "kvbm_flush_failures",
-                "Blocks whose flush failed since the start. It is tried again.",
-                &tier,
-            )?,
-            unflushed_blocks: gauges(
-                "kvbm_unflushed_blocks",
-                "Blocks that left since the start before the tier below had them: it could not be written.",
-                &tier,
+            dirty_blocks: gauges(
+                "kvbm_dirty_blocks",
+                "Blocks that wait to be flushed.",
+                &["tier"],
             )?,
             staging_slots: gauges(
                 "kvbm_staging_slots",
                 "DRAM slots through which blocks bounce, by state.",
                 &["state"],
-            )?,
-            copies_overdue: gauges("kvbm_copies_overdue", "Copies that are overdue now.", &route)?,
-            completion_panics: IntGauge::new(
-                "kvbm_completion_panics",
-                "Ends of copies whose handling panicked since the process started.",
-            )?,
-            full_reservations: gauges(
-                "kvbm_full_reservations",
-                "Reservations without room since the start.",
-                &tier,
-            )?,
-            queue_blocks: gauges("kvbm_queue_blocks", "Blocks that wait to be copied.", &route)?,
-            batches_in_flight: gauges("kvbm_batches_in_flight", "Batches being copied.", &route)?,
-            breaker_open: gauges(
-                "kvbm_breaker_open",
-                "1 while a medium is left alone in this direction, 0 otherwise.",
-                &route,
             )?,
             estimated_hit_rate: GaugeVec::new(
                 Opts::new(
@@ -129,33 +119,26 @@ impl StateGauges {
                 ),
                 &["tier", "scale"],
             )?,
+            of_tier: of_tier.into_iter().collect::<Result<_, _>>()?,
+            of_route: of_route.into_iter().collect::<Result<_, _>>()?,
         })
     }
 
     fn all(&self) -> impl Iterator<Item = &dyn Collector> {
-        let always: [&dyn Collector; 20] = [
+        let always: [&dyn Collector; 8] = [
             &self.epoch,
             &self.accounting_drift,
+            &self.completion_panics,
             &self.slots,
             &self.directories,
             &self.dirty_blocks,
-            &self.published_blocks,
-            &self.evicted_blocks,
-            &self.declined_blocks,
-            &self.quarantined_blocks,
-            &self.unreadable_blocks,
-            &self.flush_failures,
-            &self.unflushed_blocks,
             &self.staging_slots,
-            &self.copies_overdue,
-            &self.completion_panics,
-            &self.full_reservations,
-            &self.queue_blocks,
-            &self.batches_in_flight,
-            &self.breaker_open,
             &self.estimated_hit_rate,
         ];
-        always.into_iter().chain(self.write_budget.iter().map(|gauge| gauge as &dyn Collector))
+        let vectors =
+            self.of_tier.iter().chain(&self.of_route).map(|gauge| gauge as &dyn Collector);
+        let budget = self.write_budget.iter().map(|gauge| gauge as &dyn Collector);
+        always.into_iter().chain(vectors).chain(budget)
     }
 
     fn update(&self, core: &Core) {
@@ -175,13 +158,12 @@ impl StateGauges {
             self.update_tier(core, tier);
             for &to in present.iter().filter(|&&to| to != tier) {
                 let (waiting, in_flight) = core.traffic((tier, to));
-                let labels = [tier.name(), to.name()];
-                self.queue_blocks.with_label_values(&labels).set(waiting as i64);
-                self.batches_in_flight.with_label_values(&labels).set(in_flight as i64);
-                let overdue = core.metrics().overdue_now((tier, to));
-                self.copies_overdue.with_label_values(&labels).set(overdue as i64);
-                let is_open = core.is_left_alone((tier, to));
-                self.breaker_open.with_label_values(&labels).set(i64::from(is_open));
+                let overdue = core.metrics().overdue_now((tier, to)) as i64;
+                let is_open = i64::from(core.is_left_alone((tier, to)));
+                let values = [waiting as i64, in_flight as i64, overdue, is_open];
+                for (gauge, value) in self.of_route.iter().zip(values) {
+                    gauge.with_label_values(&[tier.name(), to.name()]).set(value);
+                }
             }
         }
     }
@@ -213,20 +195,10 @@ impl StateGauges {
             let rate = core.estimated_hit_rate((f64::from(counts.total) * scale) as u32);
             self.estimated_hit_rate.with_label_values(&[tier.name(), label]).set(rate);
         }
-        let totals = [
-            (&self.dirty_blocks, dirty as u64),
-            (&self.published_blocks, stats.published),
-            (&self.evicted_blocks, stats.evicted),
-            (&self.declined_blocks, stats.declined),
-            (&self.quarantined_blocks, stats.quarantined),
-            (&self.unreadable_blocks, stats.unreadable),
-            (&self.flush_failures, stats.flush_failures),
-            (&self.unflushed_blocks, stats.unflushed),
-            (&self.full_reservations, stats.full),
-        ];
-        totals
-            .into_iter()
-            .for_each(|(gauge, value)| gauge.with_label_values(&[tier.name()]).set(value as i64));
+        self.dirty_blocks.with_label_values(&[tier.name()]).set(dirty as i64);
+        for (gauge, (.., count)) in self.of_tier.iter().zip(OF_TIER) {
+            gauge.with_label_values(&[tier.name()]).set(count(&stats) as i64);
+        }
     }
 }
 
@@ -249,5 +221,106 @@ impl Collector for StateGauges {
             self.update(&core);
         }
         self.all().flat_map(Collector::collect).collect()
+    }
+}
+
+/// One gauge for each rank. Shows the last state after the leader is gone.
+pub(crate) struct RankGauges {
+    roll_call: RankRegistry,
+    up: IntGaugeVec,
+}
+
+impl RankGauges {
+    pub(crate) fn new(roll_call: RankRegistry) -> prometheus::Result<Self> {
+        let up = IntGaugeVec::new(
+            Opts::new("kvbm_rank_up", "1 for a rank that is there, 0 for one that is away."),
+            &["rank"],
+        )?;
+        Ok(Self { roll_call, up })
+    }
+}
+
+impl Collector for RankGauges {
+    fn desc(&self) -> Vec<&Desc> {
+        self.up.desc()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        for (rank, is_there) in self.roll_call.present().into_iter().flatten().enumerate() {
+            self.up.with_label_values(&[&rank.to_string()]).set(i64::from(is_there));
+        }
+        self.up.collect()
+    }
+}
+
+/// Counters of one store's requests and bytes.
+pub(crate) struct ObjectTraffic {
+    traffic: Arc<Traffic>,
+    requests: IntCounterVec,
+    bytes: IntCounterVec,
+    refusals: IntCounterVec,
+    left: GaugeVec,
+    // Held while the counters catch up: two scrapes at once would add the same requests twice.
+    turn: Mutex<()>,
+}
+
+impl ObjectTraffic {
+    pub(crate) fn new(traffic: Arc<Traffic>) -> prometheus::Result<Self> {
+        let requests = Opts::new("kvbm_object_requests_total", "Requests to the object store.");
+        let bytes = Opts::new(
+            "kvbm_object_bytes_total",
+            "Bytes of objects sent to the object store and asked of it.",
+        );
+        let refusals = Opts::new(
+            "kvbm_object_budget_refusals_total",
+            "Segments not stored and runs of blocks not read because a budget of the object tier was spent.",
+        );
+        let left = Opts::new(
+            "kvbm_object_budget_left",
+            "Share of a budget of the object tier that is left.",
+        );
+        Ok(Self {
+            traffic,
+            refusals: IntCounterVec::new(refusals, &["budget"])?,
+            left: GaugeVec::new(left, &["budget"])?,
+            requests: IntCounterVec::new(requests, &["request", "outcome"])?,
+            bytes: IntCounterVec::new(bytes, &["direction"])?,
+            turn: Mutex::new(()),
+        })
+    }
+
+    fn all(&self) -> [&dyn Collector; 4] {
+        [&self.requests, &self.bytes, &self.refusals, &self.left]
+    }
+}
+
+impl Collector for ObjectTraffic {
+    fn desc(&self) -> Vec<&Desc> {
+        self.all().into_iter().flat_map(Collector::desc).collect()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        let _turn = self.turn.lock();
+        for kind in RequestKind::ALL {
+            for outcome in RequestOutcome::ALL {
+                let now = self.traffic.requests(kind, outcome);
+                if now > 0 {
+                    catch_up(&self.requests.with_label_values(&[kind.name(), outcome.name()]), now);
+                }
+            }
+        }
+        catch_up(&self.bytes.with_label_values(&["sent"]), self.traffic.bytes_sent());
+        catch_up(&self.bytes.with_label_values(&["received"]), self.traffic.bytes_received());
+        for expense in Expense::ALL {
+            // Without a limit there is nothing to watch.
+            if let Some(left) = self.traffic.budget_left(expense) {
+                catch_up(
+                    &self.refusals.with_label_values(&[expense.name()]),
+                    self.traffic.refused(expense),
+                );
+                self.left.with_label_values(&[expense.name()]).set(left);
+            }
+        }
+        self.all().into_iter().flat_map(Collector::collect).collect()
     }
 }

@@ -6,8 +6,6 @@
 mod faults;
 mod gauges;
 mod leases;
-mod objects;
-mod ranks;
 mod tenants;
 mod upstream;
 
@@ -23,19 +21,15 @@ use prometheus::{
     GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, Opts, Registry,
 };
 
+use self::faults::{FaultKind, FaultLog, FaultPlace};
+use self::leases::{LeaseCollector, LeaseMetrics};
+use self::upstream::UpstreamMetrics;
 use crate::error::{Error, ErrorKind, Result};
 use crate::table::{Match, Miss};
 
-use self::faults::FaultLog;
-use self::leases::{LeaseCollector, LeaseMetrics};
-use self::upstream::UpstreamMetrics;
-
 pub(crate) use self::faults::Fault;
-use self::faults::{FaultKind, FaultPlace};
-pub(crate) use self::gauges::StateGauges;
+pub(crate) use self::gauges::{ObjectTraffic, RankGauges, StateGauges};
 pub(crate) use self::leases::Lookups;
-pub(crate) use self::objects::ObjectTraffic;
-pub(crate) use self::ranks::RankGauges;
 pub(crate) use self::tenants::{TenantLeases, TenantMetrics};
 
 /// Handles to all metrics.

@@ -2,13 +2,12 @@
 //!
 //! | file | holds |
 //! |---|---|
-//! | `state`, `recent` | its state, and what recent requests found |
+//! | `state` | its state |
+//! | `requests` | what recent requests found, and what more memory would bring: hit rate against capacity |
 //! | `events` | what comes to the tiers and leaves them |
-//! | `demand` | what more memory would bring: hit rate against capacity |
 //! | `shadow` | hits that the engine computes again, and what that says about the tiers |
 
-pub(crate) mod demand;
 pub(crate) mod events;
-pub(crate) mod recent;
+pub(crate) mod requests;
 pub(crate) mod shadow;
 pub(crate) mod state;

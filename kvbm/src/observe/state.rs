@@ -13,11 +13,11 @@ use kvbm_settings::{AdmissionMode, Settings};
 use kvbm_tiers::{Route, Tier, clock};
 use serde::{Serialize, Serializer};
 
-use crate::api::options::RouteReport;
+use crate::api::manager::RouteReport;
 use crate::assemble::SharedStore;
 use crate::metrics::Lookups as Counted;
 use crate::names::hash::{BlockHash, Chain};
-use crate::observe::recent::RecentRequest;
+use crate::observe::requests::RecentRequest;
 use crate::scheduler::Core;
 use crate::table::{Match, Miss, MissReason};
 

@@ -74,7 +74,7 @@ use crate::clock::Clock;
 use crate::error::{Error, ErrorKind, Result};
 use crate::metrics::Metrics;
 use crate::names::hash::Chain;
-use crate::observe::demand::has_limit;
+use crate::observe::requests::has_limit;
 use crate::sync::{AtomicUsize, Mutex};
 use crate::table::{
     Budget, LeftBlock, Match, Pins, RequestInfo, Reserved, SharedTable, Table, TableGuard,

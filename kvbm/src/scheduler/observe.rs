@@ -8,8 +8,7 @@ use kvbm_tiers::{Route, Tier};
 use super::Core;
 use crate::metrics::TenantLeases;
 use crate::names::hash::Chain;
-use crate::observe::demand::DemandSample;
-use crate::observe::recent::{RecentRequest, RecentRequests};
+use crate::observe::requests::{DemandSample, RecentRequest, RecentRequests};
 use crate::table::{Match, Miss, RequestInfo};
 
 /// What requests ask for and find.

@@ -216,7 +216,7 @@ mod tests {
 
     use super::super::engine::EngineOrder;
     use super::*;
-    use crate::api::layers::LayerCount;
+    use crate::api::transfer::LayerCount;
     use crate::task::{CopyTask, TaskId};
 
     fn order() -> Arc<EngineOrder> {

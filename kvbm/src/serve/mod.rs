@@ -4,17 +4,13 @@
 //! | module | holds |
 //! |---|---|
 //! | `router` | the endpoints |
-//! | `connections` | how many may connect, and for how long |
-//! | `hosts` | the names by which it may be addressed |
-//! | `token` | what readers of other machines show |
+//! | `access` | who may read: by which name and token, how many at a time, and for how long |
 //!
 //! A thread of its own answers one request after another: it never takes more than one core, and
 //! locks for one tier at a time. The page is embedded, so that it works without a network.
 
-mod connections;
-mod hosts;
+mod access;
 mod router;
-mod token;
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -26,12 +22,12 @@ use prometheus::Registry;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::oneshot;
 
-use self::hosts::KnownHosts;
+use self::access::{BearerToken, KnownHosts};
 use self::router::PageView;
-pub use self::router::TIER_COLORS;
-use self::token::BearerToken;
 use crate::error::{Error, ErrorKind, Result};
 use crate::observe::state::ObservedState;
+
+pub use self::router::TIER_COLORS;
 
 /// An address that is ours: connections wait until it is [served](Server::start).
 #[derive(Debug)]
@@ -99,7 +95,7 @@ impl Server {
             entered(&runtime, || tokio::net::TcpListener::from_std(socket)).map_err(refused)?;
         let app = router::router(PageView { observed, registry }, token, hosts);
         let (stop, stopped) = oneshot::channel();
-        let serve = move || runtime.block_on(connections::serve(socket, app, stopped));
+        let serve = move || runtime.block_on(access::serve(socket, app, stopped));
         let thread = clock::spawn("kvbm-serve", serve).map_err(refused)?;
         tracing::info!("metrics at http://{address}/metrics, and a page at http://{address}/");
         Ok(Self { address, stop: Some(stop), thread: Some(thread) })

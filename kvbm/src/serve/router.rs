@@ -12,10 +12,9 @@ use kvbm_policies::RequestId;
 use prometheus::{Registry, TextEncoder};
 use serde::{Deserialize, Serialize};
 
-use super::hosts::KnownHosts;
-use super::token::BearerToken;
+use super::access::{BearerToken, KnownHosts};
 use crate::names::hash::{BlockHash, Chain};
-use crate::observe::recent::MAX_REQUESTS;
+use crate::observe::requests::MAX_REQUESTS;
 use crate::observe::state::{Found, ObservedState, Why};
 
 /// What is shown.

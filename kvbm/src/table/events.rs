@@ -5,7 +5,7 @@ use kvbm_policies::RequestId;
 use kvbm_tiers::Tier;
 
 use super::index::RecordId;
-use super::tier_set::TierSet;
+use super::record::TierSet;
 use super::transfers::LeftBlock;
 use super::{RequestInfo, Table};
 use crate::names::hash::BlockHash;

@@ -10,7 +10,7 @@ use kvbm_tiers::{Ahead, HugeVec, SlotId};
 
 use super::budget::touched;
 use super::index::RecordId;
-use super::request::RequestInfo;
+use super::policy::RequestInfo;
 
 /// A block that waits for its flush.
 #[derive(Clone, Copy, Debug)]

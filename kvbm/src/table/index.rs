@@ -11,11 +11,11 @@
 //! few homes into a larger array. Homes are in the order of the hashes in both, so that one
 //! comparison tells which of the two has a key, and there is never a second place to look. The
 //! larger array is made before it is needed, with the lock released, if there is time (see
-//! `provision`).
+//! `shared`).
 
 use kvbm_tiers::{BlockKey, HugeVec};
 
-use super::tier_set::TierSet;
+use super::record::TierSet;
 
 /// Number of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -3,6 +3,9 @@
 
 use kvbm_tiers::{BlockKey, Tier};
 
+use super::{Match, Table};
+use crate::names::hash::Chain;
+
 /// Why a block that a request asked for is in no tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MissReason {
@@ -74,6 +77,27 @@ pub struct Miss {
 impl Miss {
     pub(super) const NEVER_SEEN: Self =
         Self { reason: MissReason::NeverSeen, tier: None, age_s: None };
+}
+
+impl Table {
+    /// Why `held` is not all of `chain`; `None` if it is.
+    pub fn miss(&self, chain: Chain<'_>, held: &Match) -> Option<Miss> {
+        let chain = self.enter(chain);
+        let first = Some(held.longest()).filter(|&first| first < chain.len())?;
+        let key = chain.key(first);
+        let known = self.find(key).map(|record| self.records.at(record));
+        let awaited = Tier::ALL
+            .into_iter()
+            .find(|&tier| known.is_some_and(|known| known.filling().has(tier)));
+        let is_there = |&tier: &Tier| known.is_some_and(|known| known.resident().has(tier));
+        let withdrawn =
+            Tier::ALL.into_iter().filter(|&tier| self.is_withdrawn(tier)).find(is_there);
+        Some(match (awaited, withdrawn) {
+            (Some(_), _) => Miss { reason: MissReason::InFlight, tier: awaited, age_s: None },
+            (None, Some(_)) => Miss { reason: MissReason::Withdrawn, tier: withdrawn, age_s: None },
+            (None, None) => self.miss_history.find(key, self.now_ms),
+        })
+    }
 }
 
 /// Most notes that are remembered, 8 bytes each.

@@ -8,36 +8,28 @@
 //! | module | holds |
 //! |---|---|
 //! | `index` | key → record number, one cache miss |
-//! | `provision` | memory of these ahead of its need, made while the table is unlocked |
-//! | `record` | a block: key, parent, slots, where it is resident or filling |
+//! | `record` | a block: key, parent, slots, where it is resident or filling; sets of tiers |
 //! | `tier` | a tier's slots: children, pins, flags; its policy and its queue of dirty blocks |
-//! | `tally` | counts that have few bits in a slot |
-//! | `prefix` | the match: leading blocks per tier, found by galloping |
-//! | `boundary_hints` | where that begins |
-//! | `pins` | leases: the deepest block of a chain in each tier, pinned |
+//! | `prefix` | the match: leading blocks per tier, found by galloping from where it was last |
+//! | `pins` | leases: the deepest block of a chain in each tier, pinned; loans; idle blocks being verified |
 //! | `budget` | what one hold of the table's lock may do |
 //! | `transfers` | blocks on their way into a tier, from the plan to the landing, published in chain order |
-//! | `evict` | eviction |
-//! | `namespace` | the names of blocks, and how a reset changes them |
-//! | `forgotten` | what a reset leaves behind in its slots |
+//! | `evict` | eviction, and which blocks a full tier takes in |
+//! | `namespace` | the names of blocks, how a reset changes them, and what it leaves behind in slots |
 //! | `owners` | which tenant owns a block, and how a tenant is forgotten |
-//! | `quarantine` | bad blocks, and their readers |
-//! | `withdrawal` | tiers that gave wrong blocks |
+//! | `quarantine` | bad blocks and their readers, and tiers that gave wrong blocks |
 //! | `flush` | which dirty blocks to copy down next, root-first |
 //! | `flush_queue` | in which order they wait |
-//! | `request` | the request behind a use, and what the engine says about it |
-//! | `policy` | every call to a tier's policies |
-//! | `insertion` | which blocks a full tier takes in |
+//! | `policy` | every call to a tier's policies, and the request behind a use |
 //! | `events` | what listeners are told |
 //! | `journal` | notes for the index of a tier that outlives the process |
 //! | `restore` | what is resident again after a restart |
 //! | `miss_history` | why blocks are gone: the reasons for misses |
 //! | `demotion` | blocks that go down only when they leave |
-//! | `shared`, `lock_times` | the table behind its lock, and, for the bench, how long it is held |
+//! | `shared` | the table behind its lock, memory made while it is unlocked, and, for the bench, how long it is held |
 //! | `audit` | the invariants, checked one by one |
 
 mod audit;
-mod boundary_hints;
 mod budget;
 mod demotion;
 #[cfg(test)]
@@ -46,75 +38,62 @@ mod events;
 mod evict;
 mod flush;
 mod flush_queue;
-mod forgotten;
 mod index;
-mod insertion;
 mod journal;
-pub(crate) mod lock_times;
 mod miss_history;
 mod namespace;
 mod owners;
 mod pins;
 mod policy;
 mod prefix;
-mod provision;
 mod quarantine;
 mod record;
-mod request;
 mod restore;
-mod scrub;
-mod shared;
-mod tally;
+pub(crate) mod shared;
 #[cfg(test)]
 mod tests;
 mod tier;
-mod tier_set;
 mod transfers;
-mod withdrawal;
+
+use std::iter::Sum;
 
 use kvbm_policies::{Ended, Upkeep};
-use kvbm_tiers::{BlockKey, Loan, Owner, SlotId, SlotRef, Tier};
-use std::iter::Sum;
+use kvbm_tiers::{BlockKey, Owner, SlotId, SlotRef, Tier};
+
+use self::index::{Index, KeyHash};
+use self::miss_history::MissHistory;
+use self::namespace::PresentNamespace;
+use self::owners::BlockOwners;
+use self::prefix::BoundaryHints;
+use self::quarantine::TierQuarantines;
+use self::record::BlockRecords;
+use self::tier::TierTable;
+use self::transfers::OpenTransfers;
+use crate::observe::events::EventListeners;
 
 pub use self::audit::Violation;
 pub use self::budget::Budget;
 pub use self::flush::FlushStep;
-pub use self::forgotten::Unflushed;
 pub use self::index::RecordId;
 pub use self::journal::{Journal, Note, Notes, Taken};
-pub use self::lock_times::TableGuard;
-#[cfg(feature = "testing")]
-pub use self::lock_times::{LocksTaken, locks_taken, longest_hold};
 pub use self::miss_history::{Miss, MissReason};
-pub use self::namespace::{NamespaceId, Naming};
-pub use self::pins::Pins;
+pub use self::namespace::{NamespaceId, Naming, Unflushed};
+pub use self::pins::{Pins, Scrubbed};
+pub use self::policy::{RequestContext, RequestInfo};
 pub use self::prefix::Match;
-pub use self::provision::{Provision, Spare};
-pub use self::request::{RequestContext, RequestInfo};
+pub use self::record::TierSet;
 pub use self::restore::Restored;
-pub use self::scrub::Scrubbed;
-pub use self::shared::SharedTable;
-pub use self::tally::SlotLimits;
-pub use self::tier::{TierSpec, TierStats};
-pub use self::tier_set::TierSet;
+#[cfg(feature = "testing")]
+pub use self::shared::{LocksTaken, locks_taken, longest_hold};
+pub use self::shared::{Provision, SharedTable, Spare, TableGuard};
+pub use self::tier::{SlotLimits, TierSpec, TierStats};
 pub(crate) use self::transfers::LeftBlock;
 pub use self::transfers::{
     Dropped, Effects, Filled, Reply, Reserved, SaveAgain, Steps, TransferCursor, TransferEnd,
     TransferPlan,
 };
 
-use self::boundary_hints::BoundaryHints;
-use self::index::{Index, KeyHash};
-use self::miss_history::MissHistory;
-use self::namespace::PresentNamespace;
-use self::owners::BlockOwners;
 pub use self::owners::TenantCounts;
-use self::quarantine::TierQuarantines;
-use self::record::BlockRecords;
-use self::tier::TierTable;
-use self::transfers::OpenTransfers;
-use crate::names::hash::Chain;
-use crate::observe::events::EventListeners;
 
 /// Occupancy of a tier, in slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -246,25 +225,6 @@ impl Table {
         (tier, &self.records)
     }
 
-    /// Why `held` is not all of `chain`; `None` if it is.
-    pub fn miss(&self, chain: Chain<'_>, held: &Match) -> Option<Miss> {
-        let chain = self.enter(chain);
-        let first = Some(held.longest()).filter(|&first| first < chain.len())?;
-        let key = chain.key(first);
-        let known = self.find(key).map(|record| self.records.at(record));
-        let awaited = Tier::ALL
-            .into_iter()
-            .find(|&tier| known.is_some_and(|known| known.filling().has(tier)));
-        let is_there = |&tier: &Tier| known.is_some_and(|known| known.resident().has(tier));
-        let withdrawn =
-            Tier::ALL.into_iter().filter(|&tier| self.is_withdrawn(tier)).find(is_there);
-        Some(match (awaited, withdrawn) {
-            (Some(_), _) => Miss { reason: MissReason::InFlight, tier: awaited, age_s: None },
-            (None, Some(_)) => Miss { reason: MissReason::Withdrawn, tier: withdrawn, age_s: None },
-            (None, None) => self.miss_history.find(key, self.now_ms),
-        })
-    }
-
     fn find(&self, key: BlockKey) -> Option<RecordId> {
         let hash = KeyHash::of(key);
         self.index.find(hash, self.index.first(hash), |record| self.records.at(record).is(key))
@@ -316,22 +276,6 @@ impl Table {
     pub(super) fn slot_of(&self, tier: Tier, key: BlockKey) -> Option<SlotId> {
         let known = self.records.at(self.find(key).filter(|_| self.is_in_use(tier))?);
         known.resident().has(tier).then(|| known.slot(tier))
-    }
-
-    /// Lends a resident block's slot for reading, and pins it meanwhile. `None`: `tier` lacks it.
-    pub fn lend(&mut self, tier: Tier, key: BlockKey) -> Option<Loan> {
-        let slot = self.slot_of(tier, key)?;
-        let held = self.tier_mut(tier);
-        let loan = held.pool.lend(slot)?;
-        held.pin(slot);
-        Some(loan)
-    }
-
-    /// Ends a loan of a slot of `tier`.
-    pub fn return_loan(&mut self, tier: Tier, loan: Loan) {
-        let slot = loan.slot();
-        self.tier_mut(tier).pool.settle(loan);
-        self.unpin(tier, slot);
     }
 
     /// A request has ended: every tier's policies may learn from it.

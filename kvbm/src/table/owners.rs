@@ -13,7 +13,7 @@ use kvbm_tiers::{BlockKey, Owner, SlotId, Tier};
 use super::Table;
 use super::budget::Budget;
 use super::index::RecordId;
-use super::tier_set::TierSet;
+use super::record::TierSet;
 use super::transfers::TransferCursor;
 use crate::task::Defect;
 

@@ -1,5 +1,5 @@
 //! The table's calls to the policies of its tiers. Calls about blocks that are about to come, which
-//! have no slots yet, are in `insertion.rs`, through `Table::show`.
+//! have no slots yet, are in `evict.rs`, through `Table::show`.
 //!
 //! A policy sees a tier through a [`TableForest`]: which blocks are leaves, which of them may
 //! leave, what is above each. Called under the table's lock.
@@ -7,15 +7,15 @@
 use std::cell::Cell;
 
 use kvbm_policies::{
-    Access, BlockId, Candidates, Ended, Forest, Standing, TierPolicies, Trigger, Upkeep,
+    Access, BlockId, Candidates, Ended, Forest, Hints, RequestId, Standing, TierPolicies, Trigger,
+    Upkeep,
 };
 use kvbm_tiers::{BlockKey, FramePool, SlotId, Tier};
 
 use super::Table;
 use super::budget::{Budget, touched};
-use super::forgotten::ForgottenSlots;
+use super::namespace::ForgottenSlots;
 use super::record::BlockRecords;
-use super::request::RequestInfo;
 use super::tier::{TierSlot, TierTable};
 
 impl TierTable {
@@ -140,7 +140,7 @@ impl TierTable {
 }
 
 /// The tier as its policy may see it.
-pub(super) struct TableForest<'a> {
+struct TableForest<'a> {
     tier: Tier,
     slots: &'a [TierSlot],
     /// The tier that must have a block before it may leave this one.
@@ -266,6 +266,43 @@ impl Table {
         let (held, records) = self.tier_and_records(tier);
         let (policies, tier) = held.policies_and_structure(records);
         (policies, NewPath { tier, first, keys, parent })
+    }
+}
+
+/// What an engine says about the request that uses a chain. All of it is optional.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RequestInfo {
+    /// Below 2⁶³. Ties together all uses by one request, until
+    /// [`Manager::finished`](crate::Manager::finished).
+    pub request: Option<RequestId>,
+    /// Hints for policies.
+    pub hints: Hints,
+    /// It has leased before, and now comes to load what it found, or at its end.
+    pub has_asked: bool,
+}
+
+/// A request's use of one chain.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RequestContext {
+    /// The request.
+    pub info: RequestInfo,
+    /// Blocks of its whole chain, held or not.
+    pub path: u32,
+}
+
+impl RequestContext {
+    /// What a tier's policy is told: the leading `depth` blocks, down to `deepest`, were used, and
+    /// the last `inserted` of them are new there.
+    pub(super) fn access(&self, now_ms: u64, deepest: SlotId, depth: u32, inserted: u32) -> Access {
+        Access {
+            now_ms,
+            request: self.info.request,
+            deepest: BlockId(deepest.0),
+            depth,
+            inserted,
+            path: self.path.max(depth),
+            hints: self.info.hints,
+        }
     }
 }
 

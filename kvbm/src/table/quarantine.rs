@@ -1,5 +1,10 @@
 //! Bad blocks leave a tier with all their descendants. Slots that are being read are freed when
 //! their readers leave.
+//!
+//! A tier of which too much was wrong is *withdrawn*: until the next reset it neither gives nor takes
+//! blocks. This is a state of the tier, not a breaker: its medium may be well. No match finds its
+//! blocks, no lease holds them, none are lent, copied or flushed, and none come. Loads from below pass
+//! it by. A tier that flushes into it goes on as if it could not be written.
 
 use std::collections::{HashMap, HashSet};
 
@@ -8,8 +13,9 @@ use kvbm_tiers::{BlockKey, SlotId, SlotRef, Tier};
 use super::budget::Budget;
 use super::index::RecordId;
 use super::prefix::FoundBoundaries;
+use super::record::TierSet;
 use super::tier::TierSlot;
-use super::transfers::Dropped;
+use super::transfers::{Dropped, Effects};
 use super::{MissReason, Table};
 use crate::names::hash::Chain;
 use crate::observe::events::RemoveReason;
@@ -102,7 +108,7 @@ impl TierQuarantines {
     }
 
     /// Traces begin anew, as after a quarantine.
-    pub(super) const fn have_traces_begin_anew(&mut self) {
+    const fn have_traces_begin_anew(&mut self) {
         self.so_far += 1;
     }
 
@@ -507,5 +513,49 @@ impl Table {
         if let Some(anchor) = quarantine.anchor {
             self.unpin(tier, anchor);
         }
+    }
+}
+
+impl Table {
+    /// Withdraws `tier` until the next [reset](Self::reset). [`end_withdrawn`](Self::end_withdrawn)
+    /// ends what is under way.
+    pub fn withdraw(&mut self, tier: Tier) -> Effects {
+        for held in self.tiers.iter_mut().flatten() {
+            held.is_withdrawn |= held.tier == tier;
+            // Dirty blocks may leave unflushed.
+            held.is_flush_blocked |= held.tier == tier || held.flush_to == Some(tier);
+        }
+        self.quarantines.have_traces_begin_anew();
+        self.take_effects()
+    }
+
+    /// Ends the transfer at place `from`, if it reads a withdrawn tier or fills one. Returns where
+    /// the next step goes on. `None`: there are no more.
+    pub fn end_withdrawn(&mut self, from: u32) -> Option<u32> {
+        let (id, tiers) = self.transfers.tiers_at(from)?;
+        if self.are_withdrawn(tiers) {
+            self.abort(id, 0);
+        }
+        Some(from + 1)
+    }
+
+    /// Whether any of these are withdrawn.
+    pub(super) fn are_withdrawn(&self, tiers: TierSet) -> bool {
+        Tier::ALL.into_iter().any(|tier| tiers.has(tier) && self.is_withdrawn(tier))
+    }
+
+    /// Whether `tier` is withdrawn.
+    pub fn is_withdrawn(&self, tier: Tier) -> bool {
+        self.tiers[tier.index()].as_ref().is_some_and(|held| held.is_withdrawn)
+    }
+
+    /// Whether the tier exists, and gives and takes blocks.
+    pub(super) fn is_in_use(&self, tier: Tier) -> bool {
+        self.has(tier) && !self.is_withdrawn(tier)
+    }
+
+    /// Ends all withdrawals: the wrong blocks are forgotten.
+    pub(super) fn reinstate_tiers(&mut self) {
+        self.tiers.iter_mut().flatten().for_each(|held| held.is_withdrawn = false);
     }
 }

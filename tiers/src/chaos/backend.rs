@@ -2,17 +2,15 @@
 
 #![expect(unsafe_code, reason = "a backend writes slots, and flips bits of them here")]
 
-use std::fmt;
-use std::io;
 use std::sync::Arc;
 use std::time::Instant;
+use std::{fmt, io};
 
 use super::late::LateTimer;
 use super::{Chaos, EpisodeHit, Kind};
-use crate::backend::Backend;
+use crate::backend::{Backend, Fences};
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, SlotRef};
-use crate::fence::Fences;
 use crate::memory::CpuMemories;
 
 /// Decides what becomes of operations.
@@ -211,11 +209,11 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::backend::Layers;
     use crate::chaos::Schedule;
     use crate::checksum::Checksums;
     use crate::copy::Tier;
     use crate::dram::DramRegion;
-    use crate::fence::Layers;
     use crate::frame::Frame;
     use crate::media_layer::MediaLayer as _;
     use crate::memcpy::MemcpyBackend;

@@ -1,8 +1,7 @@
 //! Copies between host memory and a GPU.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -14,16 +13,14 @@ use super::driver::{
 };
 use super::kernels::{CopyKernels, KernelOrigin};
 use super::rows::{PitchedRows, rows};
-use crate::backend::Backend;
+use crate::backend::{Backend, Fence, Fences, Mark};
 use crate::clock;
 use crate::copy::{
     Completion, CopyError, CopyErrorKind, CopyOp, Done, Endings, Route, SlotId, Tier,
 };
-use crate::device::{DeviceRegion, Space};
 use crate::error::{SetupError, SetupErrorKind};
-use crate::fence::{Fence, Fences, Mark};
-use crate::memory::{Memory, forget_checksum, no_such_slot};
-use crate::segments::{Piece, Segment, pieces};
+use crate::geometry::{Piece, Segment, pieces};
+use crate::memory::{DeviceRegion, Memory, Space, forget_checksum, no_such_slot};
 
 /// Moves blocks between locked host memory and device memory, each direction in a stream and a
 /// thread of its own: the thread starts copies and looks after their events, so no caller that

@@ -5,8 +5,8 @@ use parking_lot::Mutex;
 use super::driver::{CudaStream, DeviceMemory, Gpu, KernelTable, Pinned, failed};
 use super::kernels::{ChecksumSummand, CopyKernels, checksum_of_zeroes};
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
-use crate::device::DeviceRegion;
 use crate::error::SetupError;
+use crate::memory::DeviceRegion;
 
 /// Computes the [`checksum`](crate::checksum::checksum) of blocks in device memory. Callers wait
 /// for theirs, each in a stream of its own.

@@ -12,12 +12,10 @@ use cudarc::driver::sys::{self, CUresult};
 use parking_lot::Mutex;
 
 use super::probe::{Device, Driver, probe};
-use crate::device::{DeviceRegion, Space};
+use crate::backend::{EventFence, Fence};
 use crate::error::{SetupError, SetupErrorKind};
-use crate::fence::{EventFence, Fence};
-use crate::geometry::Geometry;
-use crate::memory::Memory;
-use crate::segments::{Part, SegmentMap};
+use crate::geometry::{Geometry, Part, SegmentMap};
+use crate::memory::{DeviceRegion, Memory, Space};
 
 /// A GPU that this process uses. Cheap to clone.
 #[derive(Clone)]

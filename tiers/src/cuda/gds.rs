@@ -16,13 +16,11 @@ use super::driver::Gpu;
 use crate::backend::Backend;
 use crate::checksum::Checksums;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, SlotRef, Tier};
-use crate::device::{DeviceRegion, Space};
 use crate::disk::DiskRegion;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fork::{ProcessBound, ServiceThread};
-use crate::geometry::ALIGNMENT;
-use crate::memory::no_such_slot;
-use crate::segments::Part;
+use crate::geometry::{ALIGNMENT, Part};
+use crate::memory::{DeviceRegion, Space, no_such_slot};
 
 /// Reads and writes of cuFile, one thread for each in flight; the pieces of a block are shared by
 /// several. Blocks are checksummed on the GPU while they are written, and verified there after they

@@ -23,7 +23,6 @@ mod gds;
 pub(crate) mod kernels;
 mod medium;
 mod probe;
-mod rearrange;
 mod rows;
 mod window;
 
@@ -32,7 +31,7 @@ pub use checksum::DeviceChecksum;
 pub use cufile::{CuFileMode, CuFileOptions, CuFileReport, probe_cufile};
 pub use driver::Gpu;
 pub use gds::GdsBackend;
+pub use kernels::Rearranger;
 pub use kernels::{KernelOrigin, SOURCE as KERNEL_SOURCE};
 pub use probe::{Availability, Device, Driver, MIN_DRIVER, Probe, probe};
-pub use rearrange::Rearranger;
 pub use window::DeviceWindow;

@@ -2,7 +2,7 @@
 //! engines' tensors are of one size, and mostly lie one after the other.
 
 use crate::copy::SlotId;
-use crate::segments::{Part, SegmentMap};
+use crate::geometry::{Part, SegmentMap};
 
 /// Pieces of a block, in order: each as far behind the one before on the GPU, and as far in the
 /// block.

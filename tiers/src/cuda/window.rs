@@ -7,10 +7,10 @@ use parking_lot::Mutex;
 
 use super::driver::{CudaStream, Gpu, Pinned, failed};
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
-use crate::device::{DeviceRegion, Space};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::frame::{Frame, Loan, PoolId};
-use crate::segments::{Segment, pieces};
+use crate::geometry::{Segment, pieces};
+use crate::memory::{DeviceRegion, Space};
 
 /// Copies single blocks out of and into a GPU's memory, one at a time, and waits for it.
 #[derive(Debug)]

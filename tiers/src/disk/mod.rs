@@ -29,18 +29,14 @@
 //! | module | what |
 //! |---|---|
 //! | `files` | makes, finds, sizes and locks slot files |
-//! | `transfer` | what a copy comes down to, and what its result means |
-//! | `uring`, `ring` | the backend on io_uring, and the ring that reads and writes |
-//! | `queue`, `wake` | in which order a ring's operations start, and how its thread learns of them |
-//! | `threads` | the backend where there is no io_uring: a pool that reads and writes |
+//! | `transfer` | what a copy comes down to, what its result means, and which goes first |
+//! | `backends` | the backend on io_uring, and the one where there is none: a pool of threads |
+//! | `ring` | the ring that reads and writes |
 
+mod backends;
 mod files;
-mod queue;
 pub(crate) mod ring;
-mod threads;
 mod transfer;
-mod uring;
-mod wake;
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -50,12 +46,11 @@ use crate::copy::SlotId;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::{LockWait, SettingNames};
 use crate::geometry::Geometry;
-
 use files::{SlotFile, SlotFileOptions};
-pub use threads::ThreadsBackend;
+
+pub use backends::{ThreadsBackend, UringBackend};
 #[cfg(feature = "nixl")]
 pub(crate) use transfer::check_fit;
-pub use uring::UringBackend;
 
 /// What to change when a slot file cannot be had.
 pub(crate) static SETTINGS: SettingNames = SettingNames {

@@ -8,23 +8,19 @@
 //!
 //! | file | has |
 //! |---|---|
-//! | `kept.rs` | finding a file or making it, so that a start that is killed leaves nothing that looks complete |
+//! | `kept.rs` | finding a file or making it, so that a start that is killed leaves nothing that looks complete; one opener at a time |
 //! | `ours.rs` | opening what is there without trusting it, and directories that only we write |
-//! | `lock.rs` | one opener at a time, and how long a start waits for the last one |
-//! | `space.rs` | giving a file its size, with the space behind it |
-//! | `site.rs` | what went wrong, and which setting to change |
+//! | `site.rs` | what went wrong, and which setting to change; giving a file its size, with the space behind it |
 
 mod kept;
-mod lock;
 mod ours;
 mod site;
-mod space;
 
 pub(crate) use kept::{
-    KeptFile, LockedFile, create_locked, make_dir, open_kept, partial, remove_abandoned, replace,
-    sync_dir,
+    KeptFile, LockWait, LockedFile, create_locked, lock, make_dir, open_kept, partial,
+    remove_abandoned, replace, sync_dir,
 };
-pub(crate) use lock::{LockWait, lock};
 pub(crate) use ours::{is_at, is_private_dir, make_private_dir, open_ours, unlink};
-pub(crate) use site::{OwnDirectory, SettingNames, checked_namespace};
-pub(crate) use space::{check_size, check_space, fill, resize};
+pub(crate) use site::{
+    OwnDirectory, SettingNames, check_size, check_space, checked_namespace, fill, resize,
+};

@@ -1,14 +1,19 @@
-//! The files of an index: a new one lies beside the old one until it is complete.
+//! The files of an index: what of one is sound, and a new one, which lies beside the old one until it is
+//! complete.
 
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 
-use crate::error::SetupError;
+use super::format::{
+    ENTRIES_AT, ENTRY_BYTES, HEADER_BYTES, IndexChange, IndexEntry, IndexHeader, NoHeader,
+    SEALED_VERSION, VERSION,
+};
+use super::{SPARE, STEP, SlotEntries};
+use crate::error::{SetupError, SetupErrorKind};
 use crate::files::{LockWait, LockedFile, OwnDirectory, create_locked, partial, sync_dir, unlink};
-
-use super::format::{ENTRIES_AT, ENTRY_BYTES, IndexChange, IndexHeader};
-use super::{STEP, SlotEntries};
+use crate::sealed::KeyRing;
 
 /// A file on its way to take another one's place.
 pub(super) struct FileDraft {
@@ -85,4 +90,132 @@ impl Drop for FileDraft {
             unlink(&partial(&self.site).path);
         }
     }
+}
+
+/// What a look at all entries found.
+pub(super) struct IndexScan {
+    /// Entries up to the last sound one, that one included.
+    pub(super) len: u64,
+    pub(super) residents: SlotEntries,
+    /// What is up to date, in the order of storing.
+    pub(super) live: Vec<IndexEntry>,
+    pub(super) damaged: u64,
+    /// Bytes behind the last sound entry.
+    pub(super) torn: u64,
+}
+
+impl IndexScan {
+    pub(super) fn of(file: &File, header: &IndexHeader) -> io::Result<Self> {
+        let bytes = file.metadata()?.len().saturating_sub(ENTRIES_AT);
+        let (mut residents, mut len, mut sound) = (SlotEntries::default(), 0, 0);
+        let entries = (bytes / ENTRY_BYTES as u64).min(u64::from(header.slots));
+        let mut stored = StoredEntry(Vec::with_capacity(entries as usize));
+        each_entry(file, header, bytes / ENTRY_BYTES as u64, |position, change| {
+            if let Some(change) = change {
+                residents.note(&change, position);
+                stored.add(change, position, &residents);
+                len = position + 1;
+                sound += 1;
+            }
+        })?;
+        let live = stored.live(&residents);
+        Ok(Self {
+            len,
+            residents,
+            live,
+            damaged: len - sound,
+            torn: bytes - len * ENTRY_BYTES as u64,
+        })
+    }
+}
+
+/// What was stored so far. Entries are taken to pieces once: that is most of what opening an index
+/// takes.
+struct StoredEntry(Vec<(u64, IndexEntry)>);
+
+impl StoredEntry {
+    fn add(&mut self, change: IndexChange, position: u64, residents: &SlotEntries) {
+        let IndexChange::Stored(entry) = change else { return };
+        // However long the file, memory is in proportion to what is up to date in it.
+        if self.0.len() as u64 > 2 * u64::from(residents.live) + SPARE {
+            self.0.retain(|(position, entry)| residents.is_latest(entry.slot, *position));
+        }
+        self.0.push((position, entry));
+    }
+
+    fn live(self, residents: &SlotEntries) -> Vec<IndexEntry> {
+        let is_latest =
+            |(position, entry): &(u64, IndexEntry)| residents.is_latest(entry.slot, *position);
+        self.0.into_iter().filter(is_latest).map(|(_, entry)| entry).collect()
+    }
+}
+
+/// Shows the first `len` entries in turn; `None`: it is not what was written there.
+pub(super) fn each_entry(
+    file: &File,
+    header: &IndexHeader,
+    len: u64,
+    mut each: impl FnMut(u64, Option<IndexChange>),
+) -> io::Result<()> {
+    let mut bytes = vec![0; STEP * ENTRY_BYTES];
+    let mut position = 0;
+    while position < len {
+        let entries = (len - position).min(STEP as u64) as usize;
+        let step = &mut bytes[..entries * ENTRY_BYTES];
+        file.read_exact_at(step, ENTRIES_AT + position * ENTRY_BYTES as u64)?;
+        for entry in step.as_chunks::<ENTRY_BYTES>().0 {
+            each(position, IndexChange::decode(entry, header, position));
+            position += 1;
+        }
+    }
+    Ok(())
+}
+
+/// The header, and whether both copies of it are sound.
+pub(super) fn header(
+    file: &File,
+    site: &OwnDirectory,
+    ring: Option<&KeyRing>,
+) -> Result<(IndexHeader, bool), SetupError> {
+    let copies = [copy(file, 0, ring), copy(file, HEADER_BYTES as u64, ring)];
+    match copies.map(|copy| copy.map_err(|error| site.failed(&error))) {
+        [Err(error), _] | [_, Err(error)] => Err(error),
+        [Ok(Ok(one)), Ok(Ok(other))] => Ok((one.clone(), one == other)),
+        [Ok(Ok(one)), Ok(Err(_))] | [Ok(Err(_)), Ok(Ok(one))] => Ok((one, false)),
+        [Ok(Err(one)), Ok(Err(other))] => Err(no_header(&site.path, one, other)),
+    }
+}
+
+fn copy(file: &File, at: u64, ring: Option<&KeyRing>) -> io::Result<Result<IndexHeader, NoHeader>> {
+    let mut bytes = [0; HEADER_BYTES];
+    match file.read_exact_at(&mut bytes, at) {
+        Ok(()) => Ok(IndexHeader::decode(&bytes, ring)),
+        Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(Err(NoHeader::Foreign)),
+        Err(error) => Err(error),
+    }
+}
+
+fn no_header(path: &Path, one: NoHeader, other: NoHeader) -> SetupError {
+    let path = path.display();
+    let message = match (one, other) {
+        (NoHeader::Version(version), NoHeader::Version(same)) if version == same => format!(
+            "{path} is an index of version {version}, and this program reads versions {VERSION} and \
+             {SEALED_VERSION}: open it with the \
+             program that wrote it, or remove it to start cold"
+        ),
+        (NoHeader::NoKey(number), _) | (_, NoHeader::NoKey(number)) => format!(
+            "{path} is authenticated with main key {number}, which is not given: add it behind the others in \
+             encryption.key_file (DYN_KVBM_ENCRYPTION_KEY_FILE), or remove the index to start cold"
+        ),
+        (NoHeader::Foreign, NoHeader::Foreign) => {
+            format!(
+                "{path} is not an index of blocks: move it elsewhere, or choose another directory"
+            )
+        }
+        _ => format!(
+            "{path}: both copies of the index's header are damaged, or made without its key. Remove it to start cold; if the weights were \
+             exchanged since the fingerprint's epoch (Manager::reset), give the fingerprint a greater epoch as well"
+        ),
+    };
+    SetupError::new(SetupErrorKind::Invalid, message)
 }

@@ -13,7 +13,7 @@ use crate::geometry::ALIGNMENT;
 use crate::sealed::KeyRing;
 
 use super::format::IndexHeader;
-use super::{IndexChange, IndexEntry, IndexOptions, Recovered, TierIndex, scan};
+use super::{IndexChange, IndexEntry, IndexOptions, Recovered, TierIndex, file};
 
 /// What a process left: an index, and the file of slots that it tells of. Locked as long as it is
 /// looked at.
@@ -47,7 +47,7 @@ impl KeptIndex {
         let (site, slots) =
             (OwnDirectory::new(index, settings), locked(&OwnDirectory::new(slots, settings))?);
         let file = locked(&site)?;
-        let (header, _) = scan::header(&file, &site, keys.map(|keys| &**keys))?;
+        let (header, _) = file::header(&file, &site, keys.map(|keys| &**keys))?;
         let keys = keys.filter(|_| header.key.is_some()).cloned();
         let (index, found, has_whole_header) =
             TierIndex::read(&options(index, header, keys), file)?;

@@ -14,13 +14,11 @@
 //! |---|---|
 //! | `format` | the bytes |
 //! | `file` | a file of ours: found or made, locked, written anew and put in the old one's place |
-//! | `scan` | what of a file is sound |
 //! | `kept` | an index and its slots, looked at while no process works with them |
 
 mod file;
 mod format;
 mod kept;
-mod scan;
 #[cfg(test)]
 mod tests;
 
@@ -30,6 +28,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use self::file::{FileDraft, IndexScan};
+use self::format::{ENTRIES_AT, ENTRY_BYTES, IndexHeader, MAX_NAMESPACE, mac_key};
 use crate::copy::{SlotId, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::{LockWait, LockedFile, OwnDirectory, is_at, lock, open_ours};
@@ -39,10 +39,6 @@ use crate::sealed::KeyRing;
 pub use self::format::read_in_every_way;
 pub use self::format::{IndexChange, IndexEntry};
 pub use self::kept::KeptIndex;
-
-use self::file::FileDraft;
-use self::format::{ENTRIES_AT, ENTRY_BYTES, IndexHeader, MAX_NAMESPACE, mac_key};
-use self::scan::IndexScan;
 
 /// Which file, and of what.
 #[derive(Clone, Debug)]
@@ -186,7 +182,7 @@ impl TierIndex {
         file: LockedFile,
     ) -> Result<(Self, Recovered, bool), SetupError> {
         let failed = |error: &io::Error| options.site().failed(error);
-        let (header, is_whole) = scan::header(&file, &options.site(), options.keys.as_deref())?;
+        let (header, is_whole) = file::header(&file, &options.site(), options.keys.as_deref())?;
         check_header(options, &header)?;
         let scan = IndexScan::of(&file, &header).map_err(|error| failed(&error))?;
         let IndexScan { len, residents, live: entries, damaged, torn } = scan;
@@ -306,7 +302,7 @@ impl TierIndex {
 
     /// What is up to date, in the order of storing.
     fn each_live(&self, mut each: impl FnMut(IndexEntry)) -> io::Result<()> {
-        scan::each_entry(&self.file, &self.header, self.len, |position, change| {
+        file::each_entry(&self.file, &self.header, self.len, |position, change| {
             if let Some(IndexChange::Stored(entry)) = change
                 && self.residents.is_latest(entry.slot, position)
             {

@@ -30,25 +30,16 @@ mod arguments;
 mod backend;
 mod library;
 mod mover;
-mod objects;
-mod parameters;
-mod peer;
-mod plugins;
 #[cfg(any(test, feature = "baselines"))]
 pub mod raw;
 mod registration;
 mod request;
-mod spans;
-mod status;
 mod sys;
 #[cfg(test)]
 mod tests;
 
-pub use agent::{Agent, BackendHandle};
-pub use backend::NixlBackend;
-pub use library::{Library, REMEDY, find};
-pub use objects::{NixlObjectOptions, object_parameters};
-pub use peer::RemotePeer;
-pub use plugins::{check_plugin_directory, installed_plugins};
+pub use agent::{Agent, BackendHandle, RemotePeer};
+pub use backend::{NixlBackend, NixlObjectOptions, object_parameters};
+pub use library::{Library, REMEDY, check_plugin_directory, find, installed_plugins};
 pub use registration::{RegisteredRange, Registration};
 pub use request::{Direction, NixlRequest, SegmentList};

@@ -3,18 +3,17 @@
 use std::collections::VecDeque;
 use std::num::NonZeroU64;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, TryRecvError};
 
+use super::backend::{ListPosition, SlotLists};
 use super::request::{Direction, NixlRequest};
-use super::spans::{ListPosition, SlotLists};
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Endings, Tier};
 use crate::memory::{Memory, forget_checksum, no_such_slot};
-
-use std::sync::Arc;
 
 /// A request moves blocks of about this many bytes together: enough that its cost does not matter,
 /// few enough that its first block need not wait long for its last.

@@ -7,8 +7,7 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 
 use super::agent::{Agent, BackendHandle};
-use super::arguments::OptArgs;
-use super::status::done;
+use super::arguments::{OptArgs, done};
 use super::sys::{self, MemType, RegDlistS};
 use crate::disk::DiskRegion;
 use crate::error::SetupError;

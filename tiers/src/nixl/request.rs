@@ -9,11 +9,9 @@ use std::task::Poll;
 use tracing::Span;
 use tracing::field::Empty;
 
-use super::agent::Agent;
-use super::arguments::OptArgs;
-use super::peer::RemotePeer;
+use super::agent::{Agent, RemotePeer};
+use super::arguments::{OptArgs, done, status_name};
 use super::registration::{RegisteredRange, Registration};
-use super::status::{done, status_name};
 use super::sys::{self, MemType, Status, XferDlistHandleS, XferDlistS, XferReqS, XferTelemetry};
 use crate::copy::{CopyError, CopyErrorKind};
 use crate::error::{SetupError, SetupErrorKind};

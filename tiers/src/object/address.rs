@@ -1,9 +1,13 @@
-//! How a store is named and reached: its URL, its keys, and what is wrong with them.
+//! How a store is named and reached: its URL, its keys, what is wrong with them, and the S3 protocol.
 
 use std::fmt;
+use std::net::IpAddr;
+use std::time::Duration;
 
+use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::path::Path;
-use url::Url;
+use object_store::{BackoffConfig, ClientOptions, RetryConfig};
+use url::{Host, Url};
 
 use super::error::UrlSecrets;
 use crate::error::{SetupError, SetupErrorKind};
@@ -65,4 +69,105 @@ pub(super) fn secrets(options: &StoreOptions) -> UrlSecrets {
 
 pub(super) fn invalid(message: String) -> SetupError {
     SetupError::new(SetupErrorKind::Invalid, message)
+}
+
+/// A request that takes longer is given up. A segment of 32 MiB at 20 Mbit/s fits.
+const REQUEST_LIMIT: Duration = Duration::from_secs(15);
+/// No retry begins after this: a store that is down is noticed soon, and blocks are recomputed
+/// meanwhile.
+const RETRY_LIMIT: Duration = Duration::from_secs(4);
+const CONNECT_LIMIT: Duration = Duration::from_secs(2);
+const MAX_RETRIES: usize = 3;
+
+/// Opens the bucket that `url` names.
+pub(super) fn open_s3(url: &Url, options: &StoreOptions) -> Result<AmazonS3, SetupError> {
+    let mut builder = builder(options)?;
+    let plain_http = match endpoint(options, &builder) {
+        Some(endpoint) => {
+            let plain_http = is_plain_http(&parse(&endpoint, ENDPOINT)?)?;
+            // The more specific of the two keys, so that no variable prevails over a setting.
+            builder =
+                builder.with_config(AmazonS3ConfigKey::S3Endpoint, endpoint.trim_end_matches('/'));
+            plain_http
+        }
+        None => false,
+    };
+    if let Some(region) = &options.region {
+        builder = builder.with_region(region);
+    }
+    choose_cryptography();
+    builder
+        .with_bucket_name(url.host_str().unwrap_or_default())
+        .with_client_options(client_options(plain_http))
+        .with_retry(retries())
+        // Over TLS the bytes are authenticated anyway, and every block has its own checksum.
+        .with_unsigned_payload(!plain_http)
+        // Not every S3-compatible store has the request that deletes many.
+        .with_disable_bulk_delete(true)
+        .build()
+        .map_err(|e| {
+            let message =
+                format!("cannot use the object store '{url}': check {URL} and {ENDPOINT}");
+            SetupError::caused(SetupErrorKind::Invalid, message, secrets(options).scrub(&e))
+        })
+}
+
+fn builder(options: &StoreOptions) -> Result<AmazonS3Builder, SetupError> {
+    match (&options.access_key, &options.secret_key) {
+        (Some(access_key), Some(secret_key)) => Ok(AmazonS3Builder::new()
+            .with_access_key_id(access_key)
+            .with_secret_access_key(secret_key)),
+        (None, None) => Ok(AmazonS3Builder::from_env()),
+        _ => Err(invalid(format!("only one of {KEYS} is set: set both or neither"))),
+    }
+}
+
+fn endpoint(options: &StoreOptions, builder: &AmazonS3Builder) -> Option<String> {
+    let variables = [AmazonS3ConfigKey::S3Endpoint, AmazonS3ConfigKey::Endpoint];
+    let from_environment = || variables.iter().find_map(|key| builder.get_config_value(key));
+    options.endpoint.clone().or_else(from_environment)
+}
+
+fn is_plain_http(endpoint: &Url) -> Result<bool, SetupError> {
+    match (endpoint.scheme(), endpoint.host()) {
+        ("https", Some(_)) => Ok(false),
+        ("http", Some(host)) => {
+            if !is_loopback(&host) {
+                tracing::warn!(%endpoint, "KV blocks and signatures travel unencrypted: prefer https");
+            }
+            Ok(true)
+        }
+        _ => Err(invalid(format!("{ENDPOINT} must be http://host:port or https://host:port"))),
+    }
+}
+
+fn is_loopback(host: &Host<&str>) -> bool {
+    match host {
+        Host::Domain(name) => *name == "localhost",
+        Host::Ipv4(address) => IpAddr::V4(*address).is_loopback(),
+        Host::Ipv6(address) => IpAddr::V6(*address).is_loopback(),
+    }
+}
+
+fn client_options(plain_http: bool) -> ClientOptions {
+    ClientOptions::new()
+        .with_timeout(REQUEST_LIMIT)
+        .with_connect_timeout(CONNECT_LIMIT)
+        .with_allow_http(plain_http)
+}
+
+fn retries() -> RetryConfig {
+    let backoff = BackoffConfig {
+        init_backoff: Duration::from_millis(100),
+        max_backoff: Duration::from_secs(1),
+        base: 2.0,
+    };
+    RetryConfig { backoff, max_retries: MAX_RETRIES, retry_timeout: RETRY_LIMIT }
+}
+
+/// The HTTP client takes the process's cryptography; where none was chosen, ours needs no `CMake`
+/// to build.
+fn choose_cryptography() {
+    // An error means that there is one already.
+    let _ = rustls::crypto::ring::default_provider().install_default();
 }

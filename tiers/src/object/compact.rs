@@ -20,9 +20,9 @@ use tokio::time::{Instant, timeout_at};
 use super::budget::Expense;
 use super::locations::{BlockLocation, CompactionVictim};
 use super::names::SegmentId;
-use super::put::create;
 use super::segment::{Footer, Provenance, SegmentEntry, decode, encode};
 use super::shared::{SegmentPin, StoreContext};
+use super::write::create;
 use crate::checksum::checksum;
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
 

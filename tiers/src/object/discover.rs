@@ -12,8 +12,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::epochs::{EpochStanding, OlderEpoch};
 use super::error::StoreError;
-use super::listing::{Least, ListedSegment};
-use super::names::{SegmentId, SegmentName};
+use super::names::{Least, ListedSegment, SegmentId, SegmentName};
 use super::open::Store;
 use super::segment::{Footer, FooterKey, FormatError, Provenance, SegmentEntry, decode};
 use super::share::BucketShare;

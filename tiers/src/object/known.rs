@@ -3,8 +3,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::discover::ReadFooter;
-use super::listing::ListedSegment;
-use super::names::{SegmentId, SegmentName};
+use super::names::{ListedSegment, SegmentId, SegmentName};
 use super::segment::SegmentEntry;
 use crate::copy::BlockKey;
 

@@ -19,15 +19,15 @@
 //!
 //! | modules | hold |
 //! |---|---|
-//! | `address`, `open`, `s3`, `files`, `error`, `traffic` | the store: how it is reached, what its errors mean, what it is asked |
+//! | `address`, `open`, `files`, `error`, `traffic` | the store: how it is reached, what its errors mean, what it is asked |
 //! | `budget` | what that may come to |
-//! | `backend`, `block`, `read`, `write`, `put`, `executor`, `shared` | the way of a block |
-//! | `segment`, `manifest`, `names` | formats, and names of objects |
+//! | `backend`, `block`, `read`, `write`, `executor`, `shared` | the way of a block |
+//! | `segment`, `manifest`, `names` | formats, names of objects, and listing them |
 //! | `keys` | what tenants' blocks are sealed with |
 //! | `locations`, `compact` | where each slot's block lies, and that space stays bounded |
 //! | `epochs` | which epochs a bucket knows of: until a worker knows, it has no use for the bucket |
-//! | `listing`, `discover`, `look`, `known` | what a bucket holds already, and what others store in it meanwhile |
-//! | `share`, `lease`, `collect` | what workers rely on, and who removes the garbage of those that are gone |
+//! | `discover`, `look`, `known` | what a bucket holds already, and what others store in it meanwhile |
+//! | `share`, `collect` | what workers rely on, and who removes the garbage of those that are gone |
 //! | [`fsck`] | checking a bucket from outside |
 
 mod address;
@@ -44,16 +44,12 @@ mod files;
 pub mod fsck;
 mod keys;
 mod known;
-mod lease;
-mod listing;
 mod locations;
 mod look;
 pub mod manifest;
 mod names;
 mod open;
-mod put;
 mod read;
-mod s3;
 pub mod segment;
 mod share;
 mod shared;

@@ -13,12 +13,13 @@ use object_store::{ObjectStore, ObjectStoreExt, PutMode};
 use tokio::time::{Instant, timeout, timeout_at};
 use url::Url;
 
-use super::address::{ENDPOINT, FORMS, StoreOptions, URL, invalid, parse, path_of, secrets};
+use super::address::{
+    ENDPOINT, FORMS, StoreOptions, URL, invalid, open_s3, parse, path_of, secrets,
+};
 use super::error::{StoreError, UrlSecrets, is_an_answer, local_kind, remote_kind};
 use super::executor::StoreRuntime;
 use super::files::{PrivateFiles, Trust, make_directory};
 use super::names::SegmentNames;
-use super::s3::open_s3;
 use crate::copy::{CopyError, CopyErrorKind};
 use crate::error::{SetupError, SetupErrorKind};
 

@@ -13,10 +13,10 @@ use object_store::{ObjectMeta, ObjectStoreExt, PutMode};
 use parking_lot::Mutex;
 use tokio::time::{Instant, timeout};
 
+use super::collect::CollectorLease;
 use super::epochs::{EpochStanding, FIRST_PAUSE, OlderEpoch};
 use super::error::StoreError;
 use super::known::SegmentCatalog;
-use super::lease::CollectorLease;
 use super::manifest::{LAPSES, MAX_BYTES, Manifest};
 use super::names::SegmentName;
 use super::open::Store;

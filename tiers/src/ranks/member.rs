@@ -1,13 +1,12 @@
 //! A rank's side: it joins, does what the leader says, and reports.
 
 use std::collections::HashMap;
-use std::io;
-use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use std::{io, mem};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
@@ -16,13 +15,12 @@ use super::connection::{
     ConnectionEnd, ConnectionReady, ConnectionWaker, FrameInbox, RankConnection, SendResult, wait,
 };
 use super::forget::{DestroyKeys, RankForgetter};
-use super::generations::SlotGenerations;
-use super::kept::{KeptSlots, LeftBehind, SlotJournals, part};
 use super::leader::check_fingerprint;
 use super::protocol::{
     EndedCopies, ForgotTenant, HelloFrame, MAX_GREETING, MAX_MESSAGE, Membership, RefusalFrame,
     ToLeader, ToRank, decode, frame,
 };
+use super::slots::{KeptSlots, LeftBehind, SlotGenerations, SlotJournals, part};
 use super::socket;
 use crate::backend::Backend;
 use crate::clock;

@@ -22,9 +22,8 @@
 //! | `pending` | batches under way, and which ranks have yet to confirm them |
 //! | `leader` | the backend of the leader, and the thread that listens |
 //! | `member` | a rank: it does what the leader says and reports |
-//! | `generations` | what a rank's slots hold, as far as it knows itself |
-//! | `kept` | what an earlier process left in a rank's slots, and who writes down what comes to them |
-//! | `forget` | which ranks have yet to destroy a tenant's keys; `debt_file`: on the medium |
+//! | `slots` | what a rank's slots hold, what an earlier process left there, and who writes down what comes to them |
+//! | `forget` | which ranks have yet to destroy a tenant's keys |
 //! | `recovery` | which blocks leader and ranks agree on, at the start of the leader |
 //!
 //! A copy has arrived when every rank says so; otherwise its result is the worst that any rank
@@ -50,25 +49,23 @@
 //! another's, is never given out; bytes are compared with the rank's checksum when they are read.
 
 mod connection;
-mod debt_file;
 mod forget;
-mod generations;
-mod kept;
 mod leader;
 mod member;
 mod pending;
 mod protocol;
 mod recovery;
+mod slots;
 mod socket;
 #[cfg(test)]
 mod tests;
 
 pub use forget::{DestroyKeys, NotForgotten};
-pub use kept::{KeptSlots, SlotJournal};
 pub use leader::{Leader, LeaderOptions, RankRegistry};
 pub use member::{JoinOptions, LeaderGone, Member, Stopper};
 pub use pending::MAX_RANKS;
 pub use protocol::{Membership, VERSION};
 pub use recovery::Disagreement;
+pub use slots::{KeptSlots, SlotJournal};
 #[cfg(any(test, feature = "testing"))]
-pub use {debt_file::read_debts, protocol::read_in_every_way};
+pub use {forget::read_debts, protocol::read_in_every_way};

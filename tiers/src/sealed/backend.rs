@@ -10,11 +10,10 @@ use parking_lot::Mutex;
 
 use super::format::{Cipher, SEAL_BYTES};
 use super::scratch::{Scratch, ScratchLane, SealedRun};
-use crate::backend::Backend;
+use crate::backend::{Backend, Fences};
 use crate::checksum::{SummedCopy, checksum};
 use crate::copy::{CopyError, CopyOp, Done, Route, SlotRef};
 use crate::error::{SetupError, SetupErrorKind};
-use crate::fence::Fences;
 use crate::frame::Frame;
 use crate::memory::{Memory, forget_checksum, no_such_slot};
 use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency, WorkedBlock};

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::format::SEAL_BYTES;
+use crate::backend::Fences;
 use crate::checksum::Checksums;
 use crate::copy::{CopyError, CopyOp, Done};
 use crate::dram::{DramOptions, DramRegion};
 use crate::error::SetupError;
-use crate::fence::Fences;
 use crate::frame::{Frame, FramePool};
 use crate::geometry::Geometry;
 use crate::memory::{Memory, no_such_slot};

@@ -10,13 +10,12 @@ use super::{
     Cipher, FoundKey, KeyId, KeyRing, KeyStore, SEAL_BYTES, Scratch, ScratchOptions, Sealed,
     TenantKeys, WrappedKey,
 };
-use crate::backend::Backend;
+use crate::backend::{Backend, Fences, Layers};
 use crate::checksum::{Checksums, checksum};
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Owner, Route, Tier};
 use crate::disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
 use crate::dram::DramRegion;
 use crate::error::SetupErrorKind;
-use crate::fence::{Fences, Layers};
 use crate::frame::Frame;
 use crate::geometry::Geometry;
 use crate::memcpy::MemcpyBackend;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::clock;
 
-/// Whether `child`, called in a forked copy of this process, returns true within ten seconds.
+/// Whether `child`, called in a forked copy of this process, returns true within a minute.
 pub fn holds_in_a_child(child: impl FnOnce() -> bool) -> bool {
     Child::fork(child).held()
 }
@@ -31,7 +31,7 @@ impl Child {
         Self(pid)
     }
 
-    /// Whether it returned true within ten seconds.
+    /// Whether it returned true within a minute.
     pub fn held(self) -> bool {
         let (deadline, mut status) = (clock::now() + Duration::from_mins(1), 0);
         loop {

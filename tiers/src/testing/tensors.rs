@@ -6,8 +6,8 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::copy::SlotId;
-use crate::device::{DeviceRegion, Space};
-use crate::segments::{Part, SegmentMap};
+use crate::geometry::{Part, SegmentMap};
+use crate::memory::{DeviceRegion, Space};
 
 /// The KV cache of an engine that runs on the CPU: a block is one piece of each of several tensors.
 #[derive(Debug)]

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use cudarc::driver::sys;
 use kvbm_tiers::backend;
 use kvbm_tiers::cuda::DeviceWindow;
-use kvbm_tiers::fence::{Fence, Fences, HostFence, Mark};
+use kvbm_tiers::{Fence, Fences, HostFence, Mark};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::*;

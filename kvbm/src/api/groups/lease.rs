@@ -5,8 +5,7 @@ use std::ops::Range;
 
 use kvbm_policies::CheckpointPart;
 
-use super::CheckpointGroups;
-use super::group::GroupTable;
+use super::{CheckpointGroups, GroupTable};
 use crate::api::lease::Lease;
 use crate::api::manager::Manager;
 use crate::names::hash::{BlockHash, Chain};

@@ -8,11 +8,10 @@ use kvbm_tiers::Fence;
 
 use super::lease::{CheckpointLeases, GroupLease};
 use super::{CheckpointGroups, FULL, GroupSlots, find, invalid};
-use crate::api::engine_results::{Loaded, Writers};
-use crate::api::layers::LayerCount;
+use crate::api::engine_memory::{Loaded, Writers};
 use crate::api::lease::Lease;
 use crate::api::manager::Manager;
-use crate::api::transfer::Transfer;
+use crate::api::transfer::{LayerCount, Transfer};
 use crate::error::{Error, Result};
 use crate::scheduler::JoinedTransfer;
 

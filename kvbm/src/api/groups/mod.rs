@@ -8,35 +8,33 @@
 //!
 //! | file | holds |
 //! |---|---|
-//! | `opening` | the groups that an engine has, and what each gets of the tiers |
-//! | `group` | one group, and the names of what its checkpoints keep |
+//! | `opening` | the groups that an engine has, what each gets of the tiers, and what each counts |
 //! | `lease` | the match: the deepest position with a checkpoint in every group |
 //! | `save`, `load` | one transfer for all groups |
-//! | `metrics` | what each group counts, told apart by a label |
 //!
 //! A group has a table, tiers and background work of its own, so its blocks follow the same rules.
 //! A checkpoint is a little chain there, which ends with the block of its position: it is there if
 //! that block is, and one pin keeps it. [`kvbm_policies::checkpoints`] decides where and how much;
 //! docs/adr/0008-checkpoints.md says why.
 
-mod group;
 mod lease;
 mod load;
-mod metrics;
 mod opening;
 mod save;
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use kvbm_policies::CheckpointGrid;
-use kvbm_tiers::SlotId;
+use kvbm_tiers::{SlotId, Tier};
 
-use self::group::GroupTable;
-use crate::api::engine_transfers::check_distinct;
+use crate::api::engine_memory::check_distinct;
 use crate::api::manager::Manager;
 use crate::error::{Error, ErrorKind, Result};
+use crate::names::fingerprint::digest;
+use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::Core;
 use crate::sync::{RwLock, RwLockReadGuard};
+use crate::table::LeftBlock;
 
 pub(crate) use self::lease::CheckpointLeases;
 pub use self::opening::{CacheGroup, GroupKind};
@@ -171,4 +169,72 @@ fn find<'a>(slots: &[GroupSlots<'a>], group: u8) -> Option<GroupSlots<'a>> {
 
 fn invalid(message: String) -> Error {
     Error::new(ErrorKind::Invalid, message)
+}
+
+/// A cache group beside full attention.
+pub(super) struct GroupTable {
+    pub(super) number: u8,
+    /// Blocks that it looks back over; 1 for a state.
+    pub(super) window: usize,
+    /// Holds its blocks.
+    pub(super) manager: Manager,
+}
+
+impl GroupTable {
+    /// The blocks that a checkpoint keeps, root first. The last one has the name of the block at
+    /// the checkpoint's position, so that a look for it costs no digest; the others' names are
+    /// their own, so that no two checkpoints share a block.
+    pub(super) fn names(at: BlockHash, kept: usize) -> Vec<BlockHash> {
+        (1..kept).rev().map(|back| name(at, back)).chain([at]).collect()
+    }
+
+    pub(super) const fn chain<'a>(&self, names: &'a [BlockHash]) -> Chain<'a> {
+        Chain::of_group(self.number, names)
+    }
+
+    /// Whether any tier has the checkpoint at a block. (Tiers are prefix-closed.)
+    pub(super) fn has(&self, at: &BlockHash) -> bool {
+        self.manager.core().matches(self.chain(std::slice::from_ref(at))).longest() > 0
+    }
+
+    pub(super) fn follower(&self) -> GroupFollower {
+        GroupFollower { number: self.number, core: Arc::downgrade(self.manager.core()) }
+    }
+}
+
+/// The block `back` blocks before the last one of a checkpoint.
+fn name(at: BlockHash, back: usize) -> BlockHash {
+    let (at, back) = (at.get().to_le_bytes(), (back as u64).to_le_bytes());
+    BlockHash::from_u128(digest(&[b"kvbm checkpoint 1".as_slice(), &at, &back].concat()))
+}
+
+/// Makes a group's checkpoints leave no later than the blocks that they hang on.
+pub(super) struct GroupFollower {
+    number: u8,
+    // Weak: transfers that a medium keeps must not keep a closed manager alive.
+    core: Weak<Core>,
+}
+
+impl GroupFollower {
+    pub(super) fn blocks_left(&self, left: &[LeftBlock]) {
+        let left: Vec<_> = left
+            .iter()
+            .map(|left| (left.hash, Some(left.tier).filter(|_| !left.is_gone)))
+            .collect();
+        self.let_go(&left);
+    }
+
+    /// With a tier named, drops from it what the tier below has: the block went down, and its
+    /// checkpoint is found there. With none, drops it from all: the block is nowhere, so its
+    /// checkpoint cannot be found.
+    pub(super) fn let_go(&self, left: &[(BlockHash, Option<Tier>)]) {
+        let Some(core) = self.core.upgrade() else { return };
+        let chains = left.iter().flat_map(|(hash, from)| {
+            let last = Chain::of_group(self.number, std::slice::from_ref(hash));
+            let tiers =
+                Tier::ALL.into_iter().filter(move |&tier| from.is_none_or(|from| from == tier));
+            tiers.map(move |tier| (tier, last, from.is_none()))
+        });
+        core.let_go(chains);
+    }
 }

@@ -1,15 +1,18 @@
 //! Opening a manager with several cache groups: each gets its part of every tier.
 
+use std::collections::HashMap;
+
 use kvbm_policies::{CheckpointGrid, checkpoints};
 use kvbm_settings::{Capacity, Settings};
+use prometheus::Registry;
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
 
-use super::group::GroupTable;
-use super::{CheckpointGroups, FULL, invalid, metrics};
+use super::{CheckpointGroups, FULL, GroupTable, invalid};
 use crate::api::engine_memory::EngineMemory;
-use crate::api::manager::Manager;
-use crate::api::options::Options;
+use crate::api::manager::{Manager, Options};
 use crate::api::rank::{Rank, RankGroup, RankOptions};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::names::fingerprint::digest;
 
 /// Layers of a hybrid model that do not keep every block.
@@ -60,7 +63,7 @@ impl Manager {
         let grid = CheckpointGrid::new(settings.hybrid.checkpoint_blocks);
         let GroupOpenings { full, others } =
             GroupOpenings::new(&settings, memory, options.groups.clone())?;
-        let mut registries = vec![metrics::registry("full")?];
+        let mut registries = vec![registry("full")?];
         let options_of = |number, registry, engine: &EngineMemory| Options {
             registry,
             engine: Some(engine.clone()),
@@ -77,13 +80,13 @@ impl Manager {
         let full = Self::assemble(full, &of_full, "").await?;
         let mut opened = Vec::with_capacity(others.len());
         for GroupOpening { number, group, settings, suffix } in others {
-            let registry = metrics::registry(&group.name)?;
+            let registry = registry(&group.name)?;
             let options = options_of(number, registry.clone(), &group.memory);
             let manager = Self::assemble(settings, &options, &suffix).await?;
             registries.push(registry);
             opened.push(GroupTable { number, window: group.kind.window() as usize, manager });
         }
-        metrics::export(&options.registry, registries)?;
+        export(&options.registry, registries)?;
         let checkpoints = CheckpointGroups::new(grid, opened);
         join_epochs(&full, &checkpoints)?;
         Ok(full.with_checkpoints(checkpoints))
@@ -253,4 +256,44 @@ impl GroupParts {
 
 fn times(bytes: u64, factor: f64) -> u64 {
     (bytes as f64 * factor) as u64
+}
+
+/// What all groups of a manager count.
+struct GroupMetrics {
+    groups: Vec<Registry>,
+    /// Stands for all metrics: a registry asks each collector for one that is its own.
+    desc: Desc,
+}
+
+/// A registry for a group, which labels all its counts with the group's name.
+fn registry(group: &str) -> Result<Registry> {
+    let label = HashMap::from([("group".to_owned(), group.to_owned())]);
+    Registry::new_custom(None, Some(label)).map_err(refused)
+}
+
+/// Shows what the groups count in `registry`.
+fn export(registry: &Registry, groups: Vec<Registry>) -> Result<()> {
+    let help = "The metrics of all cache groups.";
+    let desc =
+        Desc::new("kvbm_cache_groups".to_owned(), help.to_owned(), Vec::new(), HashMap::new());
+    let metrics = GroupMetrics { groups, desc: desc.map_err(refused)? };
+    registry.register(Box::new(metrics)).map_err(refused)
+}
+
+fn refused(error: prometheus::Error) -> Error {
+    Error::caused(
+        ErrorKind::Invalid,
+        "the metrics registry refused the metrics of the cache groups",
+        error,
+    )
+}
+
+impl Collector for GroupMetrics {
+    fn desc(&self) -> Vec<&Desc> {
+        vec![&self.desc]
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        self.groups.iter().flat_map(Registry::gather).collect()
+    }
 }

@@ -4,9 +4,8 @@ use std::sync::{Arc, Weak};
 
 use kvbm_tiers::{Fence, SlotId};
 
-use super::group::{GroupFollower, GroupTable};
-use super::{CheckpointGroups, FULL, GroupSlots, find, invalid};
-use crate::api::engine_results::Saved;
+use super::{CheckpointGroups, FULL, GroupFollower, GroupSlots, GroupTable, find, invalid};
+use crate::api::engine_memory::Saved;
 use crate::api::manager::Manager;
 use crate::api::transfer::Transfer;
 use crate::error::{Error, Result};

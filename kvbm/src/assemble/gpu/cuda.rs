@@ -7,10 +7,9 @@ use kvbm_tiers::cuda::{
 };
 use kvbm_tiers::{Backend, Checksums, DeviceRegion, DiskRegion, FramePool, Memory, SetupError};
 
-use super::super::report::GpuReport;
 use super::super::setup;
-use super::{AllocateFn, GpuTier};
-use crate::api::device::Device;
+use super::{AllocateFn, GpuReport, GpuTier};
+use crate::api::allocation::Device;
 use crate::error::{Error, ErrorKind, Result};
 
 /// The GPU that the settings name, and the tier's memory there.
@@ -21,7 +20,7 @@ struct CudaTier {
 }
 
 /// Returns what allocates a tier on this GPU.
-pub(super) fn find(ordinal: u32) -> std::result::Result<AllocateFn, SetupError> {
+pub(super) fn find(ordinal: u32) -> Result<AllocateFn, SetupError> {
     let gpu = Gpu::open(ordinal)?;
     Ok(Box::new(move |geometry| {
         let region = Arc::new(gpu.allocate(geometry)?);

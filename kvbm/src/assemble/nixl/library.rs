@@ -25,7 +25,7 @@ struct LoadedLibrary {
 }
 
 /// Loads the library that the settings name, or the one that is installed.
-pub(super) fn load(settings: &Settings) -> std::result::Result<Box<dyn Library>, SetupError> {
+pub(super) fn load(settings: &Settings) -> Result<Box<dyn Library>, SetupError> {
     let path = library_path(settings).map_or_else(find, |path| Ok(path.to_owned()))?;
     Ok(Box::new(LoadedLibrary { library: nixl::Library::load(Some(&path))?, agent: None }))
 }
@@ -46,7 +46,7 @@ impl Library for LoadedLibrary {
         &mut self,
         plugin: &str,
         settings: &Settings,
-    ) -> std::result::Result<Option<Box<dyn NixlPlugin>>, SetupError> {
+    ) -> Result<Option<Box<dyn NixlPlugin>>, SetupError> {
         let agent = match &self.agent {
             Some(agent) => agent.clone(),
             None => self.agent.insert(new_agent(self.library, settings)?).clone(),
@@ -88,10 +88,7 @@ impl NixlPlugin for RunningPlugin {
 }
 
 /// An agent with a name that is unique on this machine.
-fn new_agent(
-    library: &'static nixl::Library,
-    settings: &Settings,
-) -> std::result::Result<Agent, SetupError> {
+fn new_agent(library: &'static nixl::Library, settings: &Settings) -> Result<Agent, SetupError> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     check_plugin_directory(library_path(settings), &settings.nixl.enabled())?;
     let name = format!("kvbm-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
@@ -107,7 +104,7 @@ fn library_path(settings: &Settings) -> Option<&Path> {
 fn parameters(
     name: &str,
     settings: &Settings,
-) -> std::result::Result<Option<BTreeMap<String, String>>, SetupError> {
+) -> Result<Option<BTreeMap<String, String>>, SetupError> {
     let mut parameters = BTreeMap::new();
     match (name, settings.object.place()) {
         // Twice as fast as the plugin's own choice.

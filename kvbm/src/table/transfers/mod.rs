@@ -20,18 +20,17 @@ use std::time::Duration;
 
 use kvbm_tiers::{BlockKey, Frame, SlotId, SlotRef, Tier};
 
+use self::plan::EngineBlocks;
 use super::budget::Budget;
-use super::forgotten::Unflushed;
 use super::index::RecordId;
-use super::namespace::NamespaceId;
+use super::namespace::{NamespaceId, Unflushed};
 use super::pins::Pins;
-use super::request::RequestContext;
-use super::tier_set::TierSet;
+use super::policy::RequestContext;
+use super::record::TierSet;
 use crate::names::hash::BlockHash;
 use crate::observe::events::{EventBuffer, StoreReason};
 use crate::task::{Class, CopyTask, Defect, TaskId, TransferId};
 
-use self::plan::EngineBlocks;
 pub use self::plan::{Filled, Reserved, Steps, TransferPlan};
 
 /// What a transfer's first unpublished block hangs on.

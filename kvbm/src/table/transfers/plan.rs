@@ -15,13 +15,12 @@ use super::{BlockWaiter, Destination, OpenTransfer, Reply, TransferAccount, Tran
 use crate::names::hash::Chain;
 use crate::observe::events::StoreReason;
 use crate::table::budget::Budget;
-use crate::table::evict::NoSlot;
+use crate::table::evict::{Admitted, NoSlot};
 use crate::table::index::RecordId;
-use crate::table::insertion::Admitted;
 use crate::table::namespace::NamespaceId;
 use crate::table::pins::Pins;
-use crate::table::request::{RequestContext, RequestInfo};
-use crate::table::tier_set::TierSet;
+use crate::table::policy::{RequestContext, RequestInfo};
+use crate::table::record::TierSet;
 use crate::table::{MissReason, Table};
 use crate::task::{Class, CopyTask, TaskId, TransferId};
 

@@ -5,11 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use object_store::ObjectMeta;
 use object_store::path::Path;
 
+use super::super::collect::parse_term;
 use super::super::epochs::parse_marker;
 use super::super::error::StoreError;
 use super::super::files::staged;
 use super::super::keys::is_key;
-use super::super::lease::parse_term;
 use super::super::names::{SegmentName, epoch_name, parse_epoch_name};
 use super::super::open::Store;
 use super::super::share::worker_of;
