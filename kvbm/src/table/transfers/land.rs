@@ -6,7 +6,7 @@ use kvbm_tiers::{Frame, SlotId, Tier};
 
 use super::{
     BlockState, BlockWaiter, Destination, Effects, OpenTransfer, Reply, SaveAgain, Spent,
-    TransferCaller, TransferCut, TransferEnd, TransferParent, TransferPlan,
+    TransferCaller, TransferCut, TransferParent, TransferPlan,
 };
 use crate::observe::events::StoreReason;
 use crate::table::budget::Budget;
@@ -14,7 +14,46 @@ use crate::table::flush_queue::DirtyBlock;
 use crate::table::index::RecordId;
 use crate::table::pins::Pins;
 use crate::table::{MissReason, RequestInfo, Table};
-use crate::task::{CopyTask, Outcome, TaskResult, TransferId};
+use crate::task::{Class, CopyTask, Outcome, TaskResult, TransferId};
+
+/// How a transfer ended.
+#[derive(Debug)]
+pub struct TransferEnd {
+    /// The transfer.
+    pub id: TransferId,
+    /// What kind of work it was.
+    pub class: Class,
+    /// Where the blocks went.
+    pub to: Tier,
+    /// Blocks that were to be copied.
+    pub blocks: usize,
+    /// Those of them that are resident now.
+    pub copied: usize,
+    /// The tier that all of them came from, if there is one.
+    pub source: Option<Tier>,
+    /// Blocks that the engine brought and that are there already.
+    pub duplicates: usize,
+    /// How long their copies took, time in queues included; `None` if not all of them arrived.
+    pub took: Option<Duration>,
+    /// Blocks left to the engine, which computes them faster than they are loaded.
+    pub recompute: usize,
+    /// Blocks that were not worth their room to the destination.
+    pub declined: usize,
+    /// Blocks that found no room or no route.
+    pub refused: usize,
+    /// The caller's lease, which also holds the destination's part.
+    pub pins: Option<Pins>,
+    reply: Option<Reply>,
+}
+
+impl TransferEnd {
+    /// Tells the caller. Not under the table's lock: a lease that is no longer wanted ends here.
+    pub fn report(mut self) {
+        if let Some(Reply(reply)) = self.reply.take() {
+            reply(self);
+        }
+    }
+}
 
 impl Table {
     /// Records the results of copies, at `now` by the clock of the hardware: publishes what can be,

@@ -31,6 +31,7 @@ use crate::names::hash::BlockHash;
 use crate::observe::events::{EventBuffer, StoreReason};
 use crate::task::{Class, CopyTask, Defect, TaskId, TransferId};
 
+pub use self::land::TransferEnd;
 pub use self::plan::{Filled, Reserved, Steps, TransferPlan};
 
 /// What a transfer's first unpublished block hangs on.
@@ -192,45 +193,6 @@ struct TransferAccount {
     started: Duration,
     /// When its last copy arrived.
     copied: Option<Duration>,
-}
-
-/// How a transfer ended.
-#[derive(Debug)]
-pub struct TransferEnd {
-    /// The transfer.
-    pub id: TransferId,
-    /// What kind of work it was.
-    pub class: Class,
-    /// Where the blocks went.
-    pub to: Tier,
-    /// Blocks that were to be copied.
-    pub blocks: usize,
-    /// Those of them that are resident now.
-    pub copied: usize,
-    /// The tier that all of them came from, if there is one.
-    pub source: Option<Tier>,
-    /// Blocks that the engine brought and that are there already.
-    pub duplicates: usize,
-    /// How long their copies took, time in queues included; `None` if not all of them arrived.
-    pub took: Option<Duration>,
-    /// Blocks left to the engine, which computes them faster than they are loaded.
-    pub recompute: usize,
-    /// Blocks that were not worth their room to the destination.
-    pub declined: usize,
-    /// Blocks that found no room or no route.
-    pub refused: usize,
-    /// The caller's lease, which also holds the destination's part.
-    pub pins: Option<Pins>,
-    reply: Option<Reply>,
-}
-
-impl TransferEnd {
-    /// Tells the caller. Not under the table's lock: a lease that is no longer wanted ends here.
-    pub fn report(mut self) {
-        if let Some(Reply(reply)) = self.reply.take() {
-            reply(self);
-        }
-    }
 }
 
 /// A save to plan anew, since it relied on copies of others that failed.
