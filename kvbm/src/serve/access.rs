@@ -58,7 +58,7 @@ fn read(path: &str) -> Result<String> {
         let message = format!(
             "{path} (metrics.token_file) is not a token: one line of {MIN_TOKEN_BYTES} bytes or more, without spaces"
         );
-        return Err(Error::new(ErrorKind::Invalid, message));
+        return Err(Error::invalid(message));
     }
     Ok(token.to_owned())
 }

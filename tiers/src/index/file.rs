@@ -11,7 +11,7 @@ use super::format::{
     SEALED_VERSION, VERSION,
 };
 use super::{SPARE, STEP, SlotEntries};
-use crate::error::{SetupError, SetupErrorKind};
+use crate::error::SetupError;
 use crate::files::{LockWait, LockedFile, OwnDirectory, create_locked, partial, sync_dir, unlink};
 use crate::sealed::KeyRing;
 
@@ -217,5 +217,5 @@ fn no_header(path: &Path, one: NoHeader, other: NoHeader) -> SetupError {
              exchanged since the fingerprint's epoch (Manager::reset), give the fingerprint a greater epoch as well"
         ),
     };
-    SetupError::new(SetupErrorKind::Invalid, message)
+    SetupError::invalid(message)
 }

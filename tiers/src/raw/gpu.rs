@@ -6,7 +6,7 @@ use crate::clock;
 use crate::cuda::Gpu;
 use crate::cuda::driver::{CudaStream, DeviceMemory, KernelTable, Pinned, failed};
 use crate::cuda::kernels::CopyKernels;
-use crate::error::{SetupError, SetupErrorKind};
+use crate::error::SetupError;
 use crate::transform::Transform;
 
 /// Locked host memory and two arrays on a GPU, and what the driver's own copies and a busy engine
@@ -88,10 +88,7 @@ impl RawGpu {
         transform.check(&pairs)?;
         let (source, target) = transform.array_bytes();
         if source.max(target) > self.bytes || pairs.len() > self.pairs.capacity() {
-            return Err(SetupError::new(
-                SetupErrorKind::Invalid,
-                "the arrays are smaller than the layouts",
-            ));
+            return Err(SetupError::invalid("the arrays are smaller than the layouts"));
         }
         let (ends, plan) =
             ((self.device[0].address, self.device[1].address), transform.with_long_rows().plan());
@@ -114,7 +111,7 @@ impl RawGpu {
     pub fn matmul(&mut self, n: u32, times: usize) -> Result<Duration, SetupError> {
         let matrix = u64::from(n) * u64::from(n) * size_of::<f32>() as u64;
         if 2 * matrix > self.bytes as u64 {
-            return Err(SetupError::new(SetupErrorKind::Invalid, "the matrices do not fit"));
+            return Err(SetupError::invalid("the matrices do not fit"));
         }
         let (a, c) = (self.device[0].address, self.device[1].address);
         timed(&self.stream, || {
@@ -137,7 +134,7 @@ impl RawGpu {
             || n < CopyKernels::MATVEC_PARTS
             || !n.is_multiple_of(CopyKernels::MATVEC_PARTS)
         {
-            return Err(SetupError::new(SetupErrorKind::Invalid, "the matrix does not fit"));
+            return Err(SetupError::invalid("the matrix does not fit"));
         }
         // Its first row is the vector.
         let (a, y) = (self.device[0].address, self.device[1].address);
