@@ -1,6 +1,6 @@
-//! How a region is cut into slots, and where the pieces of a block lie, if not in one: an engine's KV
-//! cache is a tensor per layer, with keys and values apart, and a block is a piece of each. Plain
-//! arithmetic on addresses, which need not be the CPU's.
+//! How a region is cut into slots, and where the pieces of a block lie, if not in one: an engine's
+//! KV cache is a tensor per layer, with keys and values apart, and a block is a piece of each.
+//! Plain arithmetic on addresses, which need not be the CPU's.
 
 use std::ops::Range;
 

@@ -1,5 +1,5 @@
-//! Regions that the CPU can address, and the device tier's memory where it is not emulated: a GPU's, or
-//! tensors that an engine lends.
+//! Regions that the CPU can address, and the device tier's memory where it is not emulated: a
+//! GPU's, or tensors that an engine lends.
 
 #![expect(unsafe_code, reason = "addresses of slots")]
 

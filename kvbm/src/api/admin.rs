@@ -156,7 +156,8 @@ impl<'a> Admin<'a> {
     /// until the next [`reset`](Manager::reset).
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): these are not two computations of one block.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): these are not two computations of one
+    /// block.
     pub fn shadow_compare<'c>(
         self,
         chain: impl Into<Chain<'c>>,

@@ -1,5 +1,5 @@
-//! Device slots that an engine fills, their bytes for engines that write or read them on the CPU, and
-//! slots lent for reading.
+//! Device slots that an engine fills, their bytes for engines that write or read them on the CPU,
+//! and slots lent for reading.
 
 use std::fmt;
 use std::ops::Range;

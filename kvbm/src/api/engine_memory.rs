@@ -46,7 +46,8 @@ impl EngineMemory {
     /// [`SegmentMap`](kvbm_tiers::SegmentMap) lists them.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): no layers, or a block cannot be divided into that many.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): no layers, or a block cannot be divided
+    /// into that many.
     pub fn new(region: DeviceRegion, layers: u16) -> Result<Self> {
         let layers = layers_of(region.segments().block_bytes() as u64, layers)?;
         Ok(Self { place: MemoryPlace::Here(Arc::new(region)), layers })
@@ -67,7 +68,8 @@ impl EngineMemory {
     /// `block_bytes` bytes.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): no layers, or a block cannot be divided into that many.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): no layers, or a block cannot be divided
+    /// into that many.
     pub fn group_in_ranks(slots: u32, layers: u16, block_bytes: u64) -> Result<Self> {
         let place = MemoryPlace::InRanks { slots, block_bytes: Some(block_bytes) };
         Ok(Self { place, layers: layers_of(block_bytes, layers)? })

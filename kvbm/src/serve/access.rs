@@ -1,5 +1,5 @@
-//! Who may read: what readers of other machines show, the names by which the server may be addressed,
-//! and how many may connect, and for how long.
+//! Who may read: what readers of other machines show, the names by which the server may be
+//! addressed, and how many may connect, and for how long.
 
 use std::collections::VecDeque;
 use std::fs;

@@ -127,7 +127,8 @@ impl Table {
     /// table holds. Transfers under way are discarded; [`end_next`](Self::end_next) ends them.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) unless `epoch` is greater than the present one.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) unless `epoch` is greater than the present
+    /// one.
     pub fn reset(&mut self, epoch: u64) -> Result<Effects> {
         if epoch <= self.namespace.epoch {
             let now = self.namespace.epoch;

@@ -1,4 +1,5 @@
-//! Where a file lies: what its file system's errors mean, and room for it, taken before it is needed.
+//! Where a file lies: what its file system's errors mean, and room for it, taken before it is
+//! needed.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Seek, SeekFrom, Write};

@@ -1,5 +1,5 @@
-//! The files of an index: what of one is sound, and a new one, which lies beside the old one until it is
-//! complete.
+//! The files of an index: what of one is sound, and a new one, which lies beside the old one until
+//! it is complete.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};

@@ -1,4 +1,5 @@
-//! How a store is named and reached: its URL, its keys, what is wrong with them, and the S3 protocol.
+//! How a store is named and reached: its URL, its keys, what is wrong with them, and the S3
+//! protocol.
 
 use std::fmt;
 use std::net::IpAddr;
