@@ -37,6 +37,14 @@ impl Error {
         Self(Failure::caused(kind, message, source))
     }
 
+    pub(crate) fn invalid(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Invalid, message)
+    }
+
+    pub(crate) fn unavailable(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Unavailable, message)
+    }
+
     pub(crate) fn closed() -> Self {
         Self::new(ErrorKind::Closed, "the block manager was shut down before the transfer ended")
     }

@@ -1,5 +1,5 @@
-//! What moves blocks, and its order with an engine's own work: what a copy waits for before it touches
-//! the engine's memory, and what the engine waits for before it uses what a copy brought.
+//! What moves blocks, and its order with an engine's own work: what a copy waits for before it
+//! touches the engine's memory, and what the engine waits for before it uses what a copy brought.
 //!
 //! An engine starts its kernels long before they run. Slots that it hands over are often still
 //! being written, and slots that it wants filled still being read, by work that waits in a stream.

@@ -115,9 +115,7 @@ impl CopyThreads {
             if self.queue.send(Arc::clone(&batch)).is_err() {
                 // Panics end no thread, but if all threads were gone nothing else would complete
                 // the rest.
-                let dead = |_: &CopyOp, _| {
-                    Err(CopyError::new(CopyErrorKind::Refused, "copy threads died"))
-                };
+                let dead = |_: &CopyOp, _| Err(CopyError::refused("copy threads died"));
                 self.layered.work(&batch, &dead);
             }
         }

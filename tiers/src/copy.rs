@@ -155,6 +155,13 @@ pub enum CopyErrorKind {
 /// A copy that did not happen. The destination's content is undefined.
 pub type CopyError = Failure<CopyErrorKind>;
 
+impl CopyError {
+    /// Nothing was begun.
+    pub fn refused(message: impl Into<String>) -> Self {
+        Self::new(CopyErrorKind::Refused, message)
+    }
+}
+
 /// The end of an operation of a batch: which one, and what became of it.
 pub type Completion = (usize, Result<(), CopyError>);
 
@@ -190,7 +197,7 @@ impl Done {
 
     /// None of these operations was begun.
     pub fn refuse(&self, ops: impl IntoIterator<Item = usize>, why: &str) {
-        let refused = CopyError::new(CopyErrorKind::Refused, why);
+        let refused = CopyError::refused(why);
         self.report(ops.into_iter().map(|op| (op, Err(refused.clone()))).collect());
     }
 

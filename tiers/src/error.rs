@@ -40,6 +40,18 @@ impl<K: Copy + fmt::Debug> Failure<K> {
 /// one.
 pub type SetupError = Failure<SetupErrorKind>;
 
+impl SetupError {
+    /// A setting makes no sense on this machine.
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Self::new(SetupErrorKind::Invalid, message)
+    }
+
+    /// The system does not offer what was asked for.
+    pub fn unavailable(message: impl Into<String>) -> Self {
+        Self::new(SetupErrorKind::Unavailable, message)
+    }
+}
+
 /// What a caller can do about a region or backend that did not open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]

@@ -1,11 +1,11 @@
-//! How a region is cut into slots, and where the pieces of a block lie, if not in one: an engine's KV
-//! cache is a tensor per layer, with keys and values apart, and a block is a piece of each. Plain
-//! arithmetic on addresses, which need not be the CPU's.
+//! How a region is cut into slots, and where the pieces of a block lie, if not in one: an engine's
+//! KV cache is a tensor per layer, with keys and values apart, and a block is a piece of each.
+//! Plain arithmetic on addresses, which need not be the CPU's.
 
 use std::ops::Range;
 
 use crate::copy::SlotId;
-use crate::error::{SetupError, SetupErrorKind};
+use crate::error::SetupError;
 
 /// Slots start at multiples of this many bytes, in memory and on disk: a page, and enough for
 /// `O_DIRECT`.
@@ -29,7 +29,7 @@ impl Geometry {
     /// # Errors
     /// `Invalid`: either is zero, or the region would not fit into the address space.
     pub fn new(slots: u32, block_bytes: usize) -> Result<Self, SetupError> {
-        let invalid = |message: String| Err(SetupError::new(SetupErrorKind::Invalid, message));
+        let invalid = |message: String| Err(SetupError::invalid(message));
         if slots == 0 || slots > MAX_SLOTS {
             return invalid(format!("a tier of {slots} blocks: choose between 1 and {MAX_SLOTS}"));
         }
@@ -136,7 +136,7 @@ impl SegmentMap {
         check_apart(&extents)?;
         let parts = joined(parts);
         if parts.is_empty() {
-            return Err(invalid("no parts: name the tensors that hold the blocks"));
+            return Err(SetupError::invalid("no parts: name the tensors that hold the blocks"));
         }
         Ok(Self::of_parts(slots, parts))
     }
@@ -220,11 +220,12 @@ impl Part {
         if self.bytes == 0 || self.bytes > self.stride {
             let message =
                 format!("a part with pieces of {} bytes, {} apart", self.bytes, self.stride);
-            return Err(invalid(&message));
+            return Err(SetupError::invalid(message));
         }
         let last = self.stride.checked_mul(slots as usize - 1);
         let end = last.and_then(|last| self.base.checked_add(last)?.checked_add(self.bytes));
-        end.map(|end| (self.base, end)).ok_or_else(|| invalid("a part exceeds the address space"))
+        end.map(|end| (self.base, end))
+            .ok_or_else(|| SetupError::invalid("a part exceeds the address space"))
     }
 
     /// Whether the pieces of two parts of one stride lie apart, though the parts are interleaved.
@@ -240,7 +241,7 @@ impl Part {
 
 fn check_slots(slots: u32) -> Result<(), SetupError> {
     if slots == 0 || slots > MAX_SLOTS {
-        return Err(invalid(&format!(
+        return Err(SetupError::invalid(format!(
             "a tier of {slots} blocks: choose between 1 and {MAX_SLOTS}"
         )));
     }
@@ -253,7 +254,7 @@ fn check_apart(extents: &[((usize, usize), Part)]) -> Result<(), SetupError> {
         let reached = extents[place + 1..].iter().take_while(|((start, _), _)| start < end);
         for (_, other) in reached {
             if !part.interleaves(other) {
-                return Err(invalid(&format!("parts overlap: {part:?} and {other:?}")));
+                return Err(SetupError::invalid(format!("parts overlap: {part:?} and {other:?}")));
             }
         }
     }
@@ -271,10 +272,6 @@ fn joined(parts: &[Part]) -> Box<[Part]> {
         }
     }
     joined.into()
-}
-
-fn invalid(message: &str) -> SetupError {
-    SetupError::new(SetupErrorKind::Invalid, message)
 }
 
 /// Bytes that lie together at both ends of a copy.
@@ -317,6 +314,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::error::SetupErrorKind;
 
     #[test]
     fn slots_are_page_aligned_and_bounded() {

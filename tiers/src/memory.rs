@@ -1,5 +1,5 @@
-//! Regions that the CPU can address, and the device tier's memory where it is not emulated: a GPU's, or
-//! tensors that an engine lends.
+//! Regions that the CPU can address, and the device tier's memory where it is not emulated: a
+//! GPU's, or tensors that an engine lends.
 
 #![expect(unsafe_code, reason = "addresses of slots")]
 
@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::batch::Share;
 use crate::checksum::{Checksums, SummedCopy};
-use crate::copy::{CopyError, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
-use crate::error::{SetupError, SetupErrorKind};
+use crate::copy::{CopyError, CopyOp, Route, SlotId, SlotRef, Tier};
+use crate::error::SetupError;
 use crate::frame::{FramePool, PoolId};
 use crate::geometry::{Geometry, Piece, Segment, SegmentMap, pieces};
 use crate::stream;
@@ -160,7 +160,7 @@ impl CpuMemories {
     pub(crate) fn and_device(mut self, device: Arc<DeviceRegion>) -> Result<Self, SetupError> {
         if device.space() != Space::Host {
             let message = format!("the CPU cannot copy to or from {device:?}");
-            return Err(SetupError::new(SetupErrorKind::Invalid, message));
+            return Err(SetupError::invalid(message));
         }
         self.add(MemoryPart::InPieces(device))?;
         Ok(self)
@@ -168,7 +168,7 @@ impl CpuMemories {
 
     fn add(&mut self, place: MemoryPart) -> Result<(), SetupError> {
         let (tier, ours) = (place.tier(), place.block_bytes());
-        let invalid = |message| Err(SetupError::new(SetupErrorKind::Invalid, message));
+        let invalid = |message| Err(SetupError::invalid(message));
         if self.0.iter().flatten().any(|other| other.block_bytes() != ours) {
             return invalid(format!("the {tier} tier has blocks of {ours} bytes, unlike others"));
         }
@@ -234,7 +234,7 @@ impl CpuMemories {
         let ((from, bytes), (to, _)) = (self.end(op.from, part)?, self.end(op.to, part)?);
         if (op.from.tier, op.from.slot) == (op.to.tier, op.to.slot) {
             let message = format!("{} cannot be copied onto itself", op.from);
-            return Err(CopyError::new(CopyErrorKind::Refused, message));
+            return Err(CopyError::refused(message));
         }
         // SAFETY: the pieces are those of slots that exist, of blocks of one size, and distinct,
         // hence disjoint; nothing else writes the source or touches the destination, as the caller
@@ -284,7 +284,7 @@ pub(crate) fn forget_checksum(memory: &dyn Memory, slot: SlotId) {
 }
 
 pub(crate) fn no_such_slot(slot: SlotRef) -> CopyError {
-    CopyError::new(CopyErrorKind::Refused, format!("{slot} is not in a region of this backend"))
+    CopyError::refused(format!("{slot} is not in a region of this backend"))
 }
 
 /// Who can address a region.

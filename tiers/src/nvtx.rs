@@ -50,7 +50,7 @@ impl Nvtx {
                  directory nvidia/…/lib in LD_LIBRARY_PATH",
                 NAMES.join(", ")
             );
-            return Err(SetupError::new(SetupErrorKind::Unavailable, message));
+            return Err(SetupError::unavailable(message));
         };
         let lacks = |error: libloading::Error| {
             SetupError::caused(

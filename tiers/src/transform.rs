@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use crate::error::{SetupError, SetupErrorKind};
+use crate::error::SetupError;
 
 /// What a KV cache extends over, apart from the values of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -86,7 +86,7 @@ impl Layout {
     pub fn new(shape: Shape, order: [LayoutAxis; 5]) -> Result<Self, SetupError> {
         let all = [Block, Layer, Kv, Token, Head];
         if let Some(missing) = all.into_iter().find(|axis| !order.contains(axis)) {
-            return Err(invalid(format!("a layout without the axis {missing:?}")));
+            return Err(SetupError::invalid(format!("a layout without the axis {missing:?}")));
         }
         let mut bytes = Some(shape.row_bytes);
         for axis in all {
@@ -95,7 +95,7 @@ impl Layout {
         }
         match bytes.filter(|&bytes| bytes > 0 && isize::try_from(bytes).is_ok()) {
             Some(bytes) => Ok(Self { shape, order, bytes }),
-            None => Err(invalid(format!("{shape:?} is empty or too large"))),
+            None => Err(SetupError::invalid(format!("{shape:?} is empty or too large"))),
         }
     }
 
@@ -120,7 +120,7 @@ impl Layout {
     /// `Invalid`: there are no such heads.
     pub fn heads(&self, heads: Range<usize>) -> Result<View, SetupError> {
         if heads.is_empty() || heads.end > self.shape.heads {
-            return Err(invalid(format!("heads {heads:?} of {}", self.shape.heads)));
+            return Err(SetupError::invalid(format!("heads {heads:?} of {}", self.shape.heads)));
         }
         Ok(self.view(heads))
     }
@@ -178,7 +178,7 @@ impl Transform {
                 "blocks of {:?} (layers, keys and values, tokens, heads) rows of {} bytes do not become {:?} of {}",
                 from.extents, from.row_bytes, to.extents, to.row_bytes
             );
-            return Err(invalid(message));
+            return Err(SetupError::invalid(message));
         }
         Ok(Self { from, to })
     }
@@ -227,7 +227,7 @@ impl Transform {
         if from.len() != self.from.bytes || to.len() != self.to.bytes {
             let message =
                 format!("arrays of {} and {} bytes are not of these layouts", from.len(), to.len());
-            return Err(invalid(message));
+            return Err(SetupError::invalid(message));
         }
         self.check(blocks)?;
         for &(source, destination) in blocks {
@@ -249,7 +249,7 @@ impl Transform {
             (from as usize) < self.from.blocks && (to as usize) < self.to.blocks
         };
         match blocks.iter().find(|pair| !exists(pair)) {
-            Some(pair) => Err(invalid(format!("{pair:?}: no such blocks"))),
+            Some(pair) => Err(SetupError::invalid(format!("{pair:?}: no such blocks"))),
             None => Ok(()),
         }
     }
@@ -310,16 +310,13 @@ impl View {
     }
 }
 
-fn invalid(message: String) -> SetupError {
-    SetupError::new(SetupErrorKind::Invalid, message)
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
     use proptest::sample::Index;
 
     use super::*;
+    use crate::error::SetupErrorKind;
 
     fn some_shape() -> impl Strategy<Value = Shape> {
         (1_usize..4, 1_usize..4, 1_usize..3, 1_usize..5, 1_usize..7, 1_usize..10).prop_map(

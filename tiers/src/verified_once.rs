@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::backend::{Backend, Fences};
 use crate::checksum::{Checksums, checksum};
-use crate::copy::{Completion, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef};
+use crate::copy::{Completion, CopyError, CopyOp, Done, Route, SlotId, SlotRef};
 use crate::error::SetupError;
 use crate::memory::Memory;
 use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency, WorkedBlock};
@@ -17,7 +17,7 @@ use crate::verify::corrupt;
 /// A backend around memory that outlives its process. Of the blocks that an earlier process left
 /// there, each is compared with its [inherited](Checksums::inherit) checksum before its first copy
 /// to elsewhere; one that is not what it was ends in
-/// [`CopyErrorKind::Corrupt`], and the others of its batch go on.
+/// [`Corrupt`](crate::CopyErrorKind::Corrupt), and the others of its batch go on.
 /// What arrives unsummed, as from a GPU, is summed: the next process will want to know.
 ///
 /// Sums are computed by threads of this backend's, but for 128 KiB of a batch. When no checksum is
@@ -138,7 +138,7 @@ struct DoubtfulSource {
 impl DoubtfulSource {
     fn new(op: usize, from: SlotRef) -> Self {
         let message = format!("{from}: nobody has verified it");
-        Self { op, from, verdict: Err(CopyError::new(CopyErrorKind::Refused, message)) }
+        Self { op, from, verdict: Err(CopyError::refused(message)) }
     }
 }
 
@@ -229,6 +229,7 @@ unsafe impl<B: Backend + 'static> Backend for VerifiedOnce<B> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::copy::CopyErrorKind;
     use crate::copy::Tier;
     use crate::dram::DramRegion;
     use crate::frame::Frame;

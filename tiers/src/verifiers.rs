@@ -10,7 +10,7 @@ use crossbeam_channel::{Receiver, Sender, select_biased, unbounded};
 use parking_lot::Mutex;
 
 use crate::clock;
-use crate::copy::{Completion, CopyError, CopyErrorKind};
+use crate::copy::{Completion, CopyError};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fork::MakerProcess;
 
@@ -212,7 +212,7 @@ fn work_or_fail<T: WorkedBlock>(block: &mut T, work: &impl Fn(&mut T)) {
     if catch_unwind(AssertUnwindSafe(|| work(block))).is_err() {
         let message = "the work on the block panicked: please report it";
         // It says nothing of the medium, nor of the block.
-        block.fail(CopyError::new(CopyErrorKind::Refused, message));
+        block.fail(CopyError::refused(message));
     }
 }
 

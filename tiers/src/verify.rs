@@ -10,7 +10,7 @@ use crate::checksum::{Checksums, checksum};
 use crate::copy::{
     Completion, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier,
 };
-use crate::error::{SetupError, SetupErrorKind};
+use crate::error::SetupError;
 use crate::memory::{Memory, forget_checksum, no_such_slot};
 use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency, WorkedBlock};
 
@@ -155,7 +155,7 @@ pub(crate) fn only_other_end<B: Backend>(backend: &B, ours: Tier) -> Result<Tier
         _ => {
             let message =
                 format!("{}: not all routes join the {ours} tier and one other", backend.name());
-            Err(SetupError::new(SetupErrorKind::Invalid, message))
+            Err(SetupError::invalid(message))
         }
     }
 }
@@ -277,6 +277,7 @@ mod tests {
 
     use super::*;
     use crate::dram::DramRegion;
+    use crate::error::SetupErrorKind;
     use crate::frame::Frame;
     use crate::geometry::Geometry;
     use crate::memcpy::MemcpyBackend;

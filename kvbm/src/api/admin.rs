@@ -10,7 +10,7 @@ use super::manager::Manager;
 use crate::api::lease::Lease;
 use crate::api::manager::RouteReport;
 use crate::durable::RecoveryReport;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::names::hash::Chain;
 use crate::observe::shadow::{self, Elements, ShadowCounts, ShadowSample, ShadowVerdict};
 use crate::observe::state::{Readiness, State, Why};
@@ -156,7 +156,8 @@ impl<'a> Admin<'a> {
     /// until the next [`reset`](Manager::reset).
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`]: these are not two computations of one block.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): these are not two computations of one
+    /// block.
     pub fn shadow_compare<'c>(
         self,
         chain: impl Into<Chain<'c>>,
@@ -166,10 +167,7 @@ impl<'a> Admin<'a> {
     ) -> Result<ShadowVerdict> {
         let (chain, tier) = (chain.into(), sample.tier);
         if sample.position >= chain.len() {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "the sample is of a longer chain: give that one",
-            ));
+            return Err(Error::invalid("the sample is of a longer chain: give that one"));
         }
         let verdict = shadow::compare(elements, served, recomputed)?;
         let wrong = match verdict {

@@ -1,5 +1,5 @@
-//! Device slots that an engine fills, their bytes for engines that write or read them on the CPU, and
-//! slots lent for reading.
+//! Device slots that an engine fills, their bytes for engines that write or read them on the CPU,
+//! and slots lent for reading.
 
 use std::fmt;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use kvbm_tiers::{DramRegion, Frame, Loan, SlotId, Tier};
 
 use crate::api::lease::Lease;
 use crate::api::transfer::{Transfer, Transferred};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::names::hash::Chain;
 use crate::scheduler::Core;
 use crate::table::Reserved;
@@ -92,9 +92,8 @@ impl Allocation {
     /// using one twice.
     pub fn publish(mut self) -> Result<Transfer<Transferred>> {
         let slots = self.slots.take();
-        let (reserved, lease) = slots.ok_or_else(|| {
-            Error::new(ErrorKind::Invalid, "this allocation was published before")
-        })?;
+        let (reserved, lease) =
+            slots.ok_or_else(|| Error::invalid("this allocation was published before"))?;
         let filled = self.filled.iter().take_while(|&&filled| filled).count();
         Ok(self.core.publish(reserved, filled, lease))
     }

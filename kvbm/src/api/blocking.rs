@@ -83,7 +83,7 @@ impl Blocks {
         if tokio::runtime::Handle::try_current().is_ok() {
             let message =
                 "this thread belongs to an async runtime: await Manager::open, and use Blocks::of";
-            return Err(Error::new(ErrorKind::Invalid, message));
+            return Err(Error::invalid(message));
         }
         let runtime = tokio::runtime::Builder::new_current_thread().build();
         let runtime = runtime.map_err(|error| {
@@ -101,13 +101,13 @@ impl Blocks {
         let Some((core, memory)) = manager.host_tier() else {
             let message = "engines that copy for themselves need a host tier in their process: set host.capacity \
                  (DYN_KVBM_CPU_CACHE_GB)";
-            return Err(Error::new(ErrorKind::Invalid, message));
+            return Err(Error::invalid(message));
         };
         if manager.is_host_sealed() {
             let message = "engines that copy for themselves are shown blocks in the host tier, where these lie encrypted: \
                  leave host.persist (DYN_KVBM_CPU_CACHE_PERSIST) or encryption.key_file and encryption.key \
                  (DYN_KVBM_ENCRYPTION_KEY_FILE, DYN_KVBM_ENCRYPTION_KEY) unset";
-            return Err(Error::new(ErrorKind::Invalid, message));
+            return Err(Error::invalid(message));
         }
         let (core, memory) = (Arc::clone(core), Arc::clone(memory));
         Ok(Self { manager, core, memory })

@@ -17,7 +17,7 @@ use crate::api::groups::CheckpointsSaved;
 use crate::api::lease::Lease;
 use crate::api::manager::Manager;
 use crate::api::transfer::Transfer;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::scheduler::{JoinedTransfer, LoadInto, SaveFrom};
 use crate::table::TransferEnd;
 use crate::task::TransferId;
@@ -46,7 +46,8 @@ impl EngineMemory {
     /// [`SegmentMap`](kvbm_tiers::SegmentMap) lists them.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`]: no layers, or a block cannot be divided into that many.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): no layers, or a block cannot be divided
+    /// into that many.
     pub fn new(region: DeviceRegion, layers: u16) -> Result<Self> {
         let layers = layers_of(region.segments().block_bytes() as u64, layers)?;
         Ok(Self { place: MemoryPlace::Here(Arc::new(region)), layers })
@@ -57,7 +58,7 @@ impl EngineMemory {
     /// other processes.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`]: no layers.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): no layers.
     pub fn in_ranks(slots: u32, layers: u16) -> Result<Self> {
         let place = MemoryPlace::InRanks { slots, block_bytes: None };
         Ok(Self { place, layers: layers_of(u64::from(layers), layers)? })
@@ -67,7 +68,8 @@ impl EngineMemory {
     /// `block_bytes` bytes.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`]: no layers, or a block cannot be divided into that many.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): no layers, or a block cannot be divided
+    /// into that many.
     pub fn group_in_ranks(slots: u32, layers: u16, block_bytes: u64) -> Result<Self> {
         let place = MemoryPlace::InRanks { slots, block_bytes: Some(block_bytes) };
         Ok(Self { place, layers: layers_of(block_bytes, layers)? })
@@ -96,8 +98,7 @@ impl EngineMemory {
     pub(crate) fn region(&self) -> Result<Arc<DeviceRegion>> {
         match &self.place {
             MemoryPlace::Here(region) => Ok(Arc::clone(region)),
-            MemoryPlace::InRanks { .. } => Err(Error::new(
-                ErrorKind::Invalid,
+            MemoryPlace::InRanks { .. } => Err(Error::invalid(
                 "the engine's memory is in ranks, and there are none: set Options::ranks",
             )),
         }
@@ -109,8 +110,7 @@ impl EngineMemory {
             MemoryPlace::InRanks { .. } => {
                 layers_of(settings.block_bytes.unwrap_or_default(), self.layers.get()).map(drop)
             }
-            MemoryPlace::Here(_) => Err(Error::new(
-                ErrorKind::Invalid,
+            MemoryPlace::Here(_) => Err(Error::invalid(
                 "a leader of ranks has no memory of its own: say EngineMemory::in_ranks, and give it to the ranks",
             )),
         }
@@ -123,7 +123,7 @@ impl EngineMemory {
             None => Ok(()),
             Some(slot) => {
                 let message = format!("slot {} is not among the engine's {all} slots", slot.0);
-                Err(Error::new(ErrorKind::Invalid, message))
+                Err(Error::invalid(message))
             }
         }
     }
@@ -134,7 +134,7 @@ fn layers_of(bytes: u64, layers: u16) -> Result<NonZeroU16> {
         .filter(|&layers| bytes.is_multiple_of(u64::from(layers.get())))
         .ok_or_else(|| {
             let message = format!("a block of {bytes} bytes has no {layers} layers of one size");
-            Error::new(ErrorKind::Invalid, message)
+            Error::invalid(message)
         })
 }
 
@@ -192,10 +192,7 @@ impl Manager {
 
     fn uppermost(&self) -> Result<Tier> {
         self.below_device().ok_or_else(|| {
-            Error::new(
-                ErrorKind::Invalid,
-                "there is no tier to save to: set host.capacity, or a lower tier",
-            )
+            Error::invalid("there is no tier to save to: set host.capacity, or a lower tier")
         })
     }
 }
@@ -204,7 +201,7 @@ fn too_short(first: usize, (wanted, there): (usize, usize)) -> Error {
     let message = format!(
         "{wanted} blocks from position {first} on, of {there}: name one slot for each block"
     );
-    Error::new(ErrorKind::Invalid, message)
+    Error::invalid(message)
 }
 
 pub(crate) fn check_distinct(slots: &[SlotId]) -> Result<()> {
@@ -213,10 +210,7 @@ pub(crate) fn check_distinct(slots: &[SlotId]) -> Result<()> {
     sorted.sort_unstable();
     match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
         None => Ok(()),
-        Some(pair) => Err(Error::new(
-            ErrorKind::Invalid,
-            format!("slot {} is to get two blocks at once", pair[0]),
-        )),
+        Some(pair) => Err(Error::invalid(format!("slot {} is to get two blocks at once", pair[0]))),
     }
 }
 

@@ -1,5 +1,5 @@
-//! Leases: the right to read a chain's blocks. Some are kept for a while, whether or not the engine uses
-//! them.
+//! Leases: the right to read a chain's blocks. Some are kept for a while, whether or not the engine
+//! uses them.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

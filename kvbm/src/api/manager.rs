@@ -263,10 +263,7 @@ impl Manager {
 
     pub(crate) fn engine(&self) -> Result<&EngineMemory> {
         self.engine.as_ref().ok_or_else(|| {
-            Error::new(
-                ErrorKind::Invalid,
-                "there is no engine's memory: open the manager with Options::engine",
-            )
+            Error::invalid("there is no engine's memory: open the manager with Options::engine")
         })
     }
 
@@ -288,10 +285,7 @@ impl Manager {
     pub fn allocate<'a>(&self, chain: impl Into<Chain<'a>>, lease: Lease) -> Result<Allocation> {
         let chain = chain.into();
         if self.device.is_none() {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "there is no device tier: set device.capacity",
-            ));
+            return Err(Error::invalid("there is no device tier: set device.capacity"));
         }
         self.core.check_lease(&lease)?;
         if self.core.is_closed() {
@@ -299,10 +293,7 @@ impl Manager {
         }
         if !self.core.table().is_lease_of(lease.pins(), chain) {
             self.core.check_lease(&lease)?;
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "the lease is of another chain: lease this one",
-            ));
+            return Err(Error::invalid("the lease is of another chain: lease this one"));
         }
         let reserved = self.core.reserve(Tier::Device, chain, lease.pins().context().info);
         if reserved.namespace() != lease.pins().namespace() {

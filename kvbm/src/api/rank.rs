@@ -286,7 +286,7 @@ impl DeviceSlots {
 
 fn panicked() -> Error {
     let message = "the rank's service panicked: please report it with the log, and join again";
-    Error::new(ErrorKind::Unavailable, message)
+    Error::unavailable(message)
 }
 
 fn leader_gone<K: fmt::Debug + Copy + Send + Sync + 'static>(error: Failure<K>) -> Error {

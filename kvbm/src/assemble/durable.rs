@@ -208,7 +208,7 @@ fn host_index_dir<'a>(memory: &'a Path, settings: &'a HostSettings) -> Result<&'
     let beside = memory.parent().unwrap_or(Path::new("."));
     let Some(dir) = &settings.persist_index else {
         if Mount::of(beside).map_err(setup)?.kind == MountKind::Hugetlbfs {
-            return Err(Error::new(ErrorKind::Invalid, NO_INDEX_ON_HUGETLBFS));
+            return Err(Error::invalid(NO_INDEX_ON_HUGETLBFS));
         }
         return Ok(beside);
     };

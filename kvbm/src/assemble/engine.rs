@@ -19,13 +19,13 @@ pub(super) fn check(theirs: u64, settings: &Settings) -> Result<()> {
     if settings.device.capacity.is_some() {
         let message = "device.capacity (DYN_KVBM_DEVICE_CACHE_*) names a device tier, and the engine brings its own \
              memory: leave one out";
-        return Err(Error::new(ErrorKind::Invalid, message));
+        return Err(Error::invalid(message));
     }
     if ours != theirs {
         let message = format!(
             "block_bytes (DYN_KVBM_BLOCK_BYTES) is {ours}, and a block of the engine has {theirs} bytes: set it to that"
         );
-        return Err(Error::new(ErrorKind::Invalid, message));
+        return Err(Error::invalid(message));
     }
     Ok(())
 }
@@ -33,7 +33,7 @@ pub(super) fn check(theirs: u64, settings: &Settings) -> Result<()> {
 pub(super) fn no_memory() -> Error {
     let message = "an engine's memory needs DRAM to copy to: set host.capacity, or host.staging_blocks above 0 with a \
          lower tier";
-    Error::new(ErrorKind::Invalid, message)
+    Error::invalid(message)
 }
 
 /// Between the engine's memory and ours.
@@ -125,7 +125,7 @@ impl MemoryCanary<'_> {
                  parts say",
                 slots[place].0
             );
-            Err(Error::new(ErrorKind::Unavailable, message))
+            Err(Error::unavailable(message))
         })
     }
 
@@ -168,7 +168,7 @@ impl MemoryCanary<'_> {
              (DYN_KVBM_TRANSFER_TIMEOUT_MS) is too short for it",
             self.limit
         );
-        Error::new(ErrorKind::Unavailable, message)
+        Error::unavailable(message)
     }
 }
 

@@ -9,8 +9,6 @@ use std::sync::Arc;
 use kvbm_settings::{DeviceBackend, Settings};
 #[cfg(not(feature = "cuda"))]
 use kvbm_tiers::DeviceRegion;
-#[cfg(not(feature = "cuda"))]
-use kvbm_tiers::SetupErrorKind;
 use kvbm_tiers::{Backend, Checksums, DiskRegion, FramePool, Geometry, Memory, SetupError};
 
 use super::setup;
@@ -81,7 +79,7 @@ pub(super) fn connect_engine(
     _engine: &Arc<DeviceRegion>,
     _host: Arc<dyn Memory>,
 ) -> Result<Arc<dyn Backend>> {
-    Err(setup(SetupError::new(SetupErrorKind::Unavailable, ABSENT)))
+    Err(setup(SetupError::unavailable(ABSENT)))
 }
 
 /// Takes the tier's memory from a GPU that was found.
@@ -95,7 +93,7 @@ const ABSENT: &str = "this build has no GPU backend: build it with the feature `
 
 #[cfg(not(feature = "cuda"))]
 fn find(_: u32) -> Result<AllocateFn, SetupError> {
-    Err(SetupError::new(SetupErrorKind::Unavailable, ABSENT))
+    Err(SetupError::unavailable(ABSENT))
 }
 
 #[cfg(not(feature = "cuda"))]

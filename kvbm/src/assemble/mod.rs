@@ -98,7 +98,7 @@ pub(crate) async fn open(
     options: &Options,
     suffix: &str,
 ) -> Result<AssembledTiers> {
-    settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
+    settings.validate().map_err(|error| Error::invalid(error.to_string()))?;
     let block_bytes = settings.block_bytes.unwrap_or_default();
     let world = options.ranks.as_ref().map_or(1, |group| u64::from(group.world));
     // A copy of a block moves a slice of it in every rank.
@@ -628,13 +628,13 @@ impl DiskEnds {
 fn no_directory(dirs: &[PathBuf]) -> Error {
     let message =
         format!("none of {dirs:?} can be used; choose other disk.dirs (DYN_KVBM_DISK_CACHE_DIR)");
-    Error::new(ErrorKind::Unavailable, message)
+    Error::unavailable(message)
 }
 
 fn no_gpu_for_gds() -> Error {
     let message = "disk.backend (DYN_KVBM_DISK_BACKEND) is gds, and the device tier is not on a GPU: set \
          device.capacity and device.backend = \"cuda\", or disk.backend to auto, uring, threads or nixl";
-    Error::new(ErrorKind::Unavailable, message)
+    Error::unavailable(message)
 }
 
 /// Slots that can hold a block of the tier: staging slots are taken from the host's pool
@@ -644,9 +644,7 @@ const fn own_slots(pool: &FramePool) -> u32 {
 }
 
 fn frames(region: &DramRegion) -> Result<FramePool> {
-    region
-        .frames()
-        .ok_or_else(|| Error::new(ErrorKind::Invalid, "a region has one slot allocator only"))
+    region.frames().ok_or_else(|| Error::invalid("a region has one slot allocator only"))
 }
 
 /// Slots with room for a block and `seal_bytes` bytes to seal it.
@@ -689,7 +687,7 @@ fn slots(capacity: Capacity, settings: &Settings) -> Result<u32> {
         let message = format!(
             "a tier of {blocks} blocks is too large: choose at most {MAX_SLOTS}, or larger blocks"
         );
-        Error::new(ErrorKind::Invalid, message)
+        Error::invalid(message)
     })
 }
 

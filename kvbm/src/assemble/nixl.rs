@@ -121,9 +121,10 @@ impl NixlChoice {
     }
 
     fn plugin(&self, name: &str) -> Result<&dyn NixlPlugin> {
-        self.plugins.get(name).map(|plugin| &**plugin).ok_or_else(|| {
-            Error::new(ErrorKind::Invalid, format!("the NIXL plugin {name} was not started"))
-        })
+        self.plugins
+            .get(name)
+            .map(|plugin| &**plugin)
+            .ok_or_else(|| Error::invalid(format!("the NIXL plugin {name} was not started")))
     }
 }
 
@@ -157,7 +158,7 @@ use library::load;
 #[cfg(not(feature = "nixl"))]
 fn load(_: &Settings) -> Result<Box<dyn Library>, SetupError> {
     let message = "this build has no NIXL: build it with the feature `nixl`";
-    Err(SetupError::new(SetupErrorKind::Unavailable, message))
+    Err(SetupError::unavailable(message))
 }
 
 #[cfg(not(feature = "nixl"))]

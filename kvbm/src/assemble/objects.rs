@@ -159,7 +159,7 @@ fn older_epoch(own: u64, latest: u64) -> Error {
          before. If they are those of epoch {latest}, say so in Fingerprint::epoch; else say with object.older_epoch \
          (DYN_KVBM_OBJECT_OLDER_EPOCH) whether to follow the store, or to keep the older epoch"
     );
-    Error::new(ErrorKind::Invalid, message)
+    Error::invalid(message)
 }
 
 /// Takes in what other workers store while this one lives.

@@ -143,7 +143,7 @@ pub(super) fn export(roll_call: RankRegistry, registry: &Registry) -> Result<()>
 pub(super) fn media_are_elsewhere() -> Error {
     let message =
         "a layer around the media is where these are: give it to the ranks, not to their leader";
-    Error::new(ErrorKind::Invalid, message)
+    Error::invalid(message)
 }
 
 /// What the fingerprints of all ranks and their leader share. Epochs are the leader's: it may have
@@ -180,7 +180,7 @@ pub(crate) fn open_rank(
     options: RankOptions,
     suffix: &str,
 ) -> Result<OpenedRank> {
-    settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
+    settings.validate().map_err(|error| Error::invalid(error.to_string()))?;
     let RankOptions { group, rank, engine, groups: _, fingerprint, media_layer } = options;
     let (RankGroup { dir, world, limit }, fingerprint) = (group, fingerprint.as_ref());
     // Ranks do not know a block's tokens, so there is nothing to compare these with.
@@ -228,7 +228,7 @@ fn leader_counts_on(away: &[PathBuf]) -> Error {
         "{away:?} cannot be used, and a rank needs all its disk.dirs (DYN_KVBM_DISK_CACHE_DIR): put them right or choose \
          others"
     );
-    Error::new(ErrorKind::Unavailable, message)
+    Error::unavailable(message)
 }
 
 /// The device of a leader: its bytes are the ranks'.

@@ -166,10 +166,7 @@ impl OpenedRegions {
     /// DRAM that the lower tiers read from and write to.
     fn memory(&self) -> Result<Arc<dyn Memory>> {
         let host = self.host.clone().ok_or_else(|| {
-            Error::new(
-                ErrorKind::Invalid,
-                "a disk or object tier needs DRAM: set host.staging_blocks above 0",
-            )
+            Error::invalid("a disk or object tier needs DRAM: set host.staging_blocks above 0")
         })?;
         Ok(host)
     }
@@ -269,7 +266,7 @@ impl Tenants {
 fn untold() -> Error {
     let message = "a tenant cannot be forgotten: what a tier keeps for the next process is not encrypted, and does not say \
          whose it is: set encryption.key_file (DYN_KVBM_ENCRYPTION_KEY_FILE), or forget everything (Manager::reset)";
-    Error::new(ErrorKind::Invalid, message)
+    Error::invalid(message)
 }
 
 /// A rank answers after its store has deleted an object.

@@ -1,5 +1,5 @@
-//! What is asked when the registry is read: the table and the queues, ranks, and the client of an object
-//! store, which counts its requests.
+//! What is asked when the registry is read: the table and the queues, ranks, and the client of an
+//! object store, which counts its requests.
 
 use std::sync::{Arc, Weak};
 

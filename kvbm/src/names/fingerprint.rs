@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 
 /// All that the bytes of a block depend on besides its tokens: blocks of one fingerprint are
 /// useless to another.
@@ -154,7 +154,7 @@ impl Fingerprint {
         } else {
             return Ok(());
         };
-        Err(Error::new(ErrorKind::Invalid, problem))
+        Err(Error::invalid(problem))
     }
 }
 
@@ -230,6 +230,7 @@ mod tests {
     use proptest::sample::Index;
 
     use super::*;
+    use crate::error::ErrorKind;
 
     fn word() -> impl Strategy<Value = String> {
         "[a-z0-9 ,=]{0,6}"

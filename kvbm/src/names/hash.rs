@@ -14,7 +14,7 @@ use std::fmt;
 use kvbm_tiers::BlockKey;
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::error::{Error, ErrorKind};
+use crate::error::Error;
 
 /// Chained hash of one block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -34,7 +34,7 @@ impl BlockHash {
     /// are; longer ones are condensed.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] below [`Self::MIN_ENGINE_BYTES`].
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) below [`Self::MIN_ENGINE_BYTES`].
     pub fn from_engine(bytes: &[u8]) -> Result<Self, Error> {
         if let Ok(exact) = <[u8; 16]>::try_from(bytes) {
             return Ok(Self(u128::from_le_bytes(exact)));
@@ -42,7 +42,7 @@ impl BlockHash {
         if bytes.len() < Self::MIN_ENGINE_BYTES {
             let message =
                 format!("a block hash of {} bytes is too short: give at least 16", bytes.len());
-            return Err(Error::new(ErrorKind::Invalid, message));
+            return Err(Error::invalid(message));
         }
         // Fast, not cryptographic: a collision needs chosen inputs, and an engine's digests cannot
         // be chosen.
@@ -131,10 +131,10 @@ impl ChainHasher {
     /// block.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for blocks of no tokens.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) for blocks of no tokens.
     pub fn new(block_tokens: usize, salt: &[u8]) -> Result<Self, Error> {
         if block_tokens == 0 {
-            return Err(Error::new(ErrorKind::Invalid, "a block must hold at least one token"));
+            return Err(Error::invalid("a block must hold at least one token"));
         }
         let mut hasher = blake3::Hasher::new();
         hasher.update(b"kvbm chain 1").update(&(block_tokens as u64).to_le_bytes()).update(salt);

@@ -1,5 +1,5 @@
-//! What requests asked for: what each recent one found, and, from the chains of all, what more memory
-//! would bring: a curve of hit rate against capacity.
+//! What requests asked for: what each recent one found, and, from the chains of all, what more
+//! memory would bring: a curve of hit rate against capacity.
 
 use std::collections::VecDeque;
 use std::time::Instant;

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvbm_tiers::Tier;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::Mutex;
 
 /// What a block's bytes are made of.
@@ -225,7 +225,7 @@ pub(crate) fn compare(
             served.len(),
             recomputed.len()
         );
-        return Err(Error::new(ErrorKind::Invalid, message));
+        return Err(Error::invalid(message));
     }
     let distance = elements.distance(served, recomputed);
     // NaN is in no range.
@@ -238,6 +238,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::error::ErrorKind;
 
     fn f32s(values: impl Iterator<Item = f32>) -> Vec<u8> {
         values.flat_map(f32::to_le_bytes).collect()

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use kvbm_settings::Settings;
 use prometheus::Registry;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::observe::state::ObservedState;
 
 /// There is none.
@@ -24,7 +24,7 @@ impl Listener {
         }
         let message = "metrics are to be served (metrics.enabled, DYN_KVBM_METRICS), which this program was built \
              without: build kvbm with its feature serve";
-        Err(Error::new(ErrorKind::Unavailable, message))
+        Err(Error::unavailable(message))
     }
 }
 

@@ -1,5 +1,5 @@
-//! Who may read: what readers of other machines show, the names by which the server may be addressed,
-//! and how many may connect, and for how long.
+//! Who may read: what readers of other machines show, the names by which the server may be
+//! addressed, and how many may connect, and for how long.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -58,7 +58,7 @@ fn read(path: &str) -> Result<String> {
         let message = format!(
             "{path} (metrics.token_file) is not a token: one line of {MIN_TOKEN_BYTES} bytes or more, without spaces"
         );
-        return Err(Error::new(ErrorKind::Invalid, message));
+        return Err(Error::invalid(message));
     }
     Ok(token.to_owned())
 }

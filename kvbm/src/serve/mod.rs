@@ -48,7 +48,7 @@ impl Listener {
     pub(crate) fn bind(settings: &Settings) -> Result<Option<Self>> {
         // The error names a wrong setting; else 0.0.0.0 without a token would be bound for a
         // moment.
-        settings.validate().map_err(|error| Error::new(ErrorKind::Invalid, error.to_string()))?;
+        settings.validate().map_err(|error| Error::invalid(error.to_string()))?;
         let metrics = &settings.metrics;
         if !metrics.enabled {
             return Ok(None);

@@ -1,5 +1,5 @@
-//! How blocks leave a tier to make room: leaf by leaf, in the order of its policy. And which blocks a
-//! full tier takes in: those that are worth more than what they would displace.
+//! How blocks leave a tier to make room: leaf by leaf, in the order of its policy. And which blocks
+//! a full tier takes in: those that are worth more than what they would displace.
 //!
 //! A policy that learns knows before a copy starts that a block will be the first to leave again.
 //! So it is shown the blocks that are about to come under provisional ids, beyond the tier's slots.

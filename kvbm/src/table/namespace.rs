@@ -14,7 +14,7 @@ use super::flush_queue::Entries;
 use super::pins::Pins;
 use super::tier::{TierSlot, TierTable};
 use super::{Effects, Table};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::names::fingerprint::{Fingerprint, digest};
 use crate::names::hash::Chain;
 
@@ -127,13 +127,14 @@ impl Table {
     /// table holds. Transfers under way are discarded; [`end_next`](Self::end_next) ends them.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] unless `epoch` is greater than the present one.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) unless `epoch` is greater than the present
+    /// one.
     pub fn reset(&mut self, epoch: u64) -> Result<Effects> {
         if epoch <= self.namespace.epoch {
             let now = self.namespace.epoch;
             let message =
                 format!("epoch {epoch} has been: the present one is {now}, give a greater one");
-            return Err(Error::new(ErrorKind::Invalid, message));
+            return Err(Error::invalid(message));
         }
         self.namespace.change(epoch, 0);
         self.reinstate_tiers();

@@ -1,6 +1,6 @@
 //! Leases in the table's own terms: one pin per tier, on the deepest block of a chain that it
-//! holds. Tiers drain leaf-first, so a block that is pinned keeps all its ancestors. And slots that are
-//! lent, some of them to verify idle blocks.
+//! holds. Tiers drain leaf-first, so a block that is pinned keeps all its ancestors. And slots that
+//! are lent, some of them to verify idle blocks.
 
 use kvbm_policies::RequestId;
 use kvbm_tiers::{BlockKey, Loan, SlotId, SlotRef, Tier};

@@ -1,10 +1,10 @@
 //! Bad blocks leave a tier with all their descendants. Slots that are being read are freed when
 //! their readers leave.
 //!
-//! A tier of which too much was wrong is *withdrawn*: until the next reset it neither gives nor takes
-//! blocks. This is a state of the tier, not a breaker: its medium may be well. No match finds its
-//! blocks, no lease holds them, none are lent, copied or flushed, and none come. Loads from below pass
-//! it by. A tier that flushes into it goes on as if it could not be written.
+//! A tier of which too much was wrong is *withdrawn*: until the next reset it neither gives nor
+//! takes blocks. This is a state of the tier, not a breaker: its medium may be well. No match finds
+//! its blocks, no lease holds them, none are lent, copied or flushed, and none come. Loads from
+//! below pass it by. A tier that flushes into it goes on as if it could not be written.
 
 use std::collections::{HashMap, HashSet};
 

@@ -1,5 +1,5 @@
-//! The table behind its lock, memory made ahead so that no holder of the lock waits for the kernel, and
-//! how long it is held.
+//! The table behind its lock, memory made ahead so that no holder of the lock waits for the kernel,
+//! and how long it is held.
 
 use std::fmt;
 use std::sync::Arc;

@@ -17,7 +17,7 @@ pub use self::export::SpanExport;
 #[cfg(feature = "nvtx")]
 pub use self::nvtx::NvtxRanges;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 
 /// A requested but missing feature is an error; spans without a listener are a warning.
 pub(crate) fn check(settings: &TraceSettings) -> Result<()> {
@@ -40,7 +40,7 @@ pub(crate) fn check(settings: &TraceSettings) -> Result<()> {
         let message = format!(
             "{what}, which this program was built without: build kvbm with its feature {feature}"
         );
-        return Err(Error::new(ErrorKind::Unavailable, message));
+        return Err(Error::unavailable(message));
     }
     if (settings.enabled || settings.nvtx) && !tracing::enabled!(Level::DEBUG) {
         tracing::warn!(

@@ -105,7 +105,7 @@ fn check_fit(gpu: &Gpu, memory: &dyn Memory, device: &DeviceRegion) -> Result<()
     } else {
         return Ok(());
     };
-    Err(SetupError::new(SetupErrorKind::Invalid, message))
+    Err(SetupError::invalid(message))
 }
 
 // SAFETY: an operation is reported when the event behind its copies has passed, or an error says
@@ -131,7 +131,7 @@ unsafe impl Backend for CudaBackend {
             && !fence.is_raised()
         {
             let why = "a GPU cannot wait for a thread: submit when the fence is raised";
-            return batch.end(&CopyError::new(CopyErrorKind::Refused, why));
+            return batch.end(&CopyError::refused(why));
         }
         for (lane, route) in self.lanes.iter().zip(&self.routes) {
             // A batch is of one route; whatever else is in it, the lane refuses.

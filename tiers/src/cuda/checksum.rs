@@ -51,9 +51,10 @@ impl DeviceChecksum {
     /// # Errors
     /// `Refused`: there is no such slot. `Io`: the GPU failed.
     pub fn of(&self, region: &DeviceRegion, slot: SlotId) -> Result<u32, CopyError> {
-        let segments = region.segments().segments(slot).ok_or_else(|| {
-            CopyError::new(CopyErrorKind::Refused, format!("device slot {} does not exist", slot.0))
-        })?;
+        let segments = region
+            .segments()
+            .segments(slot)
+            .ok_or_else(|| CopyError::refused(format!("device slot {} does not exist", slot.0)))?;
         let mut after = region.segments().block_bytes();
         let summands = segments.map(|segment| {
             after -= segment.bytes;

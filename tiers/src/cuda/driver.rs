@@ -198,7 +198,7 @@ impl Gpu {
             fence if fence.is_done() => Ok(()),
             _ => {
                 let message = format!("a GPU cannot wait for {fence:?}: wait for it on the CPU");
-                return Err(SetupError::new(SetupErrorKind::Invalid, message));
+                return Err(SetupError::invalid(message));
             }
         }
         .map_err(|error| failed("an engine's stream does not wait", error))
@@ -762,7 +762,7 @@ impl Drop for LoadedModule {
 }
 
 fn unavailable(message: String) -> SetupError {
-    SetupError::new(SetupErrorKind::Unavailable, message)
+    SetupError::unavailable(message)
 }
 
 pub(crate) fn failed(what: &str, error: DriverError) -> SetupError {

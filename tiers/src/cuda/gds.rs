@@ -176,7 +176,7 @@ fn check_fit(gpu: &Gpu, device: &DeviceRegion, disk: &DiskRegion) -> Result<(), 
     let (ours, theirs) = (device.segments().block_bytes(), disk.geometry().block_bytes());
     if ours != theirs || device.space() != Space::Cuda(gpu.ordinal()) {
         let message = format!("{device:?} does not fit {gpu:?} and disk blocks of {theirs} bytes");
-        return Err(SetupError::new(SetupErrorKind::Invalid, message));
+        return Err(SetupError::invalid(message));
     }
     if !disk.is_direct() {
         return Err(unavailable(
@@ -214,7 +214,7 @@ fn not_registered(gpu: &Gpu, cufile: &CuFile, device: &DeviceRegion, why: &str) 
 }
 
 fn unavailable(why: &str) -> SetupError {
-    SetupError::new(SetupErrorKind::Unavailable, format!("no GPUDirect Storage: {why}"))
+    SetupError::unavailable(format!("no GPUDirect Storage: {why}"))
 }
 
 // SAFETY: threads move the shares of an operation with calls that end before they return, and the
@@ -245,10 +245,7 @@ unsafe impl Backend for GdsBackend {
             for pieces in self.shares.iter().cloned() {
                 let share = BlockShare { transfer: Arc::clone(&transfer), pieces };
                 if self.queue.send(share).is_err() {
-                    transfer.end_share(
-                        Err(CopyError::new(CopyErrorKind::Refused, "GDS threads died")),
-                        None,
-                    );
+                    transfer.end_share(Err(CopyError::refused("GDS threads died")), None);
                 }
             }
         }

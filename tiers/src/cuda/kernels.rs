@@ -317,9 +317,7 @@ impl Rearranger {
         (from, to): (u64, u64),
         blocks: &[(u32, u32)],
     ) -> Result<(), CopyError> {
-        transform
-            .check(blocks)
-            .map_err(|error| CopyError::new(CopyErrorKind::Refused, error.to_string()))?;
+        transform.check(blocks).map_err(|error| CopyError::refused(error.to_string()))?;
         let plan = transform.with_long_rows().plan();
         let mut turn = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
         let (stream, table) = &mut *turn;

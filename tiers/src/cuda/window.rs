@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use super::driver::{CudaStream, Gpu, Pinned, failed};
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
-use crate::error::{SetupError, SetupErrorKind};
+use crate::error::SetupError;
 use crate::frame::{Frame, Loan, PoolId};
 use crate::geometry::{Segment, pieces};
 use crate::memory::{DeviceRegion, Space};
@@ -37,7 +37,7 @@ impl DeviceWindow {
     pub fn new(gpu: &Gpu, region: Arc<DeviceRegion>) -> Result<Self, SetupError> {
         if region.space() != Space::Cuda(gpu.ordinal()) {
             let message = format!("{region:?} is not in the memory of {gpu:?}");
-            return Err(SetupError::new(SetupErrorKind::Invalid, message));
+            return Err(SetupError::invalid(message));
         }
         let stream = CudaStream::new(gpu)?;
         let buffer = Pinned::new(gpu, region.segments().block_bytes());
@@ -69,7 +69,7 @@ impl DeviceWindow {
         if block.len() != self.block_bytes() {
             let message =
                 format!("a block of {} bytes does not fit {:?}", block.len(), self.region);
-            return Some(Err(CopyError::new(CopyErrorKind::Refused, message)));
+            return Some(Err(CopyError::refused(message)));
         }
         let mut desk = self.desk.lock();
         desk.1.write(block);
@@ -92,9 +92,7 @@ impl DeviceWindow {
         slot: SlotId,
         direction: WindowDirection,
     ) -> Result<(), CopyError> {
-        let refused = || {
-            CopyError::new(CopyErrorKind::Refused, format!("device slot {} does not exist", slot.0))
-        };
+        let refused = || CopyError::refused(format!("device slot {} does not exist", slot.0));
         let device = self.region.segments().segments(slot).ok_or_else(refused)?;
         let (stream, buffer) = desk;
         let ours = std::iter::once(Segment {

@@ -50,7 +50,7 @@ impl UringBackend {
                 "blocks of {} bytes: io_uring moves at most 1 GiB at once",
                 memory.block_bytes()
             );
-            return Err(SetupError::new(SetupErrorKind::Invalid, message));
+            return Err(SetupError::invalid(message));
         }
         let wake = Arc::new(
             rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -75,10 +75,7 @@ impl UringBackend {
         match opened.recv() {
             Ok(Ok(())) => Ok(backend),
             Ok(Err(error)) => Err(refused(error)),
-            Err(_) => Err(SetupError::new(
-                SetupErrorKind::Unavailable,
-                "the ring thread died at start-up",
-            )),
+            Err(_) => Err(SetupError::unavailable("the ring thread died at start-up")),
         }
     }
 

@@ -118,7 +118,7 @@ impl DiskRegion {
     fn open_within(options: &DiskOptions, patience: Duration) -> Result<Self, SetupError> {
         if options.dirs.is_empty() {
             let message = "no directory for the disk tier; set disk.dirs (DYN_KVBM_DISK_CACHE_DIR)";
-            return Err(SetupError::new(SetupErrorKind::Invalid, message));
+            return Err(SetupError::invalid(message));
         }
         let geometry = options.geometry;
         let file_bytes = u64::from(options.slots_per_dir()) * geometry.stride() as u64;

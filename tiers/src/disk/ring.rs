@@ -1,5 +1,5 @@
-//! The thread behind [`UringBackend`](super::UringBackend), and how it learns that there is work while
-//! it sleeps in the kernel.
+//! The thread behind [`UringBackend`](super::UringBackend), and how it learns that there is work
+//! while it sleeps in the kernel.
 
 #![expect(unsafe_code, reason = "the kernel works on memory of slots")]
 

@@ -15,7 +15,7 @@ use std::ptr::NonNull;
 
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Route, SlotRef, Tier};
 use crate::disk::DiskRegion;
-use crate::error::{SetupError, SetupErrorKind};
+use crate::error::SetupError;
 use crate::geometry::Geometry;
 use crate::memory::{Memory, forget_checksum, no_such_slot};
 
@@ -53,7 +53,7 @@ pub(crate) fn check_fit(memory: &dyn Memory, disk: &DiskRegion) -> Result<(), Se
     let shape =
         |cut: Geometry| format!("blocks of {} bytes, {} apart,", cut.block_bytes(), cut.stride());
     let message = format!("{} {} do not fit disk {}", memory.tier(), shape(ours), shape(theirs));
-    Err(SetupError::new(SetupErrorKind::Invalid, message.trim_end_matches(',')))
+    Err(SetupError::invalid(message.trim_end_matches(',')))
 }
 
 impl SlotTransfer {

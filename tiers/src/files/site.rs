@@ -1,4 +1,5 @@
-//! Where a file lies: what its file system's errors mean, and room for it, taken before it is needed.
+//! Where a file lies: what its file system's errors mean, and room for it, taken before it is
+//! needed.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Seek, SeekFrom, Write};
@@ -76,7 +77,7 @@ impl OwnDirectory {
             "{}: {error}; raise the limit on open files, or free memory",
             self.path.display()
         );
-        SetupError::new(SetupErrorKind::Unavailable, message)
+        SetupError::unavailable(message)
     }
 }
 
@@ -87,7 +88,7 @@ pub(crate) fn checked_namespace(namespace: &str) -> Result<&str, SetupError> {
         return Ok(namespace);
     }
     let message = format!("namespace {namespace:?}: use letters, digits, '-' and '_' only");
-    Err(SetupError::new(SetupErrorKind::Invalid, message))
+    Err(SetupError::invalid(message))
 }
 
 /// Gives a file that was there another size; what lies below that stays.
@@ -131,7 +132,7 @@ pub(crate) fn fill(
                  allow disk.zerofill_fallback (DYN_KVBM_DISK_ZEROFILL_FALLBACK)",
                 site.path.display()
             );
-            Err(SetupError::new(SetupErrorKind::Unavailable, message))
+            Err(SetupError::unavailable(message))
         }
         Err(error) => Err(site.failed(&error.into())),
     }

@@ -1,5 +1,5 @@
-//! The files of an index: what of one is sound, and a new one, which lies beside the old one until it is
-//! complete.
+//! The files of an index: what of one is sound, and a new one, which lies beside the old one until
+//! it is complete.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
@@ -11,7 +11,7 @@ use super::format::{
     SEALED_VERSION, VERSION,
 };
 use super::{SPARE, STEP, SlotEntries};
-use crate::error::{SetupError, SetupErrorKind};
+use crate::error::SetupError;
 use crate::files::{LockWait, LockedFile, OwnDirectory, create_locked, partial, sync_dir, unlink};
 use crate::sealed::KeyRing;
 
@@ -217,5 +217,5 @@ fn no_header(path: &Path, one: NoHeader, other: NoHeader) -> SetupError {
              exchanged since the fingerprint's epoch (Manager::reset), give the fingerprint a greater epoch as well"
         ),
     };
-    SetupError::new(SetupErrorKind::Invalid, message)
+    SetupError::invalid(message)
 }

@@ -31,7 +31,7 @@ use std::time::Duration;
 use self::file::{FileDraft, IndexScan};
 use self::format::{ENTRIES_AT, ENTRY_BYTES, IndexHeader, MAX_NAMESPACE, mac_key};
 use crate::copy::{SlotId, Tier};
-use crate::error::{SetupError, SetupErrorKind};
+use crate::error::SetupError;
 use crate::files::{LockWait, LockedFile, OwnDirectory, is_at, lock, open_ours};
 use crate::sealed::KeyRing;
 
@@ -360,7 +360,7 @@ fn check(options: &IndexOptions) -> Result<(), SetupError> {
         return Ok(());
     }
     let message = format!("the name of a namespace has {length} bytes: {MAX_NAMESPACE} at most");
-    Err(SetupError::new(SetupErrorKind::Invalid, message))
+    Err(SetupError::invalid(message))
 }
 
 /// Slots with another meaning must not be reinterpreted, nor their entries overwritten. A disk tier
@@ -385,5 +385,5 @@ fn check_header(options: &IndexOptions, found: &IndexHeader) -> Result<(), Setup
         of(found),
         of(&wanted)
     );
-    Err(SetupError::new(SetupErrorKind::Invalid, message))
+    Err(SetupError::invalid(message))
 }

@@ -12,6 +12,7 @@ use tempfile::TempDir;
 use super::format::{HEADER_BYTES, IndexHeader};
 use super::*;
 use crate::copy::BlockKey;
+use crate::error::SetupErrorKind;
 
 const SLOTS: u32 = 64;
 

@@ -42,7 +42,7 @@ impl Agent {
     pub fn new(library: &'static Library, name: &str) -> Result<Self, SetupError> {
         let name = c_string(name, "the name of a NIXL agent")?;
         if name.is_empty() {
-            return Err(SetupError::new(SetupErrorKind::Invalid, "a NIXL agent needs a name"));
+            return Err(SetupError::invalid("a NIXL agent needs a name"));
         }
         if !NAMES.lock().insert(name.clone()) {
             let message =
@@ -149,7 +149,7 @@ impl Agent {
                     "the NIXL plugin {plugin} does not start with the parameters {:?}: see what it printed",
                     parameters.keys()
                 );
-                Err(SetupError::new(SetupErrorKind::Unavailable, message))
+                Err(SetupError::unavailable(message))
             }
         }
     }
@@ -333,7 +333,7 @@ fn cannot_load(plugin: &str) -> SetupError {
             "NIXL has no plugin {plugin}, or it cannot be loaded: see what it printed; {REMEDY}"
         ),
     };
-    SetupError::new(SetupErrorKind::Unavailable, message)
+    SetupError::unavailable(message)
 }
 
 /// # Safety
@@ -394,10 +394,9 @@ impl Agent {
                 );
                 Err(SetupError::new(SetupErrorKind::InUse, message))
             }
-            sys::ERROR_INVALID_PARAM => Err(SetupError::new(
-                SetupErrorKind::Invalid,
-                "the metadata of a NIXL agent is empty",
-            )),
+            sys::ERROR_INVALID_PARAM => {
+                Err(SetupError::invalid("the metadata of a NIXL agent is empty"))
+            }
             status => Err(refused(
                 status,
                 "use a peer's metadata: cut short, of an agent with a known name, or without a common backend",

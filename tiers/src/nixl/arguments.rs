@@ -96,7 +96,7 @@ pub(super) fn done(status: Status, what: &str) -> Result<(), SetupError> {
 
 pub(super) fn refused(status: Status, what: &str) -> SetupError {
     let message = format!("NIXL cannot {what} ({})", status_name(status));
-    SetupError::new(SetupErrorKind::Unavailable, message)
+    SetupError::unavailable(message)
 }
 
 /// The library reduces its own errors to these few.

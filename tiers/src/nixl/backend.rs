@@ -287,7 +287,7 @@ pub fn object_parameters(
     let Some(bucket) = bucket.as_ref().and_then(url::Url::host_str) else {
         let message = "NIXL reaches S3-compatible stores only: set object.url (DYN_KVBM_OBJECT_URL) to \
              s3://bucket/prefix, or object.backend (DYN_KVBM_OBJECT_BACKEND) to native";
-        return Err(SetupError::new(SetupErrorKind::Invalid, message));
+        return Err(SetupError::invalid(message));
     };
     let scheme =
         options.endpoint.as_ref().and_then(|endpoint| endpoint.split_once("://")).map(|(s, _)| s);
@@ -324,8 +324,7 @@ mod tests {
 
     #[test]
     fn a_slot_that_is_not_there_has_no_position() {
-        let prepare =
-            |_| Err(SetupError::new(SetupErrorKind::Unavailable, "nobody moves anything here"));
+        let prepare = |_| Err(SetupError::unavailable("nobody moves anything here"));
         // The directory of every third slot is away.
         let spans = SlotLists::new(8, 4, Box::new(prepare)).only(|slot| slot.0 % 3 != 1);
         let found = (0..10).map(|slot| spans.position(SlotId(slot)).map(|at| (at.span, at.index)));

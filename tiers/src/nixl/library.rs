@@ -71,7 +71,7 @@ impl Library {
                 "{} has no function {missing}: not NIXL 1.5 or later; {REMEDY}",
                 path.display()
             );
-            SetupError::new(SetupErrorKind::Unavailable, message)
+            SetupError::unavailable(message)
         })?;
         // SAFETY: the symbol is looked up, and not used.
         if unsafe { library.get::<*const ()>(SINCE_1_5) }.is_err() {
@@ -80,7 +80,7 @@ impl Library {
         // SAFETY: takes nothing and touches nothing.
         if unsafe { (api.is_stub)() } {
             let message = format!("{} is a stub without NIXL behind it; {REMEDY}", path.display());
-            return Err(SetupError::new(SetupErrorKind::Unavailable, message));
+            return Err(SetupError::unavailable(message));
         }
         Ok(Self { api, path: path.to_owned() })
     }
@@ -96,7 +96,7 @@ fn too_old(path: &Path) -> SetupError {
          nixl.library (DYN_KVBM_NIXL_LIBRARY)",
         path.display()
     );
-    SetupError::new(SetupErrorKind::Unavailable, message)
+    SetupError::unavailable(message)
 }
 
 impl fmt::Debug for Library {
@@ -123,7 +123,7 @@ pub fn find() -> Result<PathBuf, SetupError> {
              {REMEDY}",
             places.join(", ")
         );
-        SetupError::new(SetupErrorKind::Unavailable, message)
+        SetupError::unavailable(message)
     })
 }
 
@@ -245,7 +245,7 @@ pub fn check_plugin_directory(library: Option<&Path>, plugins: &[&str]) -> Resul
         directory.display(),
         path.display()
     );
-    Err(SetupError::new(SetupErrorKind::Unavailable, message))
+    Err(SetupError::unavailable(message))
 }
 
 /// What may crash. The library's table of loaded files is left alone: another thread may hold its

@@ -268,7 +268,7 @@ fn await_introduction(place: &Path) -> Result<(usize, Vec<u8>), SetupError> {
         }
         if clock::now() > deadline {
             let message = format!("the other process left nothing at {}", place.display());
-            return Err(SetupError::new(SetupErrorKind::Unavailable, message));
+            return Err(SetupError::unavailable(message));
         }
         std::thread::sleep(Duration::from_millis(2));
     }

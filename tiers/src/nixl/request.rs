@@ -14,7 +14,7 @@ use super::arguments::{OptArgs, done, status_name};
 use super::registration::{RegisteredRange, Registration};
 use super::sys::{self, MemType, Status, XferDlistHandleS, XferDlistS, XferReqS, XferTelemetry};
 use crate::copy::{CopyError, CopyErrorKind};
-use crate::error::{SetupError, SetupErrorKind};
+use crate::error::SetupError;
 
 /// Segments that were looked up once, to be named by their position in requests. Holds what they
 /// are part of.
@@ -102,10 +102,7 @@ impl SegmentList {
             count += 1;
         }
         if c_int::try_from(count).is_err() {
-            return Err(SetupError::new(
-                SetupErrorKind::Invalid,
-                format!("{count} segments in one NIXL list"),
-            ));
+            return Err(SetupError::invalid(format!("{count} segments in one NIXL list")));
         }
         let args = match &owner {
             ListOwner::Own(registration) => {
@@ -126,8 +123,8 @@ impl SegmentList {
             )
         };
         done(status, "prepare segments: are they all registered?")?;
-        let handle = NonNull::new(handle)
-            .ok_or_else(|| SetupError::new(SetupErrorKind::Unavailable, "NIXL prepared no list"))?;
+        let handle =
+            NonNull::new(handle).ok_or_else(|| SetupError::unavailable("NIXL prepared no list"))?;
         Ok(Arc::new(Self { agent: agent.clone(), handle, segments: count, owner }))
     }
 
@@ -477,7 +474,7 @@ fn span(direction: Direction) -> Span {
 }
 
 fn refused(why: &str) -> CopyError {
-    CopyError::new(CopyErrorKind::Refused, format!("NIXL refuses a request: {why}"))
+    CopyError::refused(format!("NIXL refuses a request: {why}"))
 }
 
 fn failed(kind: CopyErrorKind, status: Status) -> CopyError {

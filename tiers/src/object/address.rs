@@ -1,4 +1,5 @@
-//! How a store is named and reached: its URL, its keys, what is wrong with them, and the S3 protocol.
+//! How a store is named and reached: its URL, its keys, what is wrong with them, and the S3
+//! protocol.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -45,10 +46,14 @@ pub(super) fn parse(text: &str, setting: &str) -> Result<Url, SetupError> {
     // A bucket has no port: what looks like one may be a secret whose `@` was forgotten.
     let is_odd = url.scheme() == "s3" && url.port().is_some();
     if !url.username().is_empty() || url.password().is_some() || is_odd {
-        return Err(invalid(format!("{setting} contains credentials: move them to {KEYS}")));
+        return Err(SetupError::invalid(format!(
+            "{setting} contains credentials: move them to {KEYS}"
+        )));
     }
     if url.query().is_some() || url.fragment().is_some() {
-        return Err(invalid(format!("{setting} has a part after '?' or '#': remove it")));
+        return Err(SetupError::invalid(format!(
+            "{setting} has a part after '?' or '#': remove it"
+        )));
     }
     Ok(url)
 }
@@ -65,10 +70,6 @@ pub(super) fn secrets(options: &StoreOptions) -> UrlSecrets {
     let from_environment = variables.iter().filter_map(|name| std::env::var(name).ok());
     let given = [&options.access_key, &options.secret_key];
     UrlSecrets::new(given.into_iter().flatten().cloned().chain(from_environment))
-}
-
-pub(super) fn invalid(message: String) -> SetupError {
-    SetupError::new(SetupErrorKind::Invalid, message)
 }
 
 /// A request that takes longer is given up. A segment of 32 MiB at 20 Mbit/s fits.
@@ -118,7 +119,7 @@ fn builder(options: &StoreOptions) -> Result<AmazonS3Builder, SetupError> {
             .with_access_key_id(access_key)
             .with_secret_access_key(secret_key)),
         (None, None) => Ok(AmazonS3Builder::from_env()),
-        _ => Err(invalid(format!("only one of {KEYS} is set: set both or neither"))),
+        _ => Err(SetupError::invalid(format!("only one of {KEYS} is set: set both or neither"))),
     }
 }
 
@@ -137,7 +138,9 @@ fn is_plain_http(endpoint: &Url) -> Result<bool, SetupError> {
             }
             Ok(true)
         }
-        _ => Err(invalid(format!("{ENDPOINT} must be http://host:port or https://host:port"))),
+        _ => Err(SetupError::invalid(format!(
+            "{ENDPOINT} must be http://host:port or https://host:port"
+        ))),
     }
 }
 

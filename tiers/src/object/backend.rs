@@ -31,7 +31,7 @@ use crate::backend::Backend;
 use crate::checksum::Checksums;
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, Tier};
-use crate::error::{SetupError, SetupErrorKind};
+use crate::error::SetupError;
 use crate::fork::MakerProcess;
 use crate::geometry::MAX_SLOTS;
 use crate::memory::{Memory, forget_checksum};
@@ -128,11 +128,11 @@ impl ObjectBackend {
         if !(1..=Semaphore::MAX_PERMITS).contains(&concurrency) {
             let message =
                 "object.concurrency (DYN_KVBM_OBJECT_CONCURRENCY) is 0: allow at least one request";
-            return Err(SetupError::new(SetupErrorKind::Invalid, message));
+            return Err(SetupError::invalid(message));
         }
         if options.operation_limit.is_zero() {
             let message = "operations of the object tier may take no time at all: allow them some";
-            return Err(SetupError::new(SetupErrorKind::Invalid, message));
+            return Err(SetupError::invalid(message));
         }
         let block_bytes = memory.block_bytes();
         let blocks_per_segment =
@@ -307,7 +307,7 @@ impl ObjectBackend {
             .flatten();
         pending.ok_or_else(|| {
             let message = format!("the object tier cannot copy {} to {}", op.from, op.to);
-            CopyError::new(CopyErrorKind::Refused, message)
+            CopyError::refused(message)
         })
     }
 

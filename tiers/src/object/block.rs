@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::executor::WorkTicket;
-use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Done, Endings, Owner, SlotId};
+use crate::copy::{BlockKey, CopyError, CopyOp, Done, Endings, Owner, SlotId};
 use crate::memory::Memory;
 
 /// An operation that was accepted and not reported yet. Dropping it reports it, as refused unless
@@ -52,7 +52,7 @@ impl PendingBlock {
         object: SlotId,
         ticket: WorkTicket,
     ) -> Option<Self> {
-        let refused = CopyError::new(CopyErrorKind::Refused, "the object tier is shutting down");
+        let refused = CopyError::refused("the object tier is shutting down");
         Some(Self {
             start: region.slot(memory)?.cast(),
             bytes: region.block_bytes(),

@@ -5,11 +5,11 @@
 //! worker relied on it in two collections in a row: a worker that has just found it has said so by
 //! then.
 //!
-//! Which worker, a lease in the bucket says, so that a thousand of them do not all list it. A term of
-//! it is an object, made with a conditional put: a store gives the next one to one of those that ask.
-//! Its holder makes the next term before this one is over, others when it is. Nothing is lost where
-//! two collect at once, as when one was asleep for a term: the manifests, not the lease, say what may
-//! go.
+//! Which worker, a lease in the bucket says, so that a thousand of them do not all list it. A term
+//! of it is an object, made with a conditional put: a store gives the next one to one of those that
+//! ask. Its holder makes the next term before this one is over, others when it is. Nothing is lost
+//! where two collect at once, as when one was asleep for a term: the manifests, not the lease, say
+//! what may go.
 
 use std::collections::HashSet;
 use std::sync::Arc;

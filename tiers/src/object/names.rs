@@ -1,5 +1,5 @@
-//! Names of objects: no two writers choose the same, and they sort by age. Objects are listed in pages:
-//! a bucket may hold any number of them, and memory does not grow with it.
+//! Names of objects: no two writers choose the same, and they sort by age. Objects are listed in
+//! pages: a bucket may hold any number of them, and memory does not grow with it.
 //!
 //! A segment lies in the directory of its epoch, so a look into one epoch's never meets another's
 //! blocks.

@@ -13,9 +13,7 @@ use object_store::{ObjectStore, ObjectStoreExt, PutMode};
 use tokio::time::{Instant, timeout, timeout_at};
 use url::Url;
 
-use super::address::{
-    ENDPOINT, FORMS, StoreOptions, URL, invalid, open_s3, parse, path_of, secrets,
-};
+use super::address::{ENDPOINT, FORMS, StoreOptions, URL, open_s3, parse, path_of, secrets};
 use super::error::{StoreError, UrlSecrets, is_an_answer, local_kind, remote_kind};
 use super::executor::StoreRuntime;
 use super::files::{PrivateFiles, Trust, make_directory};
@@ -74,7 +72,7 @@ impl Store {
     pub(super) fn attach(url: &str, options: &StoreOptions) -> Result<Self, SetupError> {
         let parsed = parse(url, "the URL")?;
         if parsed.scheme() == "memory" {
-            return Err(invalid(format!(
+            return Err(SetupError::invalid(format!(
                 "'{url}' ends with the process that writes there: {FORMS}"
             )));
         }
@@ -101,7 +99,7 @@ impl Store {
                     (Arc::new(open_s3(parsed, options)?), path_of(parsed)?, StorePlace::Service)
                 }
                 _ => {
-                    return Err(invalid(format!(
+                    return Err(SetupError::invalid(format!(
                         "{URL} is '{url}', which names no object store: {FORMS}"
                     )));
                 }
@@ -237,7 +235,7 @@ impl Store {
             }
             None => {
                 let what = format!("did not answer within {} s", PROBE_LIMIT.as_secs());
-                Err(SetupError::new(SetupErrorKind::Unavailable, self.unusable(&what)))
+                Err(SetupError::unavailable(self.unusable(&what)))
             }
         }
     }
@@ -293,7 +291,7 @@ impl fmt::Debug for Store {
 
 fn open_directory(url: &Url, make: bool) -> Result<(PrivateFiles, StorePlace), SetupError> {
     let path = url.to_file_path().map_err(|()| {
-        invalid(format!("{URL} is '{url}', which is not an absolute path: {FORMS}"))
+        SetupError::invalid(format!("{URL} is '{url}', which is not an absolute path: {FORMS}"))
     })?;
     let created = !path.exists();
     let fail = |e: Box<dyn std::error::Error + Send + Sync>| {

@@ -107,9 +107,7 @@ impl StoreContext {
     ) -> Result<OwnedSemaphorePermit, CopyError> {
         match timeout_at(deadline, Arc::clone(&self.requests).acquire_owned()).await {
             Ok(Ok(request)) if Instant::now() < deadline => Ok(request),
-            Ok(Err(_closed)) => {
-                Err(CopyError::new(CopyErrorKind::Refused, "the object tier is shutting down"))
-            }
+            Ok(Err(_closed)) => Err(CopyError::refused("the object tier is shutting down")),
             _ => Err(self.too_late(&format!("no request to {} was free", self.store))),
         }
     }

@@ -1,9 +1,9 @@
 //! Forgetting a tenant: each rank destroys its keys, and one that is away is told when it joins
 //! again.
 //!
-//! What ranks have yet to forget is on the medium: it must survive a leader that ends before a rank is
-//! back. A line of text for each rank and tenant, between one that says what the file is and one that
-//! says how many there are:
+//! What ranks have yet to forget is on the medium: it must survive a leader that ends before a rank
+//! is back. A line of text for each rank and tenant, between one that says what the file is and one
+//! that says how many there are:
 //!
 //! ```text
 //! kvbm debts 1

@@ -86,7 +86,7 @@ impl Leader {
     ) -> Result<Self, SetupError> {
         if !(1..=MAX_RANKS).contains(&options.world) {
             let message = format!("{} ranks: have 1 to {MAX_RANKS}", options.world);
-            return Err(SetupError::new(SetupErrorKind::Invalid, message));
+            return Err(SetupError::invalid(message));
         }
         check_fingerprint(&options.fingerprint)?;
         let meeting = LeaderSocket::open(&options.dir)?;
@@ -154,14 +154,11 @@ pub(super) fn check_fingerprint(fingerprint: &str) -> Result<(), SetupError> {
     let message = format!(
         "a fingerprint of {bytes} bytes: give the ranks a digest of {MAX_FINGERPRINT} at most"
     );
-    Err(SetupError::new(SetupErrorKind::Invalid, message))
+    Err(SetupError::invalid(message))
 }
 
 fn no_thread(error: &io::Error) -> SetupError {
-    SetupError::new(
-        SetupErrorKind::Unavailable,
-        format!("cannot start to listen to ranks: {error}"),
-    )
+    SetupError::unavailable(format!("cannot start to listen to ranks: {error}"))
 }
 
 // SAFETY: a copy is reported when each rank has said that it ended, or when the rank is gone: its

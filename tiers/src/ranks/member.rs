@@ -24,7 +24,7 @@ use super::slots::{KeptSlots, LeftBehind, SlotGenerations, SlotJournals, part};
 use super::socket;
 use crate::backend::Backend;
 use crate::clock;
-use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
+use crate::copy::{CopyError, CopyOp, Done, Route, Tier};
 use crate::error::{Failure, SetupError, SetupErrorKind};
 
 /// What has ended of a batch is reported after this time at the latest, before the rest has: a
@@ -302,7 +302,7 @@ impl Member {
 
     /// The leader says which slots, and it may be wrong.
     fn check(&self, op: &CopyOp, route: Route) -> Result<(), CopyError> {
-        let refused = |why: String| Err(CopyError::new(CopyErrorKind::Refused, why));
+        let refused = |why: String| Err(CopyError::refused(why));
         if op.route() != route || !self.backends.contains_key(&route) {
             return refused(format!("nothing copies {} to {} in one batch", op.from, op.to));
         }
@@ -483,7 +483,7 @@ impl NoAnswer {
                 let limit = options.limit;
                 let message =
                     format!("the leader (process {leader}) did not answer {who} in {limit:?}");
-                SetupError::new(SetupErrorKind::Unavailable, message)
+                SetupError::unavailable(message)
             }
         }
     }

@@ -1,5 +1,5 @@
-//! What a rank's slots hold, as far as the rank itself knows, what an earlier process left in those that
-//! outlive it, and who is told what comes to them.
+//! What a rank's slots hold, as far as the rank itself knows, what an earlier process left in those
+//! that outlive it, and who is told what comes to them.
 
 use std::fmt;
 use std::sync::Arc;

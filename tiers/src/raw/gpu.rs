@@ -8,7 +8,7 @@ use crate::cuda::driver::{
     CudaStream, DeviceMemory, KernelTable, LoadedKernel, LoadedModule, Pinned, failed,
 };
 use crate::cuda::kernels::{CopyKernels, THREADS, compile_for, pointer};
-use crate::error::{SetupError, SetupErrorKind};
+use crate::error::SetupError;
 use crate::transform::Transform;
 
 /// Locked host memory and two arrays on a GPU, and what the driver's own copies and a busy engine
@@ -93,10 +93,7 @@ impl RawGpu {
         transform.check(&pairs)?;
         let (source, target) = transform.array_bytes();
         if source.max(target) > self.bytes || pairs.len() > self.pairs.capacity() {
-            return Err(SetupError::new(
-                SetupErrorKind::Invalid,
-                "the arrays are smaller than the layouts",
-            ));
+            return Err(SetupError::invalid("the arrays are smaller than the layouts"));
         }
         let (ends, plan) =
             ((self.device[0].address, self.device[1].address), transform.with_long_rows().plan());
@@ -119,7 +116,7 @@ impl RawGpu {
     pub fn matmul(&mut self, n: u32, times: usize) -> Result<Duration, SetupError> {
         let matrix = u64::from(n) * u64::from(n) * size_of::<f32>() as u64;
         if 2 * matrix > self.bytes as u64 {
-            return Err(SetupError::new(SetupErrorKind::Invalid, "the matrices do not fit"));
+            return Err(SetupError::invalid("the matrices do not fit"));
         }
         let (a, c) = (self.device[0].address, self.device[1].address);
         let busy = self.busy()?;
@@ -143,7 +140,7 @@ impl RawGpu {
             || n < BusyKernels::PARTS
             || !n.is_multiple_of(BusyKernels::PARTS)
         {
-            return Err(SetupError::new(SetupErrorKind::Invalid, "the matrix does not fit"));
+            return Err(SetupError::invalid("the matrix does not fit"));
         }
         // Its first row is the vector.
         let (a, y) = (self.device[0].address, self.device[1].address);
@@ -158,9 +155,9 @@ impl RawGpu {
     }
 
     fn busy(&self) -> Result<&BusyKernels, SetupError> {
-        self.busy.as_ref().ok_or_else(|| {
-            SetupError::new(SetupErrorKind::Unavailable, "these kernels need NVRTC: install it")
-        })
+        self.busy
+            .as_ref()
+            .ok_or_else(|| SetupError::unavailable("these kernels need NVRTC: install it"))
     }
 }
 

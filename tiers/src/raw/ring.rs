@@ -51,19 +51,13 @@ impl RawRing {
         };
         let (memory, disk) = (DramRegion::open(Tier::Host, memory)?, DiskRegion::open(disk)?);
         if memory.geometry() != disk.geometry() {
-            return Err(SetupError::new(
-                SetupErrorKind::Invalid,
-                "memory and disk are not of one shape",
-            ));
+            return Err(SetupError::invalid("memory and disk are not of one shape"));
         }
         let uring = build(depth).map_err(refused)?;
         let files: Vec<_> = disk.files().map(std::os::fd::AsRawFd::as_raw_fd).collect();
         uring.submitter().register_files(&files).map_err(refused)?;
         let slots_per_buffer = register_memory(&uring, &memory).ok_or_else(|| {
-            SetupError::new(
-                SetupErrorKind::Unavailable,
-                "memory cannot be registered: raise the memlock limit",
-            )
+            SetupError::unavailable("memory cannot be registered: raise the memlock limit")
         })?;
         Ok(Self { uring: Ring(uring), memory, disk, slots_per_buffer, depth })
     }

@@ -114,7 +114,7 @@ impl<B: Backend + 'static> Sealed<B> {
                 "{}: sealed blocks of {sizes:?} bytes do not fit the {ours} tier",
                 inner.name()
             );
-            return Err(SetupError::new(SetupErrorKind::Invalid, message));
+            return Err(SetupError::invalid(message));
         }
         let routes = inner
             .routes()

@@ -176,9 +176,7 @@ fn id_of(header: &[u8]) -> KeyId {
 fn no_key(why: NoKey) -> CopyError {
     match why {
         // Not the medium's fault, so its breaker must not open.
-        NoKey::Forgotten => {
-            CopyError::new(CopyErrorKind::Refused, "its tenant was forgotten meanwhile")
-        }
+        NoKey::Forgotten => CopyError::refused("its tenant was forgotten meanwhile"),
         NoKey::Gone => corrupt(
             "the key of its tenant was destroyed, or is under a main key that is not given here"
                 .to_owned(),
@@ -201,7 +199,7 @@ fn no_random_bytes() -> CopyError {
 
 /// GCM ends at 64 GiB, and blocks long before.
 fn too_long() -> CopyError {
-    CopyError::new(CopyErrorKind::Refused, "a block that is too long for AES-GCM")
+    CopyError::refused("a block that is too long for AES-GCM")
 }
 
 #[cfg(test)]

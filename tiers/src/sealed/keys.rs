@@ -64,7 +64,7 @@ impl KeyRing {
         let read = file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text);
         let bytes = read.map_err(|error| unreadable(&place, error))?;
         if bytes as u64 > MAX_FILE_BYTES {
-            return Err(invalid(format!(
+            return Err(SetupError::invalid(format!(
                 "{place} is larger than {MAX_FILE_BYTES} bytes: name a file of keys"
             )));
         }
@@ -98,8 +98,9 @@ impl KeyRing {
         let written =
             lines.flat_map(|line| line.split(',')).map(str::trim).filter(|key| !key.is_empty());
         for (position, written) in written.enumerate() {
-            let wrong =
-                |why: &str| invalid(format!("{place}: key {}: {why}: write {FORM}", position + 1));
+            let wrong = |why: &str| {
+                SetupError::invalid(format!("{place}: key {}: {why}: write {FORM}", position + 1))
+            };
             let (number, key) = parse_key(written).map_err(wrong)?;
             if ring.keys.insert(number, key).is_some() {
                 return Err(wrong("another one has its number"));
@@ -109,7 +110,7 @@ impl KeyRing {
             }
         }
         if ring.keys.is_empty() {
-            return Err(invalid(format!("{place} holds no key: write {FORM}")));
+            return Err(SetupError::invalid(format!("{place} holds no key: write {FORM}")));
         }
         Ok(ring)
     }
@@ -138,17 +139,17 @@ fn check_privacy(file: &File, place: &str) -> Result<(), SetupError> {
     let about = file.metadata().map_err(|error| unreadable(place, error))?;
     let user = rustix::process::geteuid().as_raw();
     if !about.is_file() {
-        return Err(invalid(format!("{place} is not a file: name a file of keys")));
+        return Err(SetupError::invalid(format!("{place} is not a file: name a file of keys")));
     }
     if about.uid() != user && about.uid() != 0 {
-        return Err(invalid(format!(
+        return Err(SetupError::invalid(format!(
             "{place} belongs to user {}: chown it to user {user}",
             about.uid()
         )));
     }
     if about.mode() & 0o077 != 0 {
         let mode = about.mode() & 0o777;
-        return Err(invalid(format!(
+        return Err(SetupError::invalid(format!(
             "{place} has mode {mode:04o}, so others can read it: chmod 0600"
         )));
     }
@@ -159,10 +160,6 @@ fn unreadable(place: &str, error: io::Error) -> SetupError {
     let message =
         format!("cannot read {place}: {error}: name a file of keys that this user may read");
     SetupError::caused(SetupErrorKind::Invalid, message, error)
-}
-
-fn invalid(message: String) -> SetupError {
-    SetupError::new(SetupErrorKind::Invalid, message)
 }
 
 impl fmt::Debug for KeyRing {

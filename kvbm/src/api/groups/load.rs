@@ -7,7 +7,7 @@ use kvbm_policies::CheckpointPart;
 use kvbm_tiers::Fence;
 
 use super::lease::{CheckpointLeases, GroupLease};
-use super::{CheckpointGroups, FULL, GroupSlots, find, invalid};
+use super::{CheckpointGroups, FULL, GroupSlots, find};
 use crate::api::engine_memory::{Loaded, Writers};
 use crate::api::lease::Lease;
 use crate::api::manager::Manager;
@@ -125,15 +125,18 @@ impl CheckpointGroups {
             return Err(of_full_alone());
         }
         for group in 0..=self.groups.len() as u8 {
-            let given = find(slots, group)
-                .ok_or_else(|| invalid(format!("name the slots of cache group {group} as well")))?;
+            let given = find(slots, group).ok_or_else(|| {
+                Error::invalid(format!("name the slots of cache group {group} as well"))
+            })?;
             let blocks = lease.usable();
             let start = lease.wanted(group).map_or(blocks, |wanted| wanted.start);
             if given.end() != blocks || given.first < start {
                 let (first, end) = (given.first, given.end());
                 let asked =
                     format!("positions {first} to {end} of cache group {group} are asked for");
-                return Err(invalid(format!("{asked}, and the lease has {start} to {blocks}")));
+                return Err(Error::invalid(format!(
+                    "{asked}, and the lease has {start} to {blocks}"
+                )));
             }
         }
         Ok(())
@@ -142,7 +145,7 @@ impl CheckpointGroups {
 
 /// The answers of transfers have such leases.
 fn of_full_alone() -> Error {
-    invalid("the lease is of full attention alone: lease the chain again".to_owned())
+    Error::invalid("the lease is of full attention alone: lease the chain again")
 }
 
 /// A part that was not begun, or whose manager has gone, counts as failed: others may still use the

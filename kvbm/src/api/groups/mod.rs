@@ -29,7 +29,7 @@ use kvbm_tiers::{SlotId, Tier};
 
 use crate::api::engine_memory::check_distinct;
 use crate::api::manager::Manager;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::names::fingerprint::digest;
 use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::Core;
@@ -121,7 +121,9 @@ impl CheckpointGroups {
         let group = usize::from(number).checked_sub(1).and_then(|place| self.groups.get(place));
         group.ok_or_else(|| {
             let groups = self.groups.len();
-            invalid(format!("there is no cache group {number}: there are {groups} beside group 0"))
+            Error::invalid(format!(
+                "there is no cache group {number}: there are {groups} beside group 0"
+            ))
         })
     }
 
@@ -129,7 +131,7 @@ impl CheckpointGroups {
     fn plain<'a>(slots: &[GroupSlots<'a>]) -> Result<GroupSlots<'a>> {
         match slots {
             [given] if given.group == FULL => Ok(*given),
-            _ => Err(invalid("the model has cache group 0 alone: name its slots".to_owned())),
+            _ => Err(Error::invalid("the model has cache group 0 alone: name its slots")),
         }
     }
 
@@ -145,7 +147,7 @@ impl CheckpointGroups {
             memory.check(given.slots)?;
             check_distinct(given.slots)?;
             if slots[..place].iter().any(|other| other.group == given.group) {
-                return Err(invalid(format!("cache group {} is named twice", given.group)));
+                return Err(Error::invalid(format!("cache group {} is named twice", given.group)));
             }
         }
         Ok(())
@@ -165,10 +167,6 @@ impl Manager {
 
 fn find<'a>(slots: &[GroupSlots<'a>], group: u8) -> Option<GroupSlots<'a>> {
     slots.iter().copied().find(|given| given.group == group)
-}
-
-fn invalid(message: String) -> Error {
-    Error::new(ErrorKind::Invalid, message)
 }
 
 /// A cache group beside full attention.

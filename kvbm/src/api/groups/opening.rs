@@ -8,7 +8,7 @@ use prometheus::Registry;
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 
-use super::{CheckpointGroups, FULL, GroupTable, invalid};
+use super::{CheckpointGroups, FULL, GroupTable};
 use crate::api::engine_memory::EngineMemory;
 use crate::api::manager::{Manager, Options};
 use crate::api::rank::{Rank, RankGroup, RankOptions};
@@ -58,7 +58,7 @@ impl Manager {
     pub(crate) async fn open_groups(settings: Settings, options: &Options) -> Result<Self> {
         let Some(memory) = &options.engine else {
             let message = "cache groups are an engine's: say Options::engine as well";
-            return Err(invalid(message.to_owned()));
+            return Err(Error::invalid(message));
         };
         let grid = CheckpointGrid::new(settings.hybrid.checkpoint_blocks);
         let GroupOpenings { full, others } =
@@ -98,7 +98,7 @@ impl Rank {
     pub(crate) fn join_groups(settings: &Settings, options: &RankOptions) -> Result<Self> {
         let Some(memory) = &options.engine else {
             let message = "cache groups are an engine's: say RankOptions::engine as well";
-            return Err(invalid(message.to_owned()));
+            return Err(Error::invalid(message));
         };
         let GroupOpenings { full, others } =
             GroupOpenings::new(settings, memory, options.groups.clone())?;
@@ -158,7 +158,7 @@ impl GroupOpenings {
 
 fn check(groups: &[CacheGroup]) -> Result<()> {
     if groups.len() >= MAX_GROUPS {
-        return Err(invalid(format!(
+        return Err(Error::invalid(format!(
             "{} cache groups are too many: at most {}",
             groups.len(),
             MAX_GROUPS - 1
@@ -170,10 +170,10 @@ fn check(groups: &[CacheGroup]) -> Result<()> {
         let is_taken = name == "full" || groups[..place].iter().any(|other| other.name == *name);
         if name.is_empty() || !is_word(name) || is_taken {
             let message = "choose letters, digits and _, each name once, and not full";
-            return Err(invalid(format!("{name:?} cannot name a cache group: {message}")));
+            return Err(Error::invalid(format!("{name:?} cannot name a cache group: {message}")));
         }
         if kind.window() == 0 {
-            return Err(invalid(format!(
+            return Err(Error::invalid(format!(
                 "the window of cache group {name} has no block: say at least 1"
             )));
         }
@@ -205,7 +205,7 @@ impl GroupParts {
         let block_bytes = block_bytes.ok_or_else(|| {
             let message =
                 "a cache group in ranks has blocks of a size: say it with EngineMemory::group_in_ranks";
-            invalid(message.to_owned())
+            Error::invalid(message)
         })?;
         // From one checkpoint to the next, in bytes.
         let kept = groups.iter().map(|group| checkpoints::kept(group.kind.window().into(), every));
@@ -219,7 +219,7 @@ impl GroupParts {
         let left = 1.0 - given.iter().flatten().sum::<f64>();
         if given.iter().flatten().any(|&share| share.is_nan() || share <= 0.0) || left <= 0.0 {
             let message = "shares of cache groups are above 0, and leave some to full attention";
-            return Err(invalid(format!("{message}: {:?}", &given[1..])));
+            return Err(Error::invalid(format!("{message}: {:?}", &given[1..])));
         }
         let of_rule: f64 =
             ways.iter().zip(&given).filter(|(_, given)| given.is_none()).map(|(way, _)| way).sum();

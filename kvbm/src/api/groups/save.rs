@@ -4,7 +4,7 @@ use std::sync::{Arc, Weak};
 
 use kvbm_tiers::{Fence, SlotId};
 
-use super::{CheckpointGroups, FULL, GroupFollower, GroupSlots, GroupTable, find, invalid};
+use super::{CheckpointGroups, FULL, GroupFollower, GroupSlots, GroupTable, find};
 use crate::api::engine_memory::Saved;
 use crate::api::manager::Manager;
 use crate::api::transfer::Transfer;
@@ -153,12 +153,12 @@ impl CheckpointGroups {
         self.check(manager, save.slots)?;
         if let Some(given) = save.slots.iter().find(|given| given.end() > save.chain.len()) {
             let (group, end, blocks) = (given.group, given.end(), save.chain.len());
-            return Err(invalid(format!(
+            return Err(Error::invalid(format!(
                 "the slots of cache group {group} go on to position {end}, of {blocks}"
             )));
         }
         find(save.slots, FULL)
-            .ok_or_else(|| invalid("name the slots of cache group 0 as well".to_owned()))
+            .ok_or_else(|| Error::invalid("name the slots of cache group 0 as well"))
     }
 
     fn plan(&self, save: &SaveRequest<'_>) -> Vec<PlannedCheckpoint> {
@@ -187,7 +187,10 @@ impl CheckpointGroups {
     ) -> Transfer<Saved> {
         let given = find(save.slots, planned.group);
         let (Ok(group), Some(given)) = (self.group(planned.group), given) else {
-            return Transfer::failed(invalid(format!("there is no cache group {}", planned.group)));
+            return Transfer::failed(Error::invalid(format!(
+                "there is no cache group {}",
+                planned.group
+            )));
         };
         let names = GroupTable::names(planned.hash, planned.kept);
         let slots = &given.slots[planned.at - planned.kept - given.first..planned.at - given.first];

@@ -10,7 +10,7 @@ use kvbm_tiers::{Backend, Checksums, DeviceRegion, DiskRegion, FramePool, Memory
 use super::super::setup;
 use super::{AllocateFn, GpuReport, GpuTier};
 use crate::api::allocation::Device;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 
 /// The GPU that the settings name, and the tier's memory there.
 #[derive(Debug)]
@@ -40,9 +40,7 @@ pub(in crate::assemble) fn connect_engine(
 
 impl GpuTier for CudaTier {
     fn frames(&self) -> Result<FramePool> {
-        self.region
-            .frames()
-            .ok_or_else(|| Error::new(ErrorKind::Invalid, "a region has one slot allocator only"))
+        self.region.frames().ok_or_else(|| Error::invalid("a region has one slot allocator only"))
     }
 
     fn numa_node(&self) -> Option<u32> {
@@ -71,7 +69,7 @@ impl GpuTier for CudaTier {
         if let Some(why) = gds.indirect().filter(|_| !asked_for) {
             let message =
                 format!("cuFile would go through host memory: the slot files lie on {why}");
-            return Err(Error::new(ErrorKind::Unavailable, message));
+            return Err(Error::unavailable(message));
         }
         Ok(Arc::new(gds))
     }
