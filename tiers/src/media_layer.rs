@@ -9,7 +9,7 @@ use crate::memory::Memory;
 use crate::object::Store;
 
 /// Is wrapped around every medium when tiers are opened: it sees each operation, and may change
-/// what becomes of it. [`chaos`](crate::chaos) is one; the layers above have to notice what it
+/// what becomes of it. The module `chaos` has one; the layers above have to notice what it
 /// spoils.
 pub trait MediaLayer: Send + Sync + fmt::Debug {
     /// Says how many directories the disk tier has.

@@ -3,7 +3,7 @@
 //!
 //! There is one kind of work: blocks of a chain go from where they are to a tier, or to slots of
 //! the engine's own. Loading, saving, flushing and prefetching differ in where the blocks come from
-//! and in the [`Class`] that decides which copies go first. The table plans a transfer and gives
+//! and in the [`Class`](crate::task::Class) that decides which copies go first. The table plans a transfer and gives
 //! out tasks; the results of their copies return to it.
 //!
 //! | module | holds |

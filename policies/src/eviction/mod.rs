@@ -2,7 +2,7 @@
 //!
 //! A tier is *prefix-closed*: a block is resident only where its parent is. So the blocks of a tier
 //! form a forest, and the only legal victims are its leaves. A policy ranks; the tier's owner keeps
-//! the structure and answers questions about it through [`Forest`](crate::Forest).
+//! the structure and answers questions about it through [`Forest`].
 //!
 //! | module | policy | victim |
 //! |---|---|---|

@@ -5,7 +5,7 @@
 //! that holds them. Each block is read from the first tier whose prefix covers it, so hits of
 //! different tiers never overlap.
 //!
-//! A block goes down a tier at a time, when the [`Admission`](crate::Admission) between the two
+//! A block goes down a tier at a time, when the [`Admission`] between the two
 //! says so; what it decides to write is written at once. A block that goes down when it leaves is
 //! told to the lower tier's policy as part of the use by the request that used it last.
 

@@ -116,10 +116,14 @@ mod tests {
     fn jobs_are_done_in_the_order_of_their_times() {
         let (late, (report, reports)) = (LateTimer::default(), mpsc::channel());
         let now = Instant::now();
+        // Its thread is busy until all of them wait.
+        let (all_wait, waiting) = mpsc::channel::<()>();
+        late.at(now, move || drop(waiting.recv()));
         for number in [3, 1, 2] {
             let report = report.clone();
             late.at(now + Duration::from_millis(number), move || report.send(number).unwrap());
         }
+        drop(all_wait);
         assert_eq!(reports.iter().take(3).collect::<Vec<_>>(), [1, 2, 3]);
         assert!(now.elapsed() >= Duration::from_millis(3));
     }

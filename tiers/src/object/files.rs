@@ -330,16 +330,16 @@ fn write_whole(
 /// Removes what writers that were killed have left in a directory and below it: files under
 /// temporary names that were not written to for longer than `grace`.
 pub(super) fn remove_staged(directory: &FilePath, grace: Duration) {
-    for (path, written) in staged(directory) {
-        let age = clock::since_1970().as_secs().saturating_sub(u64::try_from(written).unwrap_or(0));
-        if age > grace.as_secs() {
+    for (path, written_ms) in staged(directory) {
+        let written = Duration::from_millis(u64::try_from(written_ms).unwrap_or(0));
+        if clock::since_1970().saturating_sub(written) > grace {
             let _ = std::fs::remove_file(path);
         }
     }
 }
 
 /// The files under temporary names in a directory and below it, and when each was last written to,
-/// in seconds since 1970.
+/// in milliseconds since 1970.
 pub(super) fn staged(directory: &FilePath) -> Vec<(PathBuf, i64)> {
     let (mut staged, mut left) = (Vec::new(), vec![directory.to_owned()]);
     while let Some(directory) = left.pop() {
@@ -348,8 +348,11 @@ pub(super) fn staged(directory: &FilePath) -> Vec<(PathBuf, i64)> {
             if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
                 left.push(entry.path());
             } else if entry.file_name().to_str().is_some_and(is_staged) {
-                staged
-                    .push((entry.path(), entry.metadata().map_or(0, |metadata| metadata.mtime())));
+                // One that is gone has its name by now.
+                let Ok(metadata) = entry.metadata() else { continue };
+                let written_ms =
+                    metadata.mtime().saturating_mul(1_000) + metadata.mtime_nsec() / 1_000_000;
+                staged.push((entry.path(), written_ms));
             }
         }
     }
@@ -400,6 +403,7 @@ fn generic(error: io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
     use futures::FutureExt;
@@ -515,6 +519,24 @@ mod tests {
         old.set_modified(std::time::UNIX_EPOCH + Duration::from_secs(1_000_000)).unwrap();
         remove_staged(home.path(), Duration::from_mins(10));
         assert_eq!(paths.map(|path| path.exists()), [true, false, true]);
+    }
+
+    #[test]
+    fn a_file_that_just_got_its_name_is_nobodys_leftover() {
+        let home = tempfile::tempdir().unwrap();
+        let (root, done) = (home.path().to_owned(), Arc::new(AtomicBool::new(false)));
+        let is_done = Arc::clone(&done);
+        let writer = std::thread::spawn(move || {
+            while !is_done.load(Ordering::Relaxed) {
+                let (_, path) = stage(&root.join("a.kvman")).unwrap();
+                std::fs::rename(path, root.join("a.kvman")).unwrap();
+            }
+        });
+        let began = clock::since_1970().as_millis() as i64 - 1_000;
+        let seen: Vec<_> = (0..20_000).flat_map(|_| staged(home.path())).collect();
+        done.store(true, Ordering::Relaxed);
+        writer.join().unwrap();
+        assert!(seen.iter().all(|(_, written_ms)| *written_ms > began), "{seen:?}");
     }
 
     thread_local! {

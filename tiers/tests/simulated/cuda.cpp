@@ -426,21 +426,8 @@ static Call crc32c(void **arguments) {
     auto sums = argument<u32 *>(arguments[2]);
     return [=] { kvbm_crc32c(summands, count, sums); };
 }
-static Call matmul(void **arguments) {
-    auto a = argument<const float *>(arguments[0]), b = argument<const float *>(arguments[1]);
-    auto c = argument<float *>(arguments[2]);
-    auto n = argument<u32>(arguments[3]);
-    return [=] { kvbm_matmul(a, b, c, n); };
-}
-static Call matvec(void **arguments) {
-    auto a = argument<const float *>(arguments[0]), x = argument<const float *>(arguments[1]);
-    auto y = argument<float *>(arguments[2]);
-    auto n = argument<u32>(arguments[3]);
-    return [=] { kvbm_matvec(a, x, y, n); };
-}
 static const std::map<std::string, Binder> &kernels = *new std::map<std::string, Binder>{
-    {"kvbm_copy_pieces", copy_pieces}, {"kvbm_transform", transform_blocks}, {"kvbm_crc32c", crc32c},
-    {"kvbm_matmul", matmul}, {"kvbm_matvec", matvec}};
+    {"kvbm_copy_pieces", copy_pieces}, {"kvbm_transform", transform_blocks}, {"kvbm_crc32c", crc32c}};
 
 API cuModuleGetFunction(Binder *function, void *, const char *name) {
     const auto found = kernels.find(name);

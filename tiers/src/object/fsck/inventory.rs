@@ -131,10 +131,10 @@ impl NamespaceObjects {
 /// The client takes the names of these for none.
 fn leftovers(store: &Store, namespace: &Path) -> Vec<(Path, i64)> {
     let Some(root) = store.files_below(namespace) else { return Vec::new() };
-    let named = staged(&root).into_iter().filter_map(|(path, written)| {
+    let named = staged(&root).into_iter().filter_map(|(path, written_ms)| {
         let name = path.strip_prefix(&root).ok()?.to_str()?;
         // As it is: `join` would write the sign in it in another way.
-        Some((Path::parse(format!("{namespace}/{name}")).ok()?, written.saturating_mul(1_000)))
+        Some((Path::parse(format!("{namespace}/{name}")).ok()?, written_ms))
     });
     named.collect()
 }
