@@ -110,6 +110,8 @@ impl Plan {
     /// Whether every goal was met.
     fn run(&self, gpu: &Gpu) -> Result<bool, SetupError> {
         let mut raw = RawGpu::open(gpu, self.bytes())?;
+        // Needs NVRTC, which is better said now than after minutes.
+        raw.matmul(64, 1)?;
         let whole = gpu.allocate(Geometry::new(self.shape.blocks as u32, self.block_bytes())?)?;
         let mut rows =
             Vec::from(self.crossing(&mut Bed::new(gpu, whole)?, &mut raw, "whole blocks", 0.95)?);

@@ -23,7 +23,8 @@ pub fn settings(block_bytes: u64, device: u64, host: u64) -> Settings {
     settings
 }
 
-/// Settings of a host tier of so many blocks, where the device is the engine's own or there is none.
+/// Settings of a host tier of so many blocks, where the device is the engine's own or there is
+/// none.
 pub fn without_device(block_bytes: u64, host: u64) -> Settings {
     // Chains that are not used must leave, whatever a policy that learns makes of a handful of
     // requests.

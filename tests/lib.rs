@@ -1,5 +1,5 @@
-//! What the tests of behaviour share. They are the modules of `all.rs`, and `spans.rs`, `otel.rs` and
-//! `interleavings.rs`.
+//! What the tests of behaviour share. They are the modules of `all.rs`, and `spans.rs`, `otel.rs`
+//! and `interleavings.rs`.
 
 pub mod engine;
 pub mod fleet;

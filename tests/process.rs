@@ -19,8 +19,8 @@ pub struct Process {
     answers: Lines<BufReader<ChildStdout>>,
 }
 
-/// What this process is to be, and where, if a test started it. A module that starts processes has a
-/// test called `process`, which asks for this first thing.
+/// What this process is to be, and where, if a test started it. A module that starts processes has
+/// a test called `process`, which asks for this first thing.
 pub fn role() -> Option<(String, PathBuf)> {
     Some((env::var(ROLE).ok()?, PathBuf::from(env::var(PLACE).ok()?)))
 }

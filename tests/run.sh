@@ -120,7 +120,9 @@ lints() {
 
 tests() {
     if has nextest; then
-        run_tests cargo nextest run --cargo-profile checked "${WHOLE[@]}" --no-fail-fast --success-output final
+        # Half of the time tests wait, for time-outs and restarts.
+        run_tests cargo nextest run --cargo-profile checked "${WHOLE[@]}" --no-fail-fast --success-output final \
+            --test-threads $((3 * $(nproc)))
     else
         run_tests cargo test --profile checked --workspace --no-fail-fast --all-targets -- --show-output
     fi

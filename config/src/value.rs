@@ -1,5 +1,5 @@
-//! How values are written: sizes, capacities, toggles, numbers, and values tenant by tenant, such as
-//! `7=3, 9=0.5`.
+//! How values are written: sizes, capacities, toggles, numbers, and values tenant by tenant, such
+//! as `7=3, 9=0.5`.
 //!
 //! Surrounding white space never matters. No message repeats the value: it might be a secret, and
 //! the caller knows it.

@@ -1,5 +1,5 @@
-//! Which blocks are looked at: by spatial sampling a few that stand for all, and the hot ones, which
-//! stand for themselves.
+//! Which blocks are looked at: by spatial sampling a few that stand for all, and the hot ones,
+//! which stand for themselves.
 //!
 //! What a tier of C blocks does with all blocks, a tier of C ÷ s blocks does, about, with one block
 //! in s, provided that a block is in the sample in all its uses or in none. (C. A. Waldspurger et

@@ -1,5 +1,5 @@
-//! The interface between the owner of a tier and the tier's policies: what they say to each other, and
-//! [`TierPolicies`], through which the owner says it.
+//! The interface between the owner of a tier and the tier's policies: what they say to each other,
+//! and [`TierPolicies`], through which the owner says it.
 
 use xxhash_rust::xxh3::xxh3_64;
 

@@ -134,8 +134,8 @@ impl Manager {
     /// has ended: of full attention the blocks, of the other cache groups checkpoints. `slots` has
     /// of each group its number (0: full attention), the position of the first block and a slot for
     /// each from there on. Blocks that are there already are not copied again; what has no block
-    /// before it there is not kept. With `is_end` a prompt or a turn ends with the last one of group 0. Work on a GPU that still
-    /// fills the slots is before `ready`, a `torch.cuda.Event`.
+    /// before it there is not kept. With `is_end` a prompt or a turn ends with the last one of
+    /// group 0. Work on a GPU that still fills the slots is before `ready`, a `torch.cuda.Event`.
     #[pyo3(signature = (chain, slots, *, is_end=false, request=None, hints=None, ready=None))]
     #[allow(clippy::too_many_arguments, reason = "they have names in Python")]
     fn save_from(

@@ -1,5 +1,5 @@
-//! An engine's KV tensors, adopted by their addresses; the cache groups and ranks that have them; and
-//! what copies wait for before they touch them.
+//! An engine's KV tensors, adopted by their addresses; the cache groups and ranks that have them;
+//! and what copies wait for before they touch them.
 
 use std::path::PathBuf;
 

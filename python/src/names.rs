@@ -1,5 +1,6 @@
-//! How blocks and requests are named, and what an engine knows of a request besides: chains of block
-//! hashes, kept on this side so that a request's hashes cross once, fingerprints, numbers and hints.
+//! How blocks and requests are named, and what an engine knows of a request besides: chains of
+//! block hashes, kept on this side so that a request's hashes cross once, fingerprints, numbers and
+//! hints.
 
 use kvbm::{BlockHash, Fingerprint, Hashing, KvLayout, Ranks, RequestId, RequestInfo, Rope};
 use pyo3::prelude::*;

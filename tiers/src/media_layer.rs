@@ -8,9 +8,11 @@ use crate::error::SetupError;
 use crate::memory::Memory;
 use crate::object::Store;
 
-/// Is wrapped around every medium when tiers are opened: it sees each operation, and may change
-/// what becomes of it. The module `chaos` has one; the layers above have to notice what it
-/// spoils.
+/// Is wrapped around the media when tiers are opened: it sees each operation, and may change what
+/// becomes of it. The layers above have to notice what it spoils. The module `chaos` has one.
+///
+/// It is around every backend but those of GPUDirect Storage, which verify by themselves, and of
+/// objects without NIXL: there it is around the requests.
 pub trait MediaLayer: Send + Sync + fmt::Debug {
     /// Says how many directories the disk tier has.
     fn set_directories(&self, directories: u32);
@@ -18,7 +20,7 @@ pub trait MediaLayer: Send + Sync + fmt::Debug {
     /// `inner` with this around it. Blocks come up into `memory`.
     ///
     /// # Errors
-    /// [`SetupErrorKind::Invalid`](crate::SetupErrorKind) if the two do not fit together.
+    /// Of kind [`Invalid`](crate::SetupErrorKind::Invalid) if the two do not fit together.
     fn around(
         &self,
         inner: Arc<dyn Backend>,

@@ -5,7 +5,7 @@
 //! not, which saves a third of the traffic. With that the copy and the checksum together take less
 //! time than `memcpy` does.
 
-#![expect(unsafe_code, reason = "instructions of the processor")]
+#![cfg_attr(target_arch = "x86_64", expect(unsafe_code, reason = "instructions of the processor"))]
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{

@@ -1,5 +1,5 @@
-//! What the machine offers: memory and its pages, a host tier that survives its process, rings, NUMA,
-//! direct I/O and GPUs.
+//! What the machine offers: memory and its pages, a host tier that survives its process, rings,
+//! NUMA, direct I/O and GPUs.
 
 use std::fs;
 use std::os::unix::fs::OpenOptionsExt;

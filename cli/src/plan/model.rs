@@ -1,4 +1,5 @@
-//! How many bytes a block takes: the shape of a model's KV cache. Capacities, as blocks or as bytes.
+//! How many bytes a block takes: the shape of a model's KV cache. Capacities, as blocks or as
+//! bytes.
 
 use std::fmt;
 

@@ -1,5 +1,5 @@
-//! From the queues to the backends: which backend serves which route, and a copy task on its way: one
-//! leg if a backend connects its tiers, else two with a stop in DRAM.
+//! From the queues to the backends: which backend serves which route, and a copy task on its way:
+//! one leg if a backend connects its tiers, else two with a stop in DRAM.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! The landing of copies: judges media, returns slots, tells the table, answers callers.
+//! The landing of copies: it has media judged, returns slots, tells the table, answers callers.
 
 use std::sync::Arc;
 

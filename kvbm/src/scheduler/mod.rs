@@ -3,8 +3,8 @@
 //!
 //! There is one kind of work: blocks of a chain go from where they are to a tier, or to slots of
 //! the engine's own. Loading, saving, flushing and prefetching differ in where the blocks come from
-//! and in the [`Class`](crate::task::Class) that decides which copies go first. The table plans a transfer and gives
-//! out tasks; the results of their copies return to it.
+//! and in the [`Class`](crate::task::Class) that decides which copies go first. The table plans a
+//! transfer and gives out tasks; the results of their copies return to it.
 //!
 //! | module | holds |
 //! |---|---|
@@ -199,7 +199,7 @@ impl Core {
             segment_blocks: tuning.segment_blocks,
         };
         let table = Arc::new(SharedTable::new(table, Arc::clone(&clock)));
-        // The first round of background work comes after the first request.
+        // A request may come before the first round of background work.
         table.provide_memory();
         let (executor, waker) = (Arc::new(executor), Arc::<BackgroundWaker>::default());
         let health = MediaHealth {

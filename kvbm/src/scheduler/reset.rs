@@ -1,5 +1,5 @@
-//! Closing a namespace and forgetting a tenant: no block of theirs is found again, and what is under
-//! way is discarded.
+//! Closing a namespace and forgetting a tenant: no block of theirs is found again, and what is
+//! under way is discarded.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -17,6 +17,7 @@ use crate::table::{Reply, TierSet, TransferEnd, TransferPlan};
 use crate::task::{Class, TransferId};
 
 /// The turn to plan a transfer.
+#[must_use]
 pub(super) struct PlanningTurn<'a> {
     /// When it came: the wait for it is no part of a tier's pace.
     started: Duration,

@@ -268,10 +268,11 @@ fn add(row: &mut ByGroup, other: &ByGroup, groups: usize) {
 }
 
 impl HazardModel {
-    /// The most returns for each second that the block is held, over all times to hold it that are at
-    /// least half as long as the time since its last use: P(return while held) ÷ expected seconds until
-    /// it returns or is let go. (J. C. Gittins, "Bandit processes and dynamic allocation indices", JRSS
-    /// B 41(2), 1979; the shortest time keeps one bin's chance peak from ruling.)
+    /// The most returns for each second that the block is held, over all times to hold it that are
+    /// at least half as long as the time since its last use: P(return while held) ÷ expected
+    /// seconds until it returns or is let go. (J. C. Gittins, "Bandit processes and dynamic
+    /// allocation indices", JRSS B 41(2), 1979; the shortest time keeps one bin's chance peak from
+    /// ruling.)
     pub(super) fn gittins(&self, profile: ReuseProfile, age_ms: u64) -> f32 {
         let effect = self.effect(profile);
         let age = AgeBucket::from_ms(age_ms);
@@ -289,9 +290,9 @@ impl HazardModel {
             held_s += absent * (until_s - from_s).max(0.0) * share;
             absent *= stays;
             from_s = until_s;
-            // Against half the age, any time gained 1.3 points over the conversation cells and lost 0.5
-            // over the agentic ones; all of the age lost a point over both (docs/policies.md). Beyond
-            // the last edge nothing is held.
+            // Against half the age, any time gained 1.3 points over the conversation cells and lost
+            // 0.5 over the agentic ones; all of the age lost a point over both (docs/policies.md).
+            // Beyond the last edge nothing is held.
             if until_s >= 1.5 * seconds && held_s > 0.0 {
                 best = best.max((1.0 - absent) / held_s);
             }

@@ -118,7 +118,7 @@ mod tests {
         let now = Instant::now();
         // Its thread is busy until all of them wait.
         let (all_wait, waiting) = mpsc::channel::<()>();
-        late.at(now, move || drop(waiting.recv()));
+        late.at(now, move || assert!(waiting.recv().is_err(), "nothing is sent"));
         for number in [3, 1, 2] {
             let report = report.clone();
             late.at(now + Duration::from_millis(number), move || report.send(number).unwrap());

@@ -47,13 +47,15 @@ impl Gpu {
     /// `Unavailable`: there is no driver, it is too old, or there is no such GPU; see
     /// [`probe`](super::probe).
     pub fn open(ordinal: u32) -> Result<Self, SetupError> {
-        let driver =
-            probe().driver.ready().map_err(|why| unavailable(format!("no CUDA here: {why}")))?;
+        let driver = probe()
+            .driver
+            .ready()
+            .map_err(|why| SetupError::unavailable(format!("no CUDA here: {why}")))?;
         let Driver { mut devices, copies_batches, .. } = driver;
         if ordinal as usize >= devices.len() {
             let message =
                 format!("there is no GPU {ordinal}: set device.ordinal below {}", devices.len());
-            return Err(unavailable(message));
+            return Err(SetupError::unavailable(message));
         }
         let device = devices.swap_remove(ordinal as usize);
         let handle =
@@ -759,10 +761,6 @@ impl Drop for LoadedModule {
         // SAFETY: no kernel of it runs, and none is started again.
         note(self.gpu.inside(|| unsafe { result::module::unload(self.module) }));
     }
-}
-
-fn unavailable(message: String) -> SetupError {
-    SetupError::unavailable(message)
 }
 
 pub(crate) fn failed(what: &str, error: DriverError) -> SetupError {

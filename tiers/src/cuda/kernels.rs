@@ -379,6 +379,7 @@ mod tests {
                 };
                 let ptx = ptx.into_string().unwrap();
                 assert_eq!(entries(&ptx), names);
+                compile(crate::raw::BUSY, "compute_75").unwrap();
                 if blesses {
                     let home = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels.ptx");
                     return std::fs::write(home, format!("{}\n{ptx}", stamp())).unwrap();

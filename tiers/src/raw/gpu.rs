@@ -17,7 +17,7 @@ use crate::transform::Transform;
 pub struct RawGpu {
     stream: CudaStream,
     kernels: CopyKernels,
-    /// `None` without NVRTC.
+    /// From its first use on.
     busy: Option<BusyKernels>,
     host: Pinned<u8>,
     device: [DeviceMemory; 2],
@@ -36,7 +36,7 @@ impl RawGpu {
         Ok(Self {
             stream: CudaStream::new(gpu)?,
             kernels: CopyKernels::load(gpu)?,
-            busy: BusyKernels::load(gpu)?,
+            busy: None,
             host: Pinned::new(gpu, bytes).map_err(refused)?,
             pairs: KernelTable::new(gpu, 1 << 16)?,
             device,
@@ -119,7 +119,7 @@ impl RawGpu {
             return Err(SetupError::invalid("the matrices do not fit"));
         }
         let (a, c) = (self.device[0].address, self.device[1].address);
-        let busy = self.busy()?;
+        let busy = BusyKernels::once(&mut self.busy, self.stream.gpu())?;
         timed(&self.stream, || {
             (0..times).try_for_each(|_| {
                 // SAFETY: three arrays of this many floats, ours until the work has ended; any bits
@@ -144,7 +144,7 @@ impl RawGpu {
         }
         // Its first row is the vector.
         let (a, y) = (self.device[0].address, self.device[1].address);
-        let busy = self.busy()?;
+        let busy = BusyKernels::once(&mut self.busy, self.stream.gpu())?;
         timed(&self.stream, || {
             (0..times).try_for_each(|_| {
                 // SAFETY: arrays of this many floats, ours until the work has ended; any bits are
@@ -153,13 +153,10 @@ impl RawGpu {
             })
         })
     }
-
-    fn busy(&self) -> Result<&BusyKernels, SetupError> {
-        self.busy
-            .as_ref()
-            .ok_or_else(|| SetupError::unavailable("these kernels need NVRTC: install it"))
-    }
 }
+
+/// Their source, CUDA C.
+pub(crate) const BUSY: &str = include_str!("busy.cu");
 
 /// What an engine keeps a GPU busy with.
 #[derive(Debug)]
@@ -174,13 +171,21 @@ impl BusyKernels {
     /// Groups that share a column of the matrix that a vector is multiplied with.
     const PARTS: u32 = 64;
 
-    /// `None` without NVRTC.
+    /// Those in `loaded`, which are compiled the first time.
     ///
     /// # Errors
-    /// `Unavailable`: the GPU does not take them.
-    fn load(gpu: &Gpu) -> Result<Option<Self>, SetupError> {
+    /// `Unavailable`: NVRTC is not there, or the GPU does not take them.
+    fn once<'a>(loaded: &'a mut Option<Self>, gpu: &Gpu) -> Result<&'a Self, SetupError> {
+        Ok(match loaded {
+            Some(loaded) => loaded,
+            None => loaded.insert(Self::load(gpu)?),
+        })
+    }
+
+    fn load(gpu: &Gpu) -> Result<Self, SetupError> {
         let _entered = gpu.enter().map_err(|error| failed("no context", error))?;
-        let Ok(loaded) = compile_for(gpu, include_str!("busy.cu")) else { return Ok(None) };
+        let needed = |why| SetupError::unavailable(format!("a busy GPU needs NVRTC: {why}"));
+        let loaded = compile_for(gpu, BUSY).map_err(needed)?;
         let of = |module: LoadedModule| -> Result<Self, DriverError> {
             Ok(Self {
                 matmul: module.kernel(c"kvbm_matmul")?,
@@ -188,7 +193,7 @@ impl BusyKernels {
                 _module: module,
             })
         };
-        loaded.and_then(of).map(Some).map_err(|error| failed("the GPU does not take it", error))
+        loaded.and_then(of).map_err(|error| failed("the GPU does not take its work", error))
     }
 
     /// Starts multiplying two matrices of `n` rows of floats.
@@ -206,8 +211,8 @@ impl BusyKernels {
         unsafe { stream.launch(self.matmul, (n.div_ceil(THREADS), n), THREADS, parameters) }
     }
 
-    /// Starts multiplying a matrix of `n` rows of floats, a multiple of [`PARTS`](Self::PARTS), with
-    /// a vector.
+    /// Starts multiplying a matrix of `n` rows of floats, a multiple of [`PARTS`](Self::PARTS),
+    /// with a vector.
     ///
     /// # Safety
     /// Arrays of `n * n`, `n` and `PARTS * n` floats, the last distinct, until the stream has got

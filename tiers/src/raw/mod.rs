@@ -12,6 +12,8 @@ mod gpu;
 mod ring;
 
 pub use copy::RawCopy;
+#[cfg(all(test, feature = "cuda"))]
+pub(crate) use gpu::BUSY;
 #[cfg(feature = "cuda")]
 pub use gpu::RawGpu;
 pub use ring::RawRing;
