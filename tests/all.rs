@@ -1,5 +1,5 @@
 //! Tests of behaviour across crates. One executable, since each links everything: a file beside
-//! this one is a module of it, and `cargo nextest run ranks::` runs those of one module. What
+//! this one is a module of it, and `cargo nextest run -p kvbm-tests ranks::` runs those of one module. What
 //! listens in the whole process (`spans`, `otel`) or takes other locks (`interleavings`) is one of
 //! its own.
 
