@@ -120,9 +120,10 @@ lints() {
 
 tests() {
     if has nextest; then
-        # Half of the time tests wait, for time-outs and restarts.
-        run_tests cargo nextest run --cargo-profile checked "${WHOLE[@]}" --no-fail-fast --success-output final \
-            --test-threads $((3 * $(nproc)))
+        cargo nextest run --cargo-profile checked "${WHOLE[@]}" --no-run
+        # Else what the build wrote is on its way to the disk while tests give it 300 ms.
+        sync
+        run_tests cargo nextest run --cargo-profile checked "${WHOLE[@]}" --no-fail-fast --success-output final
     else
         run_tests cargo test --profile checked --workspace --no-fail-fast --all-targets -- --show-output
     fi
