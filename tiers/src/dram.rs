@@ -249,11 +249,12 @@ impl DramRegion {
 
     /// The block in the frame's slot was written by way of [`write`](Self::write), all of it: where
     /// this region remembers checksums it is summed, while it lies in the caches, and need not be
-    /// when it leaves.
-    pub fn remember_checksum(&self, frame: &Frame) {
-        if let (Some(checksums), Some(block)) = (&self.checksums, self.read(frame)) {
-            checksums.record(frame.slot(), checksum(block));
-        }
+    /// when it leaves. Returns the sum.
+    pub fn remember_checksum(&self, frame: &Frame) -> Option<u32> {
+        let (checksums, block) = (self.checksums.as_ref()?, self.read(frame)?);
+        let crc = checksum(block);
+        checksums.record(frame.slot(), crc);
+        Some(crc)
     }
 
     /// The block in a slot that its pool lent; `None` as for [`read`](Self::read).

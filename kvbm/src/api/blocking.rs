@@ -41,13 +41,14 @@ use kvbm_settings::Settings;
 use kvbm_tiers::{DramRegion, Loan, Memory, Tier};
 
 use crate::api::allocation::LentSlot;
+use crate::api::filling::FillingSlots;
 use crate::api::lease::Lease;
 use crate::api::manager::{Manager, Options};
 use crate::api::transfer::{Transfer, Transferred};
 use crate::error::{Error, ErrorKind};
 use crate::names::hash::Chain;
 use crate::scheduler::Core;
-use crate::table::{RequestInfo, Reserved};
+use crate::table::RequestInfo;
 use crate::task::Class;
 
 /// What is loaded at a time: blocks of the first such part are handed over while the second one is
@@ -215,22 +216,16 @@ impl Blocks {
         fill: impl FnMut(usize, &mut [u8]) -> Result<(), E>,
     ) -> Result<usize, E> {
         self.check_open()?;
-        let chain = chain.into();
-        let lease = self.core.lease(chain, RequestInfo { has_asked: true, ..info });
-        let reserved = self.core.reserve(Tier::Host, chain, lease.pins().context().info);
-        if reserved.namespace() != lease.pins().namespace() {
-            self.core.abandon(reserved);
-            return Err(Error::stale().into());
-        }
+        let mut filling = FillingSlots::take(&self.core, &self.memory, chain.into(), info)?;
         // As for a backend that writes a slot: see `Journal::after_removals`.
-        let before = reserved.before;
-        if !reserved.frames.is_empty() && !self.core.removals_are_noted(Tier::Host) {
-            self.core.abandon(reserved);
-            return Ok(before);
+        if filling.left() > 0 && !self.core.removals_are_noted(Tier::Host) {
+            return Ok(filling.kept());
         }
-        let mut filling = FillingSlots { blocks: self, slots: Some((reserved, lease)), filled: 0 };
-        let kept = filling.fill_all(fill)?;
-        filling.publish()?;
+        let kept = fill_all(&mut filling, fill)?;
+        // No wait for what others bring before it.
+        if let Some(Err(error)) = filling.publish().and_then(|mut told| told.try_take()) {
+            return Err(error.into());
+        }
         // Then nothing of it was published.
         self.check_open()?;
         Ok(kept)
@@ -318,43 +313,17 @@ impl<'a, R> ReadingSlots<'a, R> {
     }
 }
 
-/// Slots that an engine fills. On every path the filled ones are published and the others given
-/// back.
-struct FillingSlots<'a> {
-    blocks: &'a Blocks,
-    /// `None` only in the drop.
-    slots: Option<(Reserved, Lease)>,
-    filled: usize,
-}
-
-impl FillingSlots<'_> {
-    /// Returns the position behind the last block.
-    fn fill_all<E>(
-        &mut self,
-        mut fill: impl FnMut(usize, &mut [u8]) -> Result<(), E>,
-    ) -> Result<usize, E> {
-        let Some((Reserved { before, frames, .. }, _)) = &mut self.slots else { return Ok(0) };
-        for frame in frames {
-            let Some(slot) = self.blocks.memory.write(frame) else { break };
-            fill(*before + self.filled, slot)?;
-            self.blocks.memory.remember_checksum(frame);
-            self.filled += 1;
-        }
-        Ok(*before + self.filled)
-    }
-
-    fn publish(&mut self) -> Result<(), Error> {
-        let Some((reserved, lease)) = self.slots.take() else { return Ok(()) };
-        let mut published = self.blocks.core.publish(reserved, self.filled, lease);
-        // No wait for what others bring before it.
-        published.try_take().map_or(Ok(()), |answer| answer.map(drop))
-    }
-}
-
-impl Drop for FillingSlots<'_> {
-    fn drop(&mut self) {
-        // The engine's own error is the one to report.
-        drop(self.publish());
+/// Returns the position behind the last block that is kept.
+fn fill_all<E>(
+    filling: &mut FillingSlots<'_>,
+    mut fill: impl FnMut(usize, &mut [u8]) -> Result<(), E>,
+) -> Result<usize, E> {
+    loop {
+        let position = filling.kept();
+        let Some(slot) = filling.next() else { return Ok(position) };
+        fill(position, slot)?;
+        filling.written();
+        filling.keep();
     }
 }
 

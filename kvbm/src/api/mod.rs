@@ -10,6 +10,7 @@
 //! | `engine_memory` | an engine's own memory at one end |
 //! | `groups` | the cache groups of a hybrid model: windows and states beside full attention |
 //! | `rank` | a manager whose bytes lie in other processes |
+//! | `filling` | slots of the host tier that a caller fills |
 //! | `blocking` | get and put for engines that copy for themselves, on plain threads |
 //! | `background` | the background thread |
 
@@ -18,6 +19,7 @@ pub(crate) mod allocation;
 mod background;
 pub mod blocking;
 pub(crate) mod engine_memory;
+pub(crate) mod filling;
 pub(crate) mod groups;
 pub(crate) mod lease;
 pub(crate) mod manager;

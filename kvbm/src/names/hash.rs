@@ -105,6 +105,11 @@ impl<'a> Chain<'a> {
     pub fn key(&self, i: usize) -> BlockKey {
         BlockKey { hash: self.hashes[i].0 ^ self.salt, group: self.group }
     }
+
+    /// What an engine calls a block of the namespace that the chain entered.
+    pub(crate) const fn hash_of(&self, key: BlockKey) -> BlockHash {
+        BlockHash(key.hash ^ self.salt)
+    }
 }
 
 impl<'a> From<&'a [BlockHash]> for Chain<'a> {

@@ -7,7 +7,7 @@ use kvbm_tiers::{Route, Tier};
 
 use super::Core;
 use crate::metrics::TenantLeases;
-use crate::names::hash::Chain;
+use crate::names::hash::{BlockHash, Chain};
 use crate::observe::requests::{DemandSample, RecentRequest, RecentRequests};
 use crate::table::{Match, Miss, RequestInfo};
 
@@ -55,6 +55,23 @@ impl Core {
         let held = table.matches(chain);
         let miss = table.miss(chain, &held);
         (held, miss)
+    }
+
+    /// The chain of `blocks` blocks that ends with this one. `None`: no tier has it, or its chain
+    /// is another one.
+    pub(crate) fn chain_ending_with(&self, last: BlockHash, blocks: usize) -> Option<Vec<BlockHash>> {
+        let (mut chain, mut next) = (Vec::new(), last);
+        while chain.len() < blocks {
+            if !self.table().name_ancestors(next, blocks - chain.len(), &mut chain) {
+                return None;
+            }
+            if chain.len() < blocks {
+                // The next hold begins with it.
+                next = chain.pop()?;
+            }
+        }
+        chain.reverse();
+        Some(chain)
     }
 
     /// Remembers from here on what requests found. Before, this costs nothing.

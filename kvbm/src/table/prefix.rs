@@ -9,9 +9,10 @@
 use kvbm_tiers::Tier;
 
 use super::Table;
+use super::budget::Budget;
 use super::index::{EMPTY, IndexBucket, KeyHash, RecordId};
 use super::record::TierSet;
-use crate::names::hash::Chain;
+use crate::names::hash::{BlockHash, Chain};
 
 /// Parts into which a round cuts an interval. Measured at a million records
 /// (docs/adr/0002-records-and-slots.md): fewer parts mean more rounds of dependent misses, more
@@ -221,6 +222,29 @@ impl Table {
     /// not known.
     pub(super) fn depth_of_first(&self, chain: Chain<'_>) -> Option<u32> {
         self.find(chain.key(0)).map(|first| self.records.depth(first))
+    }
+
+    /// Adds the names of a block and its ancestors to `chain`, deepest first, as far as one hold
+    /// goes; the next one begins with the parent of the last. False: the block is not known, or
+    /// its chain is not of `blocks` blocks.
+    pub(crate) fn name_ancestors(
+        &self,
+        last: BlockHash,
+        blocks: usize,
+        chain: &mut Vec<BlockHash>,
+    ) -> bool {
+        let entered = self.enter(Chain::from(std::slice::from_ref(&last)));
+        let mut next = self.find(entered.key(0));
+        if next.is_none_or(|record| self.records.depth(record) as usize != blocks) {
+            return false;
+        }
+        let mut hold = Budget::of_a_hold();
+        while let Some(record) = next.filter(|_| hold.look()) {
+            let known = self.records.at(record);
+            chain.push(entered.hash_of(known.key()));
+            next = known.parent();
+        }
+        true
     }
 
     /// The records at the boundaries; `None` if one of them is not resident there, or not of the

@@ -1,0 +1,242 @@
+//! First contact: both sides prove that they know the secret, and say what their blocks are.
+//!
+//! The secret itself is never sent. It says who may connect; what goes over the connection
+//! afterwards is neither hidden nor signed (docs/security.md).
+
+use std::fmt;
+
+use ring::hmac::{self, HMAC_SHA256};
+use ring::rand::{SecureRandom, SystemRandom};
+use tokio::io::{AsyncRead, AsyncWrite};
+
+use super::protocol::{
+    BrokenLink, Challenge, Hello, Join, Member, Nonce, Proof, ToHolder, ToReader, receive, send,
+};
+use crate::error::{Error, Result};
+use crate::names::fingerprint::Fingerprint;
+
+/// What all workers know that may read each other's blocks.
+pub(super) struct PeerSecret(hmac::Key);
+
+impl fmt::Debug for PeerSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("PeerSecret")
+    }
+}
+
+/// Who proves that it knows the secret: a proof of one side is none of the other.
+#[derive(Clone, Copy)]
+enum Side {
+    Holder,
+    Reader,
+}
+
+impl PeerSecret {
+    pub(super) fn new(secret: &str) -> Self {
+        Self(hmac::Key::new(HMAC_SHA256, secret.as_bytes()))
+    }
+
+    fn proof(&self, side: Side, nonces: [&Nonce; 2]) -> Proof {
+        let mut proof = [0; 32];
+        proof.copy_from_slice(hmac::sign(&self.0, &proved(side, nonces)).as_ref());
+        proof
+    }
+
+    fn is_proved(&self, side: Side, nonces: [&Nonce; 2], proof: &Proof) -> bool {
+        hmac::verify(&self.0, &proved(side, nonces), proof).is_ok()
+    }
+}
+
+fn proved(side: Side, [reader, holder]: [&Nonce; 2]) -> Vec<u8> {
+    let side: &[u8] = match side {
+        Side::Holder => b"kvbm peers 1 holder",
+        Side::Reader => b"kvbm peers 1 reader",
+    };
+    [side, reader, holder].concat()
+}
+
+/// # Errors
+/// [`ErrorKind::Unavailable`](crate::ErrorKind::Unavailable): the system has no random bytes.
+pub(super) fn nonce() -> Result<Nonce> {
+    let mut nonce = [0; 32];
+    SystemRandom::new()
+        .fill(&mut nonce)
+        .map_err(|_| Error::unavailable("the system gives no random bytes"))?;
+    Ok(nonce)
+}
+
+/// Who we are, to others.
+#[derive(Debug)]
+pub(super) struct Credentials {
+    pub(super) member: Member,
+    pub(super) secret: Option<PeerSecret>,
+}
+
+impl Credentials {
+    /// Introduces us to a holder; returns who it is.
+    pub(super) async fn greet(
+        &self,
+        stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
+    ) -> Result<Member, BrokenLink> {
+        let ours = nonce().map_err(|error| BrokenLink::Refused(error.to_string()))?;
+        send(stream, &ToHolder::Hello(Hello::new(ours))).await?;
+        let theirs = match receive(stream).await? {
+            ToReader::Challenge(challenge) => challenge,
+            ToReader::Refused(why) => return Err(BrokenLink::Refused(why)),
+            _ => return Err(BrokenLink::Unexpected("an answer before a challenge")),
+        };
+        let nonces = [&ours, &theirs.nonce];
+        let is_known = |secret: &PeerSecret| {
+            let proof = theirs.proof.as_ref();
+            proof.is_some_and(|proof| secret.is_proved(Side::Holder, nonces, proof))
+        };
+        if !self.secret.as_ref().is_none_or(is_known) {
+            return Err(BrokenLink::Refused(unknown_secret()));
+        }
+        let proof = self.secret.as_ref().map(|secret| secret.proof(Side::Reader, nonces));
+        send(stream, &ToHolder::Join(Join { proof, member: self.member.clone() })).await?;
+        match receive(stream).await? {
+            ToReader::Welcome(member) => self.check(&member).map(|()| member),
+            ToReader::Refused(why) => Err(BrokenLink::Refused(why)),
+            _ => Err(BrokenLink::Unexpected("an answer before a welcome")),
+        }
+    }
+
+    /// The answer to a reader's first message.
+    pub(super) fn challenge(&self, reader: &Nonce, ours: Nonce) -> Challenge {
+        let prove = |secret: &PeerSecret| secret.proof(Side::Holder, [reader, &ours]);
+        Challenge { nonce: ours, proof: self.secret.as_ref().map(prove) }
+    }
+
+    /// Whether a reader is let in; an error says why it is not.
+    pub(super) fn admit(&self, join: &Join, nonces: [&Nonce; 2]) -> Result<(), BrokenLink> {
+        let is_known = |secret: &PeerSecret| {
+            join.proof.as_ref().is_some_and(|proof| secret.is_proved(Side::Reader, nonces, proof))
+        };
+        if !self.secret.as_ref().is_none_or(is_known) {
+            return Err(BrokenLink::Refused(unknown_secret()));
+        }
+        self.check(&join.member)
+    }
+
+    /// Whether another's blocks are what ours are.
+    fn check(&self, theirs: &Member) -> Result<(), BrokenLink> {
+        let ours = &self.member;
+        if ours.incarnation == theirs.incarnation {
+            return Err(BrokenLink::Refused("it is this worker itself".to_owned()));
+        }
+        match difference(ours, theirs) {
+            None => Ok(()),
+            Some(what) => Err(BrokenLink::Refused(format!("its blocks are others: {what}"))),
+        }
+    }
+}
+
+fn unknown_secret() -> String {
+    "it does not know the secret of these workers: give all the same peers.secret_file \
+     (DYN_KVBM_PEERS_SECRET_FILE)"
+        .to_owned()
+}
+
+/// The first thing that differs, with both values.
+fn difference(ours: &Member, theirs: &Member) -> Option<String> {
+    // Named one by one, so that a new field cannot be forgotten here. Epochs begin and end: each
+    // lease names its own.
+    let [a, b] = [ours, theirs].map(|member| {
+        let Fingerprint {
+            model,
+            weights,
+            dtype,
+            layouts,
+            ranks,
+            block_tokens,
+            rope,
+            engine,
+            engine_version,
+            hashing,
+            epoch: _,
+        } = &member.fingerprint;
+        [
+            ("block_bytes", member.block_bytes.to_string()),
+            ("model", model.clone()),
+            ("weights", weights.clone()),
+            ("dtype", dtype.clone()),
+            ("layouts", format!("{layouts:?}")),
+            ("ranks", format!("{ranks:?}")),
+            ("block_tokens", block_tokens.to_string()),
+            ("rope", format!("{rope:?}")),
+            ("engine", engine.clone()),
+            ("engine_version", engine_version.clone()),
+            ("hashing", format!("{hashing:?}")),
+        ]
+    });
+    let differs = a.into_iter().zip(b).find(|(ours, theirs)| ours != theirs);
+    differs.map(|((name, ours), (_, theirs))| format!("{name} is {ours} here, {theirs} there"))
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    pub(in crate::peers) fn member(name: &str, incarnation: u64) -> Member {
+        let fingerprint = Fingerprint {
+            model: "model".to_owned(),
+            weights: "1".to_owned(),
+            block_tokens: 16,
+            ..Fingerprint::default()
+        };
+        Member { name: name.to_owned(), incarnation, block_bytes: 4096, fingerprint }
+    }
+
+    fn credentials(member: Member, secret: Option<&str>) -> Credentials {
+        Credentials { member, secret: secret.map(PeerSecret::new) }
+    }
+
+    /// What each side says of the other.
+    async fn meet(reader: &Credentials, holder: &Credentials) -> [Result<Member, BrokenLink>; 2] {
+        let (mut here, there) = tokio::io::duplex(1 << 12);
+        let (told, heard) =
+            tokio::join!(reader.greet(&mut here), crate::peers::holder::welcome(there, holder));
+        [told, heard.map(|(member, _)| member)]
+    }
+
+    #[tokio::test]
+    async fn workers_of_one_secret_and_one_model_meet() {
+        for secret in [None, Some("0123456789abcdef")] {
+            let [a, b] = ["a", "b"].map(|name| {
+                let incarnation = u64::from(name.as_bytes()[0]);
+                credentials(member(name, incarnation), secret)
+            });
+            let [told, heard] = meet(&a, &b).await;
+            assert_eq!((told.unwrap(), heard.unwrap()), (b.member, a.member));
+        }
+    }
+
+    #[tokio::test]
+    async fn both_sides_hear_why_they_do_not_meet() {
+        let secret = Some("0123456789abcdef");
+        let holder = credentials(member("b", 2), secret);
+        let other = Fingerprint { dtype: "bf16".to_owned(), ..member("a", 1).fingerprint };
+        for (reader, why) in [
+            (credentials(member("a", 1), Some("another secret 1")), "does not know the secret"),
+            (credentials(member("a", 1), None), "does not know the secret"),
+            (credentials(member("a", 2), secret), "this worker itself"),
+            (
+                credentials(Member { block_bytes: 8192, ..member("a", 1) }, secret),
+                "block_bytes is 4096 here, 8192 there",
+            ),
+            (
+                credentials(Member { fingerprint: other, ..member("a", 1) }, secret),
+                "dtype is  here, bf16 there",
+            ),
+        ] {
+            for said in meet(&reader, &holder).await {
+                let error = said.unwrap_err().to_string();
+                let is_said = error.contains(why) || error.contains("closed");
+                assert!(is_said, "{error}, not: {why}");
+            }
+        }
+        let reader = credentials(member("a", 1), secret);
+        assert!(meet(&reader, &holder).await.into_iter().all(|met| met.is_ok()), "then it heals");
+    }
+}

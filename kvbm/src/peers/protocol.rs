@@ -1,0 +1,322 @@
+//! What two workers say to each other: frames on a stream.
+//!
+//! A frame is a length (four bytes, least first) and that many bytes: one message, as `postcard`
+//! writes it. Behind [`ToReader::Blocks`] the bytes of its blocks follow as they are, in no frame:
+//! so the reader takes them from the socket straight into slots.
+//!
+//! **What stays the same in all versions**: the length, that a hello is variant 0 and begins with
+//! [`MAGIC`] and the version, and that a refusal is variant 0 as well and is a text. So two workers
+//! of different versions understand each other well enough to say that they do not.
+//!
+//! What comes from the stream is not trusted: it may end anywhere and hold anything. A frame is
+//! refused by its length before memory is set aside for it.
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio_util::codec::LengthDelimitedCodec;
+
+use crate::names::fingerprint::Fingerprint;
+use crate::names::hash::BlockHash;
+
+/// What both sides must agree on. Raise it with every change of a message.
+pub(super) const VERSION: u16 = 1;
+/// `kvbp`, least byte first: what connects here by mistake is told so.
+const MAGIC: u32 = u32::from_le_bytes(*b"kvbp");
+
+/// Bytes of the longest message to a holder.
+pub(super) const MAX_REQUEST: usize = 16 << 10;
+/// Bytes of the longest message to a reader: an answer that names 2^18 blocks, each in a run of its
+/// own.
+const MAX_ANSWER: usize = 4 << 20;
+/// Blocks of the longest chain that is leased at a time.
+pub(super) const MAX_BLOCKS: u32 = 1 << 18;
+/// Hashes in one request: with them it stays below 256 bytes.
+pub(super) const MAX_PROBES: usize = 12;
+/// What is kept of a text.
+const MAX_TEXT: usize = 1_024;
+
+/// Bytes that are no message, or a message that makes no sense here. Their sender cannot be
+/// understood any further.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum BrokenLink {
+    #[error("it is closed")]
+    Closed(#[from] std::io::Error),
+    #[error("bytes that are no message: {0}")]
+    Undecodable(#[from] postcard::Error),
+    #[error("a message of {0} bytes, of {1} at most")]
+    TooLong(usize, usize),
+    #[error("{0}")]
+    Unexpected(&'static str),
+    #[error("{0}")]
+    Refused(String),
+    #[error("it did not answer in time")]
+    Late,
+}
+
+/// Messages to a holder of blocks.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) enum ToHolder {
+    Hello(Hello),
+    Join(Join),
+    Lease(LeaseRequest),
+    Read(ReadRequest),
+    /// The lease is not needed any more.
+    Release(ReadEnd),
+}
+
+/// Messages to a reader.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) enum ToReader {
+    Refused(String),
+    Challenge(Challenge),
+    Welcome(Member),
+    /// So many of the chain's leading blocks are here, and not as many as the next probe says: ask
+    /// between them. Nothing is leased yet.
+    Between(u32),
+    Leased(LeaseAnswer),
+    /// The bytes of so many blocks follow, from this position in the chain on.
+    Blocks { first: u32, count: u32 },
+    /// There is no lease any more, and why.
+    Ended(LeaseEnd),
+}
+
+/// What a reader says first.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Hello {
+    magic: u32,
+    version: u16,
+    pub(super) nonce: Nonce,
+}
+
+/// What a holder answers: it proves that it knows the secret, if there is one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Challenge {
+    pub(super) nonce: Nonce,
+    pub(super) proof: Option<Proof>,
+}
+
+/// So does the reader, and says who it is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Join {
+    pub(super) proof: Option<Proof>,
+    pub(super) member: Member,
+}
+
+/// Random bytes that are used once.
+pub(super) type Nonce = [u8; 32];
+/// An HMAC over both nonces.
+pub(super) type Proof = [u8; 32];
+
+/// Who a worker is, and what its blocks are.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Member {
+    pub(super) name: String,
+    /// Random, and another after each start.
+    pub(super) incarnation: u64,
+    pub(super) block_bytes: u64,
+    pub(super) fingerprint: Fingerprint,
+}
+
+/// How much of a chain is there?
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct LeaseRequest {
+    pub(super) epoch: u64,
+    pub(super) tenant: Option<u32>,
+    /// Leading blocks that the reader has: the answer names those behind.
+    pub(super) held: u32,
+    /// Prefixes of the chain, shorter ones first.
+    pub(super) probes: Vec<Probe>,
+    /// Lease the longest of them that is there, even if it could be a longer one.
+    pub(super) is_last: bool,
+}
+
+/// A prefix of a chain: its length in blocks, and the hash of its last block, which commits to all
+/// before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Probe {
+    pub(super) blocks: u32,
+    /// Not a number: that would take 19 bytes.
+    hash: [u8; 16],
+}
+
+/// What is leased.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct LeaseAnswer {
+    pub(super) epoch: u64,
+    /// Leading blocks of the chain; not more than the reader has: nothing is leased.
+    pub(super) blocks: u32,
+    /// How long it lasts without a read, in ms, from when it was asked for.
+    pub(super) ttl_ms: u32,
+    /// The crc32c of each block behind those that the reader has.
+    pub(super) checksums: Vec<[u8; 4]>,
+}
+
+/// Blocks of the lease that are wanted now, by their positions in the chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct ReadRequest {
+    pub(super) first: u32,
+    pub(super) count: u32,
+}
+
+/// How a lease ends that is not needed any more, as its reader saw it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum ReadEnd {
+    /// What was wanted has arrived.
+    Whole,
+    /// It was given up.
+    GivenUp,
+    /// A block was not what its checksum says.
+    Wrong,
+}
+
+/// Why a holder ended a lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(super) enum LeaseEnd {
+    /// Its time is over.
+    Expired,
+    /// A reset, a forgotten tenant or a block that has changed ended it.
+    Void,
+    /// Another epoch has begun here.
+    OtherEpoch,
+    /// As much is leased as the settings allow.
+    Busy,
+}
+
+impl Hello {
+    pub(super) const fn new(nonce: Nonce) -> Self {
+        Self { magic: MAGIC, version: VERSION, nonce }
+    }
+
+    /// The hello in a first message; an error says who it is that cannot be talked to.
+    pub(super) fn parse(message: &[u8]) -> Result<Nonce, String> {
+        // Read on their own: what follows may be another version's.
+        let (variant, magic, version) = match postcard::take_from_bytes::<(u8, u32, u16)>(message) {
+            Ok((beginning, _)) => beginning,
+            Err(error) => return Err(format!("it does not say who it is: {error}")),
+        };
+        if (variant, magic) != (0, MAGIC) {
+            return Err("it is no worker of a block manager".to_owned());
+        }
+        if version != VERSION {
+            return Err(format!(
+                "it speaks version {version} of the protocol, this worker version {VERSION}"
+            ));
+        }
+        match postcard::from_bytes(message) {
+            Ok(ToHolder::Hello(hello)) => Ok(hello.nonce),
+            Ok(_) => Err("it asks before it says who it is".to_owned()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+}
+
+impl Probe {
+    pub(super) fn new(blocks: usize, last: BlockHash) -> Self {
+        Self { blocks: blocks as u32, hash: last.get().to_le_bytes() }
+    }
+
+    pub(super) const fn last(&self) -> BlockHash {
+        BlockHash::from_u128(u128::from_le_bytes(self.hash))
+    }
+}
+
+/// As much of a text as is kept.
+pub(super) fn shortened(text: &str) -> String {
+    text[..text.floor_char_boundary(MAX_TEXT)].to_owned()
+}
+
+/// Cuts a stream into messages to a holder.
+pub(super) fn requests() -> LengthDelimitedCodec {
+    LengthDelimitedCodec::builder().little_endian().max_frame_length(MAX_REQUEST).new_codec()
+}
+
+/// A message to a holder.
+pub(super) fn decode(frame: &[u8]) -> Result<ToHolder, BrokenLink> {
+    Ok(postcard::from_bytes(frame)?)
+}
+
+/// Sends a message with its length before it.
+pub(super) async fn send(
+    stream: &mut (impl AsyncWrite + Unpin),
+    message: &impl Serialize,
+) -> Result<(), BrokenLink> {
+    let mut frame = postcard::to_extend(message, vec![0; 4])?;
+    let bytes = (frame.len() - 4) as u32;
+    frame[..4].copy_from_slice(&bytes.to_le_bytes());
+    stream.write_all(&frame).await?;
+    Ok(stream.flush().await?)
+}
+
+/// The next message to a reader.
+pub(super) async fn receive<T: DeserializeOwned>(
+    stream: &mut (impl AsyncRead + Unpin),
+) -> Result<T, BrokenLink> {
+    let bytes = stream.read_u32_le().await? as usize;
+    if bytes > MAX_ANSWER {
+        return Err(BrokenLink::TooLong(bytes, MAX_ANSWER));
+    }
+    let mut frame = vec![0; bytes];
+    stream.read_exact(&mut frame).await?;
+    Ok(postcard::from_bytes(&frame)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(probes: usize) -> ToHolder {
+        let probe = |n| Probe::new(n << 14, BlockHash::from_u128(u128::MAX - n as u128));
+        ToHolder::Lease(LeaseRequest {
+            epoch: u64::MAX,
+            tenant: Some(u32::MAX),
+            held: MAX_BLOCKS,
+            probes: (1..=probes).map(probe).collect(),
+            is_last: true,
+        })
+    }
+
+    #[test]
+    fn a_request_for_a_lease_has_256_bytes_at_most() {
+        let bytes = postcard::to_extend(&request(MAX_PROBES), vec![0; 4]).unwrap();
+        assert!(bytes.len() <= 256, "{}", bytes.len());
+    }
+
+    #[test]
+    fn an_answer_takes_four_bytes_a_block() {
+        let answer = |blocks: u32| {
+            let checksums = vec![[255; 4]; blocks as usize];
+            let leased = LeaseAnswer { epoch: u64::MAX, blocks, ttl_ms: u32::MAX, checksums };
+            postcard::to_extend(&ToReader::Leased(leased), vec![0; 4]).unwrap().len()
+        };
+        assert!(answer(512) <= 256 + 4 * 512);
+        assert!(answer(MAX_BLOCKS) <= MAX_ANSWER);
+    }
+
+    #[tokio::test]
+    async fn a_message_comes_back_as_it_was_sent_and_a_long_one_is_refused() {
+        let (mut here, mut there) = tokio::io::duplex(64);
+        let sent = request(MAX_PROBES);
+        let (told, heard) = tokio::join!(send(&mut here, &sent), receive::<ToHolder>(&mut there));
+        told.unwrap();
+        assert_eq!(heard.unwrap(), sent);
+        here.write_all(&u32::MAX.to_le_bytes()).await.unwrap();
+        let error = receive::<ToHolder>(&mut there).await.unwrap_err();
+        assert!(error.to_string().starts_with("a message of 4294967295 bytes"), "{error}");
+    }
+
+    #[test]
+    fn who_cannot_be_talked_to_is_named() {
+        let hello = |hello: &Hello| postcard::to_allocvec(&ToHolder::Hello(hello.clone())).unwrap();
+        let ours = Hello::new([7; 32]);
+        assert_eq!(Hello::parse(&hello(&ours)), Ok([7; 32]));
+        for (message, said) in [
+            (Vec::new(), "it does not say who it is"),
+            (b"GET / HTTP/1.1".to_vec(), "it is no worker"),
+            (hello(&Hello { version: 9, ..ours.clone() }), "it speaks version 9"),
+            (hello(&Hello { magic: 1, ..ours }), "it is no worker"),
+        ] {
+            let error = Hello::parse(&message).unwrap_err();
+            assert!(error.starts_with(said), "{error}");
+        }
+    }
+}
