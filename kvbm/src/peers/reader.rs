@@ -1,27 +1,21 @@
-//! The reader's side: it leases at a peer, takes the blocks into slots of the host tier here,
-//! and compares each with the checksum that came with the lease.
+//! The reader's side: it leases at a peer what the tiers here lack, takes the blocks into slots of
+//! the host tier, and compares each with the checksum that came with the lease.
 //!
-//! The limit of a lease counts from before it was asked for, here as there: what arrives behind it
-//! is given up, and so is everything behind a block that is not what its checksum says.
+//! Nothing else writes these slots meanwhile, and nobody sees them before: a peer that sends wrong
+//! bytes, dies or does not answer costs a miss of what is missing, and time.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
 
-use kvbm_tiers::{DramRegion, Memory, Tier};
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
-use tokio::net::TcpStream;
-use tokio::time::{Instant, timeout, timeout_at};
+use kvbm_tiers::{DramRegion, Tier};
+use tokio::sync::{oneshot, watch};
+use tokio::time::Instant;
 
 use super::discovery::PeerList;
 use super::greeting::Credentials;
-use super::holder::MAX_GREETING;
-use super::probes::{gap_behind, lengths};
-use super::protocol::{
-    BrokenLink, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, Member, Probe, ReadEnd,
-    ReadRequest, ToHolder, ToReader, receive, send,
-};
+use super::link::{NamedBlocks, PeerFault, PeerLink, Wanted};
+use super::protocol::{BrokenLink, LeaseEnd, ReadEnd};
 use crate::api::filling::FillingSlots;
 use crate::api::lease::Lease;
 use crate::error::{Error, ErrorKind, Result};
@@ -32,54 +26,39 @@ use crate::sync::Mutex;
 use crate::table::RequestInfo;
 use crate::task::Class;
 
-/// A peer that does not take a connection within this time is away.
-const MAX_CONNECT: Duration = Duration::from_secs(3);
-/// What a request for blocks asks for. One is on its way while the blocks of another arrive.
-const READ_BYTES: usize = 4 << 20;
 /// Connections to a peer that wait for their next use.
 const MAX_WAITING: usize = 4;
-
-/// What a connection runs over.
-pub(super) trait PeerStream: AsyncRead + AsyncWrite + Unpin + Send + Sync {}
-impl<S: AsyncRead + AsyncWrite + Unpin + Send + Sync> PeerStream for S {}
 
 /// Reads what others hold.
 pub(super) struct Reader {
     pub(super) core: Arc<Core>,
     pub(super) memory: Arc<DramRegion>,
     pub(super) credentials: Arc<Credentials>,
-    pub(super) known: tokio::sync::watch::Receiver<Arc<PeerList>>,
+    pub(super) known: watch::Receiver<Arc<PeerList>>,
     /// Connections that wait for their next use, by peer.
     pub(super) waiting: Mutex<HashMap<String, Vec<PeerLink>>>,
     pub(super) metrics: PeerMetrics,
-}
-
-/// A connection to a holder that has let us in.
-pub(super) struct PeerLink {
-    stream: Box<dyn PeerStream>,
-    holder: Member,
 }
 
 /// The right to read the leading blocks of a chain at a peer, for a while. It ends when it is
 /// dropped.
 #[must_use = "dropping a lease ends it"]
 pub struct PeerLease {
-    link: PeerLink,
-    peer: String,
-    chain: Vec<BlockHash>,
-    info: RequestInfo,
-    /// Leading blocks that are here: the peer named those behind.
-    before: usize,
-    checksums: Vec<u32>,
-    ttl: Duration,
+    pub(super) link: PeerLink,
+    pub(super) peer: String,
+    pub(super) chain: Vec<BlockHash>,
+    pub(super) info: RequestInfo,
+    pub(super) named: NamedBlocks,
     /// It was asked for then.
-    asked: Instant,
+    pub(super) asked: Instant,
 }
 
 impl fmt::Debug for PeerLease {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (peer, blocks) = (&self.peer, self.blocks());
-        f.debug_struct("PeerLease").field("peer", peer).field("blocks", &blocks).finish_non_exhaustive()
+        f.debug_struct("PeerLease")
+            .field("peer", &self.peer)
+            .field("blocks", &self.blocks())
+            .finish_non_exhaustive()
     }
 }
 
@@ -91,12 +70,12 @@ impl PeerLease {
 
     /// Leading blocks of the chain that are here or at the peer.
     pub const fn blocks(&self) -> usize {
-        self.before + self.checksums.len()
+        self.named.before + self.named.checksums.len()
     }
 
     /// How many of them only the peer has.
     pub const fn only_there(&self) -> usize {
-        self.checksums.len()
+        self.named.checksums.len()
     }
 }
 
@@ -109,19 +88,9 @@ pub struct Pulled {
     pub blocks: usize,
     /// Brought from the peer by this load.
     pub copied: usize,
-    /// The others that the peer was to give: they found no room, or are missing for this reason.
-    pub missing: Option<String>,
-}
-
-/// Why a pull brought less than it should.
-#[derive(Debug, thiserror::Error)]
-enum PullFault {
-    #[error(transparent)]
-    Link(#[from] BrokenLink),
-    #[error("a block is not what its checksum says")]
-    Wrong,
-    #[error("the lease ended at the peer: {0:?}")]
-    Ended(LeaseEnd),
+    /// Why the peer did not give the others, if that is why they are missing: else they found no
+    /// room.
+    pub fault: Option<String>,
 }
 
 impl Reader {
@@ -134,106 +103,113 @@ impl Reader {
     ) -> Result<PeerLease> {
         let asked = Instant::now();
         let mut link = self.link(&peer).await?;
-        let answer = self.ask(&mut link, &chain, info).await;
-        let (before, answer) = answer.map_err(|why| {
-            self.metrics.lease_in_ended(PeerLeaseEnd::Gone);
-            Error::caused(ErrorKind::Unavailable, format!("the peer {peer} gives no lease"), why)
-        })?;
-        let checksums = answer.checksums.iter().map(|crc| u32::from_le_bytes(*crc)).collect();
-        let ttl = Duration::from_millis(answer.ttl_ms.into());
-        Ok(PeerLease { link, peer, chain, info, before, checksums, ttl, asked })
-    }
-
-    /// Two messages if all or none of the chain is there, else four.
-    async fn ask(
-        &self,
-        link: &mut PeerLink,
-        chain: &[BlockHash],
-        info: RequestInfo,
-    ) -> Result<(usize, LeaseAnswer), PullFault> {
-        let (before, epoch) = (self.core.matches(Chain::from(chain)).longest(), self.epoch());
-        let mut asked = lengths(before, chain.len().min(MAX_BLOCKS as usize));
-        let mut is_last = false;
-        loop {
-            let probes = asked.iter().map(|&blocks| Probe::new(blocks, chain[blocks - 1]));
-            let request = LeaseRequest {
-                epoch,
-                tenant: info.hints.tenant,
-                held: before as u32,
-                probes: probes.collect(),
-                is_last,
-            };
-            send(&mut link.stream, &ToHolder::Lease(request)).await?;
-            match timeout(MAX_GREETING, receive(&mut link.stream)).await {
-                Err(_) => return Err(BrokenLink::Late.into()),
-                Ok(answer) => match answer? {
-                    ToReader::Leased(answer) => return Ok((before, self.checked(answer, before, chain.len())?)),
-                    ToReader::Ended(why) => return Err(PullFault::Ended(why)),
-                    ToReader::Between(found) if !is_last => {
-                        let found = found as usize;
-                        let most = gap_behind(found, &asked);
-                        let most = most.filter(|_| found >= before && asked.contains(&found));
-                        let most = most.ok_or(BrokenLink::Unexpected("it found what nobody asked"))?;
-                        // The one that was found again, in case nothing more is there.
-                        asked = std::iter::once(found).chain(lengths(found, most).into_iter().skip(1)).collect();
-                        is_last = true;
-                    }
-                    _ => return Err(BrokenLink::Unexpected("no answer to a request for a lease").into()),
-                },
+        let before = self.core.matches(Chain::from(&chain)).longest();
+        let (epoch, tenant) = (self.core.table().epoch(), info.hints.tenant);
+        let wanted = Wanted { chain: &chain, before, epoch, tenant };
+        match link.lease(&wanted).await {
+            Ok(named) => Ok(PeerLease { link, peer, chain, info, named, asked }),
+            Err(fault) => {
+                self.metrics.lease_in_ended(end_of(&fault));
+                let message = format!("the peer {peer} gives no lease: {fault}");
+                // It answered, so the connection is as good as before.
+                if matches!(fault, PeerFault::Ended(_)) {
+                    self.keep(peer, link);
+                }
+                Err(Error::unavailable(message))
             }
         }
     }
 
-    fn checked(&self, answer: LeaseAnswer, before: usize, wanted: usize) -> Result<LeaseAnswer, PullFault> {
-        let blocks = answer.blocks as usize;
-        if answer.epoch != self.epoch() {
-            return Err(PullFault::Ended(LeaseEnd::OtherEpoch));
-        }
-        if blocks > wanted || answer.checksums.len() != blocks.saturating_sub(before) {
-            return Err(BrokenLink::Unexpected("a lease of other blocks than were asked for").into());
-        }
-        Ok(answer)
-    }
-
-    fn epoch(&self) -> u64 {
-        self.core.table().epoch()
-    }
-
     /// A connection to a peer: one that waits, or a new one.
     async fn link(&self, peer: &str) -> Result<PeerLink> {
-        let waiting = self.waiting.lock().get_mut(peer).and_then(Vec::pop);
-        if let Some(link) = waiting {
+        if let Some(link) = self.waiting.lock().get_mut(peer).and_then(Vec::pop) {
             return Ok(link);
         }
         let address = self.known.borrow().get(peer).map(|known| known.address.clone());
         let address = address.ok_or_else(|| Error::invalid(format!("no peer {peer} is known")))?;
-        let away = |why: BrokenLink| {
+        PeerLink::connect(&address, &self.credentials).await.map_err(|why| {
             let message = format!("cannot read at the peer {peer} ({address})");
             Error::caused(ErrorKind::Unavailable, message, why)
-        };
-        let stream = timeout(MAX_CONNECT, TcpStream::connect(&address)).await;
-        let stream = stream.map_err(|_| away(BrokenLink::Late))?.map_err(|error| away(error.into()))?;
-        stream.set_nodelay(true).map_err(|error| away(error.into()))?;
-        self.greet(Box::new(stream)).await.map_err(away)
+        })
     }
 
-    pub(super) async fn greet(&self, mut stream: Box<dyn PeerStream>) -> Result<PeerLink, BrokenLink> {
-        let greeted = timeout(MAX_GREETING, self.credentials.greet(&mut stream)).await;
-        let holder = greeted.map_err(|_| BrokenLink::Late)??;
-        Ok(PeerLink { stream, holder })
-    }
-
-    /// Brings what a lease holds into the host tier.
-    pub(super) async fn pull(&self, lease: PeerLease) -> Result<Pulled> {
-        let started = Instant::now();
-        let chain = Chain::from(&lease.chain).prefix(lease.blocks());
-        self.bring_ours(chain, lease.info).await?;
-        let mut filling = FillingSlots::take(&self.core, &self.memory, chain, lease.info)?;
-        let before = filling.kept();
-        let mut fault = None;
-        if self.are_removals_noted(&filling).await {
-            fault = lease.link.fill(..)
+    fn keep(&self, peer: String, link: PeerLink) {
+        let mut waiting = self.waiting.lock();
+        let links = waiting.entry(peer).or_default();
+        if links.len() < MAX_WAITING {
+            links.push(link);
         }
-        todo!()
+    }
+
+    /// Brings what a lease names into the host tier.
+    pub(super) async fn pull(&self, lease: PeerLease) -> Result<Pulled> {
+        let PeerLease { mut link, peer, chain, info, named, asked } = lease;
+        let blocks = named.before + named.checksums.len();
+        let chain = Chain::from(&chain).prefix(blocks);
+        self.bring_ours(chain, info).await?;
+        let mut filling = FillingSlots::take(&self.core, &self.memory, chain, info)?;
+        let before = filling.kept();
+        let read = if asked.elapsed() > named.ttl {
+            Err(PeerFault::Ended(LeaseEnd::Expired))
+        } else if filling.left() > 0 && !self.are_removals_noted().await {
+            Ok(())
+        } else {
+            link.read(&named, &mut filling).await
+        };
+        let copied = filling.kept() - before;
+        let published = filling.publish();
+        let fault = read.err();
+        self.metrics.pulled(copied as u64, asked.elapsed());
+        self.metrics.lease_in_ended(fault.as_ref().map_or(PeerLeaseEnd::Whole, end_of));
+        self.release(peer, link, fault.as_ref()).await;
+        let told = published.ok_or_else(Error::closed)?.await?;
+        let fault = fault.map(|fault| fault.to_string());
+        Ok(Pulled { lease: told.lease, blocks: told.blocks, copied, fault })
+    }
+
+    /// What a lower tier here has need not come from a peer.
+    async fn bring_ours(&self, chain: Chain<'_>, info: RequestInfo) -> Result<()> {
+        let lease = self.core.lease(chain, RequestInfo { has_asked: true, ..info });
+        if lease.blocks(Tier::Host) < lease.held().longest() {
+            self.core.transfer(Class::Load, Tier::Host, lease).await?;
+        }
+        Ok(())
+    }
+
+    /// As for a backend that writes a slot: see `Journal::after_removals`.
+    async fn are_removals_noted(&self) -> bool {
+        let (told, noted) = oneshot::channel();
+        self.core.after_removals(Tier::Host, move || _ = told.send(()));
+        noted.await.is_ok()
+    }
+
+    /// Ends a lease at its holder, who hears how; the connection waits for its next use, if nothing
+    /// is left in it.
+    async fn release(&self, peer: String, mut link: PeerLink, fault: Option<&PeerFault>) {
+        let end = match fault {
+            None => ReadEnd::Whole,
+            Some(PeerFault::Ended(_)) => ReadEnd::GivenUp,
+            // Blocks are still on their way: the next answer would be taken for another.
+            Some(PeerFault::Wrong) => {
+                let _ = link.release(ReadEnd::Wrong).await;
+                return;
+            }
+            Some(PeerFault::Link(_)) => return,
+        };
+        if link.release(end).await.is_ok() {
+            self.keep(peer, link);
+        }
+    }
+}
+
+fn end_of(fault: &PeerFault) -> PeerLeaseEnd {
+    match fault {
+        PeerFault::Wrong => PeerLeaseEnd::Wrong,
+        PeerFault::Ended(LeaseEnd::Expired) | PeerFault::Link(BrokenLink::Late) => {
+            PeerLeaseEnd::Expired
+        }
+        PeerFault::Ended(LeaseEnd::Busy) => PeerLeaseEnd::Busy,
+        PeerFault::Ended(LeaseEnd::Void | LeaseEnd::OtherEpoch) => PeerLeaseEnd::Void,
+        PeerFault::Link(_) => PeerLeaseEnd::Gone,
     }
 }
