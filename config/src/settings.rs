@@ -59,6 +59,8 @@ pub struct Settings {
     pub traces: TraceSettings,
     /// NVIDIA's transfer library.
     pub nixl: NixlSettings,
+    /// Other workers that hold blocks.
+    pub peers: PeerSettings,
 }
 
 impl Settings {
@@ -626,6 +628,84 @@ impl fmt::Debug for TraceSettings {
             .field("enabled", &self.enabled)
             .field("endpoint", &self.endpoint.as_deref().map(shown_url))
             .field("nvtx", &self.nvtx)
+            .finish()
+    }
+}
+
+/// Other workers that hold blocks.
+#[derive(Clone, PartialEq, Serialize)]
+pub struct PeerSettings {
+    /// Give blocks to other workers, and read theirs.
+    pub enabled: bool,
+    /// Address to bind.
+    pub host: IpAddr,
+    /// Port to bind.
+    pub port: u16,
+    /// This worker's own name among all; `None`: its address.
+    pub name: Option<String>,
+    /// Where others reach it, `host:port`; `None`: where it is bound.
+    pub address: Option<String>,
+    /// `host:port` of others, with commas between.
+    pub addresses: Option<String>,
+    /// A file that lists them.
+    pub file: Option<String>,
+    /// URLs of etcd, with commas between.
+    pub etcd: Option<String>,
+    /// Workers in etcd see those of their own namespace; `None`: `default`.
+    pub namespace: Option<String>,
+    /// A file of the secret that all workers know. One is needed where others than this machine can
+    /// reach the address.
+    pub secret_file: Option<String>,
+    /// The secret itself.
+    #[serde(skip)]
+    pub secret: Option<String>,
+    /// How long a lease lasts without a read.
+    pub lease_ttl_ms: u64,
+    /// The share of the host tier that may be leased to others.
+    pub lease_share: f64,
+}
+
+impl PeerSettings {
+    /// The port if none is chosen.
+    pub const PORT: u16 = 6890;
+}
+
+impl Default for PeerSettings {
+    fn default() -> Self {
+        Self {
+            enabled: false,
+            host: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            port: Self::PORT,
+            name: None,
+            address: None,
+            addresses: None,
+            file: None,
+            etcd: None,
+            namespace: None,
+            secret_file: None,
+            secret: None,
+            lease_ttl_ms: 10_000,
+            lease_share: 0.25,
+        }
+    }
+}
+
+impl fmt::Debug for PeerSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PeerSettings")
+            .field("enabled", &self.enabled)
+            .field("host", &self.host)
+            .field("port", &self.port)
+            .field("name", &self.name)
+            .field("address", &self.address)
+            .field("addresses", &self.addresses)
+            .field("file", &self.file)
+            .field("etcd", &self.etcd)
+            .field("namespace", &self.namespace)
+            .field("secret_file", &self.secret_file)
+            .field("secret", &self.secret.as_ref().map(|_| SECRET_SET))
+            .field("lease_ttl_ms", &self.lease_ttl_ms)
+            .field("lease_share", &self.lease_share)
             .finish()
     }
 }

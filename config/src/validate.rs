@@ -32,6 +32,7 @@ impl Settings {
             .and_then(|()| self.check_keys())
             .and_then(|()| self.check_encryption())
             .and_then(|()| self.check_metrics())
+            .and_then(|()| self.check_peers())
             .and_then(|()| self.check_nixl());
         violation.map_err(|(path, problem)| SettingsError::Invalid {
             key: path.to_owned(),
@@ -206,6 +207,48 @@ impl Settings {
         let is_short = |token: &String| token.len() < MIN_TOKEN_BYTES;
         if metrics.token.as_ref().is_some_and(is_short) {
             return Err(("metrics.token", InvalidValue::new("it is short", "16 bytes or more")));
+        }
+        Ok(())
+    }
+
+    /// Others than this machine know the secret, and there is one list of peers.
+    fn check_peers(&self) -> Result<(), Violation> {
+        let peers = &self.peers;
+        if peers.secret.is_some() && peers.secret_file.is_some() {
+            let valid = "one of peers.secret and peers.secret_file";
+            return Err((
+                "peers.secret",
+                InvalidValue::new("there are two places of the secret", valid),
+            ));
+        }
+        let is_open = peers.enabled && !peers.host.is_loopback();
+        if is_open && peers.secret.is_none() && peers.secret_file.is_none() {
+            let reason = "others could read the cache";
+            let valid = "127.0.0.1 or ::1, or a secret: set peers.secret_file (DYN_KVBM_PEERS_SECRET_FILE) too";
+            return Err(("peers.host", InvalidValue::new(reason, valid)));
+        }
+        let is_short = |secret: &String| secret.len() < MIN_TOKEN_BYTES;
+        if peers.secret.as_ref().is_some_and(is_short) {
+            return Err(("peers.secret", InvalidValue::new("it is short", "16 bytes or more")));
+        }
+        let lists = [&peers.addresses, &peers.file, &peers.etcd];
+        if lists.into_iter().flatten().count() > 1 {
+            let valid = "one of peers.addresses, peers.file and peers.etcd";
+            return Err((
+                "peers.addresses",
+                InvalidValue::new("there are two lists of peers", valid),
+            ));
+        }
+        if peers.etcd.as_ref().is_some_and(|urls| urls.contains('@')) {
+            let valid = "URLs without credentials, such as http://10.0.0.1:2379";
+            return Err(("peers.etcd", InvalidValue::new("it would show a password", valid)));
+        }
+        if peers.enabled && self.host.capacity.is_none() {
+            let valid = "false, or a host tier: set host.capacity (DYN_KVBM_CPU_CACHE_GB)";
+            return Err((
+                "peers.enabled",
+                InvalidValue::new("peers read the host tier, and there is none", valid),
+            ));
         }
         Ok(())
     }

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{Error, Result};
 
 /// All that the bytes of a block depend on besides its tokens: blocks of one fingerprint are
@@ -13,7 +15,7 @@ use crate::error::{Error, Result};
 ///
 /// **No secrets.** The fields are written beside the blocks and may be logged. A secret salt (a
 /// tenant's) belongs in the hashes, as that of a [`ChainHasher`](crate::ChainHasher).
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Fingerprint {
     /// Name of the model, such as `meta-llama/Llama-3.1-8B`. Not empty.
     pub model: String,
@@ -44,7 +46,7 @@ pub struct Fingerprint {
 }
 
 /// How the KV tensors of one cache group lie in memory.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvLayout {
     /// Layers of the group in this process.
     pub layers: u32,
@@ -58,7 +60,7 @@ pub struct KvLayout {
 }
 
 /// Which part of a model a process has. Each rank is below its world, and a world is at least 1.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ranks {
     /// Processes that share each layer.
     pub tensor_world: u32,
@@ -78,7 +80,7 @@ impl Default for Ranks {
 }
 
 /// Rotary position embedding (Su et al., "`RoFormer`", 2021), if the cached keys are rotated.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Rope {
     /// Base of the angles, such as 500,000; 0 where there is none.
     pub theta: f64,
@@ -89,7 +91,7 @@ pub struct Rope {
 }
 
 /// How blocks are hashed.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hashing {
     /// The algorithm, such as `sha256_cbor` or `blake3`.
     pub algorithm: String,

@@ -303,11 +303,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
         send(self.link.get_mut(), &answer).await
     }
 
-    async fn read(&mut self, ReadRequest { first, count }: ReadRequest) -> Result<(), BrokenLink> {
+    async fn read(&mut self, request: ReadRequest) -> Result<(), BrokenLink> {
         let Some(held) = &mut self.held else {
             return send(self.link.get_mut(), &ToReader::Ended(LeaseEnd::Expired)).await;
         };
-        let positions = first as usize..first as usize + count as usize;
+        let first = request.first as usize;
+        let positions = first..first + request.count as usize;
         if positions.start < held.before || positions.end > held.chain.len() {
             return Err(BrokenLink::Unexpected("it asks for blocks that it did not lease"));
         }
@@ -323,7 +324,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
             return send(self.link.get_mut(), &ToReader::Ended(LeaseEnd::Void)).await;
         }
         let stream = self.link.get_mut();
-        timeout_at(until, send_blocks(stream, &self.holder.memory, first, lent.loans()))
+        send(stream, &ToReader::Blocks(request)).await?;
+        timeout_at(until, send_blocks(stream, &self.holder.memory, lent.loans()))
             .await
             .unwrap_or(Err(BrokenLink::Late))?;
         self.holder.metrics.sent(blocks as u64);
@@ -334,10 +336,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
 async fn send_blocks(
     stream: &mut (impl AsyncWrite + Unpin),
     memory: &DramRegion,
-    first: u32,
     loans: &[Loan],
 ) -> Result<(), BrokenLink> {
-    send(stream, &ToReader::Blocks { first, count: loans.len() as u32 }).await?;
     for loan in loans {
         let block = memory.read_loan(loan);
         stream.write_all(block.ok_or(BrokenLink::Unexpected("a slot of other memory"))?).await?;

@@ -74,8 +74,8 @@ pub(super) enum ToReader {
     /// between them. Nothing is leased yet.
     Between(u32),
     Leased(LeaseAnswer),
-    /// The bytes of so many blocks follow, from this position in the chain on.
-    Blocks { first: u32, count: u32 },
+    /// The bytes of these blocks follow.
+    Blocks(ReadRequest),
     /// There is no lease any more, and why.
     Ended(LeaseEnd),
 }
@@ -169,16 +169,16 @@ pub(super) enum ReadEnd {
     Wrong,
 }
 
-/// Why a holder ended a lease.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+/// Why a holder ended a lease, or gave none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub(super) enum LeaseEnd {
-    /// Its time is over.
+    #[error("its time is over")]
     Expired,
-    /// A reset, a forgotten tenant or a block that has changed ended it.
+    #[error("a reset, a forgotten tenant or a damaged block ended it")]
     Void,
-    /// Another epoch has begun here.
+    #[error("the two workers are in different epochs: reset the one that is behind")]
     OtherEpoch,
-    /// As much is leased as the settings allow.
+    #[error("as much is leased there as peers.lease_share allows")]
     Busy,
 }
 

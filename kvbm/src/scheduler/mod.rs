@@ -439,10 +439,17 @@ impl Core {
     /// Waits until the index of `tier` knows what has left it, as long as it would wait for a copy
     /// to the tier. False: it does not know yet, and slots must not be written.
     pub(crate) fn removals_are_noted(&self, tier: Tier) -> bool {
-        let Some(journal) = &self.sending.journals[tier.index()] else { return true };
         let (told, noted) = std::sync::mpsc::sync_channel(1);
-        journal.after_removals(move || _ = told.send(()));
+        self.after_removals(tier, move || _ = told.send(()));
         noted.recv_timeout(self.tuning.timeout).is_ok()
+    }
+
+    /// Does `job` once the index of `tier`, if it has one, knows what has left it.
+    pub(crate) fn after_removals(&self, tier: Tier, job: impl FnOnce() + Send + 'static) {
+        match &self.sending.journals[tier.index()] {
+            Some(journal) => journal.after_removals(job),
+            None => job(),
+        }
     }
 
     /// Makes the first `filled` of the reserved blocks resident, as the last part of their chain.

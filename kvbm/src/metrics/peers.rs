@@ -1,0 +1,137 @@
+//! What goes between workers.
+
+use std::time::Duration;
+
+use prometheus::{Histogram, HistogramOpts, IntCounter, IntCounterVec};
+
+use super::{MetricsBuilder, Result};
+
+/// How a lease at a peer ended: label values of `kvbm_peer_leases_total`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PeerLeaseEnd {
+    /// Everything that was wanted arrived.
+    Whole,
+    /// Its reader did not need it any more.
+    GivenUp,
+    /// Its time was over.
+    Expired,
+    /// A reset, a forgotten tenant or a damaged block ended it.
+    Void,
+    /// A block was not what its checksum says.
+    Wrong,
+    /// The other side broke off.
+    Gone,
+    /// The holder had leased as much as it may.
+    Busy,
+}
+
+impl PeerLeaseEnd {
+    const ALL: [Self; 7] = [
+        Self::Whole,
+        Self::GivenUp,
+        Self::Expired,
+        Self::Void,
+        Self::Wrong,
+        Self::Gone,
+        Self::Busy,
+    ];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Whole => "whole",
+            Self::GivenUp => "given_up",
+            Self::Expired => "expired",
+            Self::Void => "void",
+            Self::Wrong => "wrong",
+            Self::Gone => "gone",
+            Self::Busy => "busy",
+        }
+    }
+}
+
+const IN: &str = "in";
+const OUT: &str = "out";
+
+/// Bounds of the histogram, in seconds: 1 ms to 33 s.
+const PULL_BOUNDS: [f64; 16] = [
+    0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048, 4.096,
+    8.192, 16.384, 32.768,
+];
+
+/// Counters of what goes between workers: `in` from others, `out` to others.
+#[derive(Clone, Debug)]
+pub(crate) struct PeerMetrics {
+    block_bytes: u64,
+    leases: IntCounterVec,
+    blocks: IntCounterVec,
+    bytes: IntCounterVec,
+    pull_seconds: Histogram,
+    refused: IntCounter,
+}
+
+impl PeerMetrics {
+    pub(super) fn new(b: &MetricsBuilder<'_>, block_bytes: u64) -> Result<Self> {
+        let way = ["direction"];
+        let seconds = HistogramOpts::new(
+            "kvbm_peer_pull_seconds",
+            "Time from the request for a lease to the arrival of its last block.",
+        );
+        let metrics = Self {
+            block_bytes,
+            leases: b.counters(
+                "kvbm_peer_leases_total",
+                "Leases that ended, at peers (`in`) and to peers (`out`), by how.",
+                &["direction", "end"],
+            )?,
+            blocks: b.counters(
+                "kvbm_peer_blocks_total",
+                "Blocks that came from peers (`in`) and went to peers (`out`).",
+                &way,
+            )?,
+            bytes: b.counters(
+                "kvbm_peer_bytes_total",
+                "Bytes that came from peers (`in`) and went to peers (`out`).",
+                &way,
+            )?,
+            pull_seconds: b.register(Histogram::with_opts(seconds.buckets(PULL_BOUNDS.into())))?,
+            refused: b.counter(
+                "kvbm_peer_refused_total",
+                "Workers that connected and were not let in.",
+            )?,
+        };
+        for direction in [IN, OUT] {
+            PeerLeaseEnd::ALL.iter().for_each(|end| {
+                metrics.leases.with_label_values(&[direction, end.name()]);
+            });
+            metrics.moved(direction, 0);
+        }
+        Ok(metrics)
+    }
+
+    fn moved(&self, direction: &str, blocks: u64) {
+        self.blocks.with_label_values(&[direction]).inc_by(blocks);
+        self.bytes.with_label_values(&[direction]).inc_by(blocks * self.block_bytes);
+    }
+
+    /// So many blocks came, so long after the lease was asked for.
+    pub(crate) fn pulled(&self, blocks: u64, took: Duration) {
+        self.moved(IN, blocks);
+        self.pull_seconds.observe(took.as_secs_f64());
+    }
+
+    pub(crate) fn sent(&self, blocks: u64) {
+        self.moved(OUT, blocks);
+    }
+
+    pub(crate) fn lease_in_ended(&self, how: PeerLeaseEnd) {
+        self.leases.with_label_values(&[IN, how.name()]).inc();
+    }
+
+    pub(crate) fn lease_out_ended(&self, how: PeerLeaseEnd) {
+        self.leases.with_label_values(&[OUT, how.name()]).inc();
+    }
+
+    pub(crate) fn refused(&self) {
+        self.refused.inc();
+    }
+}
