@@ -46,6 +46,11 @@ const SECTIONS: &[(&str, &str, &str)] = &[
     ("metrics", "`[metrics]`", "What is exported for Prometheus."),
     ("traces", "`[traces]`", "What a tracer is told."),
     (
+        "peers",
+        "`[peers]`",
+        "Workers of the same model that read each other's host tier: see [peers](peers.md).",
+    ),
+    (
         "nixl",
         "`[nixl]`",
         "NVIDIA's transfer library, 1.5 or later, if installed (`pip install nixl-cu12`). `kvbm doctor` shows which plugins work \

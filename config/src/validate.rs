@@ -239,10 +239,6 @@ impl Settings {
                 InvalidValue::new("there are two lists of peers", valid),
             ));
         }
-        if peers.etcd.as_ref().is_some_and(|urls| urls.contains('@')) {
-            let valid = "URLs without credentials, such as http://10.0.0.1:2379";
-            return Err(("peers.etcd", InvalidValue::new("it would show a password", valid)));
-        }
         if peers.enabled && self.host.capacity.is_none() {
             let valid = "false, or a host tier: set host.capacity (DYN_KVBM_CPU_CACHE_GB)";
             return Err((

@@ -11,6 +11,7 @@
 //! | `assemble` | the only place that names concrete backends and policies |
 //! | `durable` | what outlives the process: the indices of tiers whose slots do |
 //! | `observe` | what a manager reports of itself, its blocks and its requests |
+//! | `peers` | other workers, whose blocks are hits here |
 //! | `metrics` | what is counted, for Prometheus |
 //! | `serve` | the same over HTTP, for Prometheus, people and programs; behind a feature |
 //! | `traces` | spans for an OpenTelemetry collector and a profiler; behind features |
@@ -29,11 +30,13 @@ mod error;
 mod metrics;
 mod names;
 mod observe;
+mod peers;
 #[cfg(feature = "testing")]
 pub mod scheduler;
 #[cfg(not(feature = "testing"))]
 #[allow(dead_code, unreachable_pub, unused_imports, reason = "tests see it by a feature")]
 mod scheduler;
+mod secret;
 #[cfg(feature = "serve")]
 mod serve;
 #[cfg(not(feature = "serve"))]
@@ -76,6 +79,8 @@ pub use observe::state::{
     BreakerState, Degraded, FaultState, Found, LookupCounts, Missing, NamespaceState, Readiness,
     RouteState, State, TierState, Why,
 };
+pub use peers::discovery::{EtcdSource, EtcdUser, PeerAddress, PeerList, PeerSource, PeerWatch};
+pub use peers::{PeerLease, Peers, Pulled};
 pub use scheduler::{Drained, StagingCounts};
 #[cfg(feature = "serve")]
 pub use serve::TIER_COLORS;

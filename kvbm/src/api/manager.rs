@@ -26,6 +26,7 @@ use crate::names::hash::Chain;
 use crate::observe::events::Events;
 use crate::observe::shadow::Shadow;
 use crate::observe::state::{ObservedState, Why};
+use crate::peers::{PeerListener, Peers};
 use crate::scheduler::{Core, Drained};
 use crate::serve::{Listener, Server};
 use crate::sync::Mutex;
@@ -97,6 +98,8 @@ pub struct Manager {
     pub(super) shadow: Shadow,
     /// The cache groups other than full attention.
     checkpoints: CheckpointGroups,
+    /// Other workers.
+    peers: Option<Peers>,
     /// The process that opened it.
     process: u32,
 }
@@ -121,13 +124,26 @@ impl Manager {
     /// or no backend copies to it. The message names what to change.
     pub async fn open(settings: Settings, options: Options) -> Result<Self> {
         traces::check(&settings.traces)?;
-        let listener = Listener::bind(&settings)?;
+        let (listener, peers) =
+            (Listener::bind(&settings)?, PeerListener::bind(&settings, &options)?);
         let manager = if options.groups.is_empty() {
             Self::assemble(settings, &options, "").await?
         } else {
             Self::open_groups(settings, &options).await?
         };
-        manager.serve(listener, &options)
+        manager.with_peers(peers)?.serve(listener, &options)
+    }
+
+    /// Serves other workers, if the settings say so.
+    fn with_peers(mut self, listener: Option<PeerListener>) -> Result<Self> {
+        let Some(listener) = listener else { return Ok(self) };
+        let Some((core, memory)) = self.host_tier().filter(|_| !self.is_host_sealed) else {
+            let message = "peers read the host tier, where blocks must not lie encrypted: leave host.persist \
+                 (DYN_KVBM_CPU_CACHE_PERSIST) or the keys of encryption unset, or set peers.enabled (DYN_KVBM_PEERS) to false";
+            return Err(Error::invalid(message));
+        };
+        self.peers = Some(Peers::start(listener, core, memory)?);
+        Ok(self)
     }
 
     /// Starts the HTTP server, if the settings say so.
@@ -174,6 +190,7 @@ impl Manager {
             engine: options.engine.clone(),
             shadow,
             checkpoints: CheckpointGroups::default(),
+            peers: None,
             process: std::process::id(),
         })
     }
@@ -242,6 +259,11 @@ impl Manager {
     /// Those of all cache groups, full attention first.
     pub(super) fn cores(&self) -> impl Iterator<Item = &Arc<Core>> {
         std::iter::once(&self.core).chain(self.checkpoints.cores())
+    }
+
+    /// Other workers that hold blocks of the same model; `None`: the settings want none.
+    pub const fn peers(&self) -> Option<&Peers> {
+        self.peers.as_ref()
     }
 
     /// What operators, tests and benches ask.
@@ -487,6 +509,7 @@ impl Manager {
         left_to_write: &dyn Fn() -> Duration,
     ) -> Closing {
         drop(self.background.lock().take());
+        self.peers.iter().for_each(Peers::close);
         self.core.close();
         self.pinned.clear();
         let copies_left = self.core.wait_for_media(left());
@@ -510,6 +533,7 @@ impl Drop for Manager {
             let _ = self.close(Duration::ZERO);
         } else {
             std::mem::forget(self.background.lock().take());
+            self.peers.iter().for_each(Peers::abandon);
             let _server = std::mem::ManuallyDrop::new(self.server.lock().take());
             self.durable.abandon();
         }

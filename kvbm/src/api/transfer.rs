@@ -76,6 +76,16 @@ impl<T> Transfer<T> {
         Self { state: AnswerState::Over(Some(error)), id: None, cancel: None, layers: Vec::new() }
     }
 
+    /// The transfer of work whose answer may be an error.
+    pub(crate) fn answered(answer: oneshot::Receiver<Result<T>>) -> Self
+    where
+        T: Send + 'static,
+    {
+        let answer = async move { answer.await.unwrap_or_else(|_| Err(Error::closed())) };
+        let state = AnswerState::Joined(Box::pin(answer));
+        Self { state, id: None, cancel: None, layers: Vec::new() }
+    }
+
     /// The transfer of work that ended at once.
     pub(crate) fn ended(answer: T) -> Self {
         let (told, transfer) = oneshot::channel();

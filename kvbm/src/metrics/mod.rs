@@ -6,6 +6,7 @@
 mod faults;
 mod gauges;
 mod leases;
+mod peers;
 mod tenants;
 mod upstream;
 
@@ -30,6 +31,7 @@ use crate::table::{Match, Miss};
 pub(crate) use self::faults::Fault;
 pub(crate) use self::gauges::{ObjectTraffic, RankGauges, StateGauges};
 pub(crate) use self::leases::Lookups;
+pub(crate) use self::peers::{PeerLeaseEnd, PeerMetrics};
 pub(crate) use self::tenants::{TenantLeases, TenantMetrics};
 
 /// Handles to all metrics.
@@ -60,6 +62,7 @@ pub struct Metrics {
     duplicates: IntCounter,
     out_of_reach: IntCounter,
     faults: FaultLog,
+    peers: PeerMetrics,
     upstream: UpstreamMetrics,
 }
 
@@ -225,6 +228,7 @@ impl Metrics {
                 "Tokens held of full attention behind the last checkpoint that all cache groups have.",
             )?,
             faults: FaultLog::default(),
+            peers: PeerMetrics::new(&b, block_bytes)?,
             upstream: UpstreamMetrics::new(&b)?,
         })
     }
@@ -251,6 +255,11 @@ impl Metrics {
         for directory in 0..directories {
             self.directory_failures.with_label_values(&[&directory.to_string()]);
         }
+    }
+
+    /// Those of what goes between workers.
+    pub(crate) const fn peers(&self) -> &PeerMetrics {
+        &self.peers
     }
 
     /// `blocks` blocks arrived together after `took`.

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use prometheus::{Histogram, HistogramOpts, IntCounter, IntCounterVec};
 
-use super::{MetricsBuilder, Result};
+use super::MetricsBuilder;
+use crate::error::Result;
 
 /// How a lease at a peer ended: label values of `kvbm_peer_leases_total`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

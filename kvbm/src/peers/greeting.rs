@@ -57,12 +57,12 @@ fn proved(side: Side, [reader, holder]: [&Nonce; 2]) -> Vec<u8> {
 
 /// # Errors
 /// [`ErrorKind::Unavailable`](crate::ErrorKind::Unavailable): the system has no random bytes.
-pub(super) fn nonce() -> Result<Nonce> {
-    let mut nonce = [0; 32];
+pub(super) fn random<const BYTES: usize>() -> Result<[u8; BYTES]> {
+    let mut random = [0; BYTES];
     SystemRandom::new()
-        .fill(&mut nonce)
+        .fill(&mut random)
         .map_err(|_| Error::unavailable("the system gives no random bytes"))?;
-    Ok(nonce)
+    Ok(random)
 }
 
 /// Who we are, to others.
@@ -78,7 +78,7 @@ impl Credentials {
         &self,
         stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     ) -> Result<Member, BrokenLink> {
-        let ours = nonce().map_err(|error| BrokenLink::Refused(error.to_string()))?;
+        let ours: Nonce = random().map_err(|error| BrokenLink::Refused(error.to_string()))?;
         send(stream, &ToHolder::Hello(Hello::new(ours))).await?;
         let theirs = match receive(stream).await? {
             ToReader::Challenge(challenge) => challenge,

@@ -15,7 +15,7 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::codec::{FramedRead, LengthDelimitedCodec};
 
-use super::greeting::{Credentials, nonce};
+use super::greeting::{Credentials, random};
 use super::probes::gap_behind;
 use super::protocol::{
     BrokenLink, Hello, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, MAX_PROBES, Member, Probe,
@@ -75,7 +75,7 @@ async fn admit<S: AsyncRead + AsyncWrite + Unpin>(
 ) -> Result<Member, BrokenLink> {
     let hello = link.next().await.ok_or(BrokenLink::Unexpected("it is closed"))??;
     let reader = Hello::parse(&hello).map_err(BrokenLink::Refused)?;
-    let ours = nonce().map_err(|error| BrokenLink::Refused(error.to_string()))?;
+    let ours = random().map_err(|error| BrokenLink::Refused(error.to_string()))?;
     send(link.get_mut(), &ToReader::Challenge(credentials.challenge(&reader, ours))).await?;
     let join = link.next().await.ok_or(BrokenLink::Unexpected("it is closed"))??;
     let ToHolder::Join(join) = decode(&join)? else {

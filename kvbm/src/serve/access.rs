@@ -31,7 +31,8 @@ pub(super) struct BearerToken(blake3::Hash);
 impl BearerToken {
     /// `None`: everyone who reaches the address may read.
     pub(super) fn of(settings: &MetricsSettings) -> Result<Option<Self>> {
-        let file = settings.token_file.as_ref().map(|path| read(path)).transpose()?;
+        let file = settings.token_file.as_ref();
+        let file = file.map(|path| read_secret(path, "metrics.token_file")).transpose()?;
         let token = file.as_ref().or(settings.token.as_ref());
         Ok(token.map(|token| Self(blake3::hash(token.as_bytes()))))
     }
@@ -46,22 +47,6 @@ impl BearerToken {
 }
 
 const SCHEME: &[u8] = b"Bearer ";
-
-fn read(path: &str) -> Result<String> {
-    // No message contains the file's content.
-    let text = fs::read_to_string(path).map_err(|error| {
-        let message = format!("cannot read the token of metrics in {path} (metrics.token_file)");
-        Error::caused(ErrorKind::Unavailable, message, error)
-    })?;
-    let token = text.trim();
-    if token.len() < MIN_TOKEN_BYTES || token.contains(char::is_whitespace) {
-        let message = format!(
-            "{path} (metrics.token_file) is not a token: one line of {MIN_TOKEN_BYTES} bytes or more, without spaces"
-        );
-        return Err(Error::invalid(message));
-    }
-    Ok(token.to_owned())
-}
 
 /// The names that requests may carry in `Host`.
 ///

@@ -1,0 +1,354 @@
+//! Other workers: a prefix that one of them holds is a hit here.
+//!
+//! A peer is a place where a prefix is. A reader leases at a peer as it leases at home, takes the
+//! blocks into slots of its own host tier, verifies them and publishes them there. What fails is a
+//! miss of what is missing. Nothing of this is on the way of a local request.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `discovery` | how a worker learns of others, and announces itself |
+//! | `greeting` | who may connect, and whose blocks are the same |
+//! | `probes` | which prefixes of a chain a reader asks for |
+//! | `protocol` | the messages |
+//! | `holder` | gives leases, and sends what they name |
+//! | `link` | a reader's connection |
+//! | `reader` | reads what others hold |
+
+pub(crate) mod discovery;
+mod greeting;
+mod holder;
+mod link;
+mod probes;
+mod protocol;
+mod reader;
+
+use std::fmt;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvbm_settings::{PeerSettings, Settings};
+use kvbm_tiers::{DramRegion, Memory};
+use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::sync::{Semaphore, oneshot};
+
+use self::discovery::{EtcdSource, PeerAddress, PeerAnnouncement, PeerSource, PeerWatch};
+use self::greeting::{Credentials, PeerSecret, random};
+use self::holder::{Holder, LeasedBlocks};
+use self::protocol::Member;
+use self::reader::Reader;
+use crate::api::manager::Options;
+use crate::api::transfer::Transfer;
+use crate::error::{Error, ErrorKind, Result};
+use crate::names::fingerprint::Fingerprint;
+use crate::names::hash::Chain;
+use crate::scheduler::Core;
+use crate::secret::read_secret;
+use crate::sync::{JoinHandle, Mutex, spawn};
+use crate::table::RequestInfo;
+
+pub use self::reader::{PeerLease, Pulled};
+
+/// Readers that are connected at a time.
+const MAX_READERS: usize = 1_024;
+/// The pause after a connection that could not be accepted: there are no descriptors left, most
+/// often.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// An address that is ours: connections wait until they are served.
+#[derive(Debug)]
+pub(crate) struct PeerListener {
+    socket: TcpListener,
+    address: SocketAddr,
+    settings: PeerSettings,
+    secret: Option<PeerSecret>,
+    fingerprint: Fingerprint,
+}
+
+impl PeerListener {
+    /// Takes the address, before tiers are opened, since that takes long. `None`: there are to be
+    /// no peers.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`]: peers cannot be had with these options. [`ErrorKind::Unavailable`]:
+    /// the address is taken or not this machine's, or the secret cannot be read.
+    pub(crate) fn bind(settings: &Settings, options: &Options) -> Result<Option<Self>> {
+        let peers = &settings.peers;
+        if !peers.enabled {
+            return Ok(None);
+        }
+        settings.validate().map_err(|error| Error::invalid(error.to_string()))?;
+        let Some(fingerprint) = options.fingerprint.clone() else {
+            let message = "peers share blocks of one model: open the manager with Options::fingerprint, or set \
+                 peers.enabled (DYN_KVBM_PEERS) to false";
+            return Err(Error::invalid(message));
+        };
+        if !options.groups.is_empty() || options.ranks.is_some() {
+            let message = "peers cannot be had with several cache groups or ranks yet: set peers.enabled \
+                 (DYN_KVBM_PEERS) to false";
+            return Err(Error::invalid(message));
+        }
+        let file = peers.secret_file.as_ref();
+        let secret = file.map(|path| read_secret(path, "peers.secret_file")).transpose()?;
+        let secret = secret.as_ref().or(peers.secret.as_ref()).map(|secret| PeerSecret::new(secret));
+        let address = SocketAddr::new(peers.host, peers.port);
+        let bound = TcpListener::bind(address).and_then(|socket| {
+            socket.set_nonblocking(true)?;
+            Ok((socket.local_addr()?, socket))
+        });
+        let (address, socket) = bound.map_err(|error| {
+            let message = format!(
+                "cannot serve peers at {address}; choose another address with peers.host and peers.port \
+                 (DYN_KVBM_PEERS_HOST and DYN_KVBM_PEERS_PORT; 0 takes any free port)"
+            );
+            Error::caused(ErrorKind::Unavailable, message, error)
+        })?;
+        Ok(Some(Self { socket, address, settings: peers.clone(), secret, fingerprint }))
+    }
+
+    /// What others know of this worker.
+    fn own_address(&self) -> Result<PeerAddress> {
+        let address = self.settings.address.clone().unwrap_or_else(|| self.address.to_string());
+        match &self.settings.name {
+            Some(name) => PeerAddress::new(name, address),
+            None => PeerAddress::named_by_address(&address),
+        }
+    }
+}
+
+fn source(settings: &PeerSettings) -> PeerSource {
+    let list = |text: &String| text.split(',').map(|part| part.trim().to_owned()).collect();
+    let PeerSettings { addresses, file, etcd, namespace, .. } = settings;
+    match (file, etcd) {
+        (Some(file), _) => PeerSource::File(file.into()),
+        (None, Some(endpoints)) => {
+            let namespace = namespace.as_deref().unwrap_or("default");
+            PeerSource::Etcd(EtcdSource::new(list(endpoints), namespace))
+        }
+        (None, None) => PeerSource::Static(addresses.as_ref().map(list).unwrap_or_default()),
+    }
+}
+
+/// Other workers that hold blocks of the same model. A manager has them if the settings say so
+/// (`peers.enabled`, `DYN_KVBM_PEERS`): see [`Manager::peers`](crate::Manager::peers).
+///
+/// ```no_run
+/// # async fn example(manager: &kvbm::Manager, chain: Vec<kvbm::BlockHash>) -> kvbm::Result<()> {
+/// let peers = manager.peers().expect("peers.enabled is set");
+/// // The worker that computed the prompt, by the name that it has in the list of peers.
+/// let lease = peers.lease("prefill-1/0", &chain, kvbm::RequestInfo::default()).await?;
+/// println!("{} blocks are only there", lease.only_there());
+/// let pulled = peers.pull(lease).await?;
+/// // From here on they are in the host tier, as if they had been computed here.
+/// let loaded = manager.load(pulled.lease).await?;
+/// # Ok(())
+/// # }
+/// ```
+pub struct Peers {
+    reader: Arc<Reader>,
+    leased: Arc<LeasedBlocks>,
+    name: String,
+    address: SocketAddr,
+    runtime: Handle,
+    watch: PeerWatch,
+    /// `None` once it is closed.
+    thread: Mutex<Option<PeerThread>>,
+}
+
+impl fmt::Debug for Peers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Peers")
+            .field("name", &self.name)
+            .field("address", &self.address)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The thread that serves others, and reads at them.
+struct PeerThread {
+    stop: oneshot::Sender<()>,
+    thread: JoinHandle,
+}
+
+impl Peers {
+    /// Serves others and reads at them, on a thread of its own.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if the system refuses a thread or random bytes;
+    /// [`ErrorKind::Invalid`] if a name or an address is none.
+    pub(crate) fn start(
+        listener: PeerListener,
+        core: &Arc<Core>,
+        memory: &Arc<DramRegion>,
+    ) -> Result<Self> {
+        let own = listener.own_address()?;
+        let source = source(&listener.settings);
+        let PeerListener { socket, address, settings, secret, fingerprint } = listener;
+        let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve peers", error);
+        let runtime = Builder::new_current_thread().enable_all().build().map_err(refused)?;
+        let entered = runtime.enter();
+        let socket = tokio::net::TcpListener::from_std(socket).map_err(refused)?;
+        drop(entered);
+        let watch = source.watch(runtime.handle())?;
+        let announcement = source.announce(&own, runtime.handle())?;
+        let member = Member {
+            name: own.name().to_owned(),
+            incarnation: u64::from_le_bytes(random()?),
+            block_bytes: memory.block_bytes() as u64,
+            fingerprint,
+        };
+        let credentials = Arc::new(Credentials { member, secret });
+        let most = f64::from(memory.slots()) * settings.lease_share;
+        let leased = Arc::new(LeasedBlocks::new(most as usize));
+        let holder = Holder {
+            core: Arc::clone(core),
+            memory: Arc::clone(memory),
+            credentials: Arc::clone(&credentials),
+            ttl: Duration::from_millis(settings.lease_ttl_ms),
+            leased: Arc::clone(&leased),
+            metrics: core.metrics().peers().clone(),
+        };
+        let reader = Reader {
+            core: Arc::clone(core),
+            memory: Arc::clone(memory),
+            credentials,
+            known: watch.peers(),
+            waiting: Mutex::default(),
+            metrics: core.metrics().peers().clone(),
+        };
+        let handle = runtime.handle().clone();
+        let (stop, stopped) = oneshot::channel();
+        let serve = move || serve(runtime, socket, holder, announcement, stopped);
+        let thread = spawn("kvbm-peers", serve).map_err(refused)?;
+        tracing::info!(name = own.name(), %address, "peers read here");
+        Ok(Self {
+            reader: Arc::new(reader),
+            leased,
+            name: own.name().to_owned(),
+            address,
+            runtime: handle,
+            watch,
+            thread: Mutex::new(Some(PeerThread { stop, thread })),
+        })
+    }
+
+    /// This worker's own name among all.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Where it serves others.
+    pub const fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The peers that are known, by name, with their addresses.
+    pub fn known(&self) -> Vec<(String, String)> {
+        let known = self.watch.peers();
+        let known = known.borrow();
+        known.iter().map(|(name, address)| (name.to_owned(), address.to_owned())).collect()
+    }
+
+    /// Blocks that are leased to others now.
+    pub fn leased(&self) -> usize {
+        self.leased.blocks()
+    }
+
+    /// Leases at a peer what the tiers here lack of `chain`.
+    ///
+    /// The answer is an error of kind [`Invalid`](ErrorKind::Invalid) if no peer has this name, of
+    /// kind [`Unavailable`](ErrorKind::Unavailable) if the peer cannot be reached, has other blocks
+    /// or gives no lease, and of kind [`Closed`](ErrorKind::Closed) after
+    /// [`Manager::close`](crate::Manager::close).
+    pub fn lease<'a>(
+        &self,
+        peer: &str,
+        chain: impl Into<Chain<'a>>,
+        info: RequestInfo,
+    ) -> Transfer<PeerLease> {
+        let (reader, peer) = (Arc::clone(&self.reader), peer.to_owned());
+        let chain = chain.into().hashes.to_vec();
+        self.start_on_thread(async move { reader.lease(peer, chain, info).await })
+    }
+
+    /// Brings what a lease names into the host tier, as far as there is room. Blocks that do not
+    /// come, come late or are not what they should be are missing, and the answer says why.
+    ///
+    /// The answer is an error of kind [`Stale`](ErrorKind::Stale) if a reset came in between, and of
+    /// kind [`Closed`](ErrorKind::Closed) after [`Manager::close`](crate::Manager::close).
+    pub fn pull(&self, lease: PeerLease) -> Transfer<Pulled> {
+        let reader = Arc::clone(&self.reader);
+        self.start_on_thread(async move { reader.pull(lease).await })
+    }
+
+    fn start_on_thread<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = Result<T>> + Send + 'static,
+    ) -> Transfer<T> {
+        let (told, answer) = oneshot::channel();
+        self.runtime.spawn(async move { drop(told.send(work.await)) });
+        Transfer::answered(answer)
+    }
+
+    /// Serves nobody any more. Leases of others end, and pulls under way get no answer.
+    pub(crate) fn close(&self) {
+        if let Some(PeerThread { stop, thread }) = self.thread.lock().take() {
+            drop(stop);
+            drop(thread.join());
+        }
+    }
+
+    /// In a forked child: the thread is the parent's.
+    pub(crate) fn abandon(&self) {
+        std::mem::forget(self.thread.lock().take());
+    }
+}
+
+impl Drop for Peers {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+fn serve(
+    runtime: Runtime,
+    socket: tokio::net::TcpListener,
+    holder: Holder,
+    announcement: Option<PeerAnnouncement>,
+    stopped: oneshot::Receiver<()>,
+) {
+    runtime.block_on(async {
+        tokio::select! {
+            () = accept(socket, Arc::new(holder)) => {}
+            _ = stopped => {}
+        }
+        if let Some(announcement) = announcement {
+            announcement.withdraw().await;
+        }
+    });
+    // Tasks end here, with the leases that they have.
+    drop(runtime);
+}
+
+async fn accept(socket: tokio::net::TcpListener, holder: Arc<Holder>) {
+    let places = Arc::new(Semaphore::new(MAX_READERS));
+    loop {
+        // Others wait in the socket's queue until one leaves.
+        let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+        match socket.accept().await {
+            Ok((stream, _)) => {
+                let holder = Arc::clone(&holder);
+                tokio::spawn(async move {
+                    // Without it answers come late, no more.
+                    let _ = stream.set_nodelay(true);
+                    holder.serve(stream).await;
+                    drop(place);
+                });
+            }
+            Err(error) => {
+                tracing::warn!(%error, "cannot take a connection of a peer");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
