@@ -21,6 +21,8 @@ mod link;
 mod probes;
 mod protocol;
 mod reader;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 use std::net::{SocketAddr, TcpListener};

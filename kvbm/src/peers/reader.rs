@@ -125,7 +125,7 @@ impl Reader {
         if let Some(link) = self.waiting.lock().get_mut(peer).and_then(Vec::pop) {
             return Ok(link);
         }
-        let address = self.known.borrow().get(peer).map(|known| known.address.clone());
+        let address = self.known.borrow().get(peer).map(str::to_owned);
         let address = address.ok_or_else(|| Error::invalid(format!("no peer {peer} is known")))?;
         PeerLink::connect(&address, &self.credentials).await.map_err(|why| {
             let message = format!("cannot read at the peer {peer} ({address})");

@@ -2,7 +2,6 @@
 //! addressed, and how many may connect, and for how long.
 
 use std::collections::VecDeque;
-use std::fs;
 use std::iter::chain;
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::Arc;
@@ -15,13 +14,14 @@ use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
-use kvbm_settings::{MIN_TOKEN_BYTES, MetricsSettings};
+use kvbm_settings::MetricsSettings;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, yield_now};
 use tokio::time::{sleep, timeout};
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
+use crate::secret::read_secret;
 
 /// The hash of a token: the process does not hold the token itself, and a comparison takes the same
 /// time for any wrong one.
@@ -149,9 +149,12 @@ impl Places {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use axum::http::HeaderValue;
 
     use super::*;
+    use crate::error::ErrorKind;
 
     #[test]
     fn a_token_is_shown_unchanged_or_not_at_all() {

@@ -1,0 +1,404 @@
+//! Two workers over a simulated network, in simulated time: a model of what a reader may see.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use kvbm_policies::EvictionKind;
+use kvbm_settings::{Capacity, Settings};
+use kvbm_tiers::Tier;
+use proptest::prelude::*;
+use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf, duplex};
+use tokio::sync::watch;
+
+use super::greeting::tests::member;
+use super::greeting::{Credentials, PeerSecret};
+use super::holder::{Holder, LeasedBlocks};
+use super::link::PeerLink;
+use super::reader::{PeerLease, Reader};
+use crate::api::blocking::Blocks;
+use crate::api::manager::{Manager, Options};
+use crate::error::Error;
+use crate::names::hash::{BlockHash, Chain};
+use crate::sync::Mutex;
+use crate::table::RequestInfo;
+
+const BLOCK: usize = 512;
+const SLOTS: u32 = 24;
+const TTL: Duration = Duration::from_secs(10);
+
+/// A worker with a host tier.
+struct Worker {
+    blocks: Blocks,
+    credentials: Arc<Credentials>,
+}
+
+impl Worker {
+    async fn new(name: &str, incarnation: u64) -> Self {
+        let mut settings = Settings { block_bytes: Some(BLOCK as u64), ..Settings::default() };
+        settings.host.capacity = Some(Capacity::Blocks(SLOTS.into()));
+        settings.host.huge_pages = false;
+        settings.eviction = EvictionKind::Lru;
+        let manager = Manager::open(settings, Options::default()).await.unwrap();
+        let blocks = Blocks::of(Arc::new(manager)).unwrap();
+        let secret = Some(PeerSecret::new("0123456789abcdef"));
+        Self { blocks, credentials: Arc::new(Credentials { member: member(name, incarnation), secret }) }
+    }
+
+    fn manager(&self) -> &Manager {
+        self.blocks.manager()
+    }
+
+    /// Computes what the host tier lacks of a chain.
+    fn compute(&self, chain: &[BlockHash]) {
+        let epoch = self.manager().epoch();
+        let fill = |at: usize, slot: &mut [u8]| {
+            slot.copy_from_slice(&content(chain[at], epoch));
+            Ok::<_, Error>(())
+        };
+        self.blocks.put(chain, fill).unwrap();
+    }
+
+    /// How many leading blocks it has, each of which is what its name says in this epoch.
+    fn check(&self, chain: &[BlockHash]) -> usize {
+        let epoch = self.manager().epoch();
+        let check = |at: usize, block: &[u8]| {
+            assert_eq!(block, content(chain[at], epoch), "a wrong block at {at}");
+            Ok::<_, Error>(())
+        };
+        self.blocks.get(chain, check).unwrap()
+    }
+
+    fn holder(&self, leased: &Arc<LeasedBlocks>) -> Arc<Holder> {
+        let (core, memory) = self.manager().host_tier().unwrap();
+        Arc::new(Holder {
+            core: Arc::clone(core),
+            memory: Arc::clone(memory),
+            credentials: Arc::clone(&self.credentials),
+            ttl: TTL,
+            leased: Arc::clone(leased),
+            metrics: core.metrics().peers().clone(),
+        })
+    }
+
+    fn reader(&self) -> Reader {
+        let (core, memory) = self.manager().host_tier().unwrap();
+        Reader {
+            core: Arc::clone(core),
+            memory: Arc::clone(memory),
+            credentials: Arc::clone(&self.credentials),
+            known: watch::channel(Arc::default()).1,
+            waiting: Mutex::default(),
+            metrics: core.metrics().peers().clone(),
+        }
+    }
+}
+
+/// The bytes of a block: other ones in each epoch, as of other weights.
+fn content(hash: BlockHash, epoch: u64) -> Vec<u8> {
+    let seed = format!("{hash:?} {epoch}");
+    seed.bytes().cycle().take(BLOCK).collect()
+}
+
+/// Chains that begin alike: number `n` leaves the others behind its first `3 n` blocks.
+fn chain(n: usize, blocks: usize) -> Vec<BlockHash> {
+    let name = |at: usize| (if at < 3 * n { 0 } else { n + 1 } as u128) << 64 | (at as u128 + 1);
+    (0..blocks).map(|at| BlockHash::from_u128(name(at) << 32 | name(at))).collect()
+}
+
+/// What happens to the bytes that a holder sends.
+#[derive(Clone, Copy, Debug)]
+enum Fault {
+    None,
+    /// A bit is flipped behind so many bytes.
+    Flip(usize),
+    /// The link is cut there.
+    Cut(usize),
+    /// Nothing goes on from there.
+    Hang(usize),
+}
+
+struct FaultyStream {
+    stream: DuplexStream,
+    fault: Fault,
+    sent: usize,
+}
+
+impl AsyncRead for FaultyStream {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for FaultyStream {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let (sent, end) = (self.sent, self.sent + bytes.len());
+        let mut bytes = bytes.to_vec();
+        match self.fault {
+            Fault::Flip(at) if (sent..end).contains(&at) => bytes[at - sent] ^= 1 << (at % 8),
+            Fault::Cut(at) if at < end => return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into())),
+            Fault::Hang(at) if at < end => return Poll::Pending,
+            _ => {}
+        }
+        let written = Pin::new(&mut self.stream).poll_write(context, &bytes);
+        if let Poll::Ready(Ok(written)) = written {
+            self.sent += written;
+        }
+        written
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    /// The holder computes a chain.
+    Compute(usize, usize),
+    /// So does the reader.
+    ComputeHere(usize, usize),
+    EvictThere(usize),
+    EvictHere(usize),
+    /// The reader asks for a lease over a new link.
+    Lease(usize, usize, Fault),
+    /// It uses the lease.
+    Pull,
+    /// It drops it.
+    Drop,
+    Pass(Duration),
+    ResetThere,
+    ResetHere,
+    /// The holder is another process now.
+    Restart,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let chain = || (0..4_usize, 1..20_usize);
+    let at = || 0..12 * BLOCK;
+    let fault = prop_oneof![
+        4 => Just(Fault::None),
+        2 => at().prop_map(Fault::Flip),
+        1 => at().prop_map(Fault::Cut),
+        1 => at().prop_map(Fault::Hang),
+    ];
+    let step = prop_oneof![
+        6 => chain().prop_map(|(n, blocks)| Step::Compute(n, blocks)),
+        2 => chain().prop_map(|(n, blocks)| Step::ComputeHere(n, blocks)),
+        2 => (1..8_usize).prop_map(Step::EvictThere),
+        2 => (1..24_usize).prop_map(Step::EvictHere),
+        6 => (chain(), fault).prop_map(|((n, blocks), fault)| Step::Lease(n, blocks, fault)),
+        6 => Just(Step::Pull),
+        1 => Just(Step::Drop),
+        2 => (0..12_000_u64).prop_map(|ms| Step::Pass(Duration::from_millis(ms))),
+        1 => Just(Step::ResetThere),
+        1 => Just(Step::ResetHere),
+        1 => Just(Step::Restart),
+    ];
+    prop::collection::vec(step, 1..40)
+}
+
+struct Pair {
+    there: Worker,
+    here: Worker,
+    reader: Reader,
+    leased: Arc<LeasedBlocks>,
+    lease: Option<PeerLease>,
+    incarnation: u64,
+}
+
+impl Pair {
+    async fn new() -> Self {
+        let (there, here) = (Worker::new("there", 1).await, Worker::new("here", 2).await);
+        let (reader, leased) = (here.reader(), Arc::new(LeasedBlocks::new(SLOTS as usize / 2)));
+        Self { there, here, reader, leased, lease: None, incarnation: 2 }
+    }
+
+    async fn lease(&mut self, chain: &[BlockHash], fault: Fault) {
+        self.lease = None;
+        let (ours, theirs) = duplex(1 << 10);
+        let holder = self.there.holder(&self.leased);
+        let stream = FaultyStream { stream: theirs, fault, sent: 0 };
+        tokio::spawn(async move { holder.serve(stream).await });
+        let Ok(link) = PeerLink::over(Box::new(ours), &self.reader.credentials).await else {
+            return;
+        };
+        self.reader.waiting.lock().insert("there".to_owned(), vec![link]);
+        let leased = self.reader.lease("there".to_owned(), chain.to_vec(), RequestInfo::default());
+        self.lease = leased.await.ok();
+    }
+
+    async fn pull(&mut self) -> usize {
+        let Some(lease) = self.lease.take() else { return 0 };
+        let chain = lease.chain.clone();
+        let pulled = self.reader.pull(lease).await.map_or(0, |pulled| pulled.copied);
+        self.here.check(&chain);
+        pulled
+    }
+
+    async fn step(&mut self, step: &Step) {
+        match *step {
+            Step::Compute(n, blocks) => self.there.compute(&chain(n, blocks)),
+            Step::ComputeHere(n, blocks) => self.here.compute(&chain(n, blocks)),
+            Step::EvictThere(blocks) => _ = self.there.manager().admin().evict(Tier::Host, blocks),
+            Step::EvictHere(blocks) => _ = self.here.manager().admin().evict(Tier::Host, blocks),
+            Step::Lease(n, blocks, fault) => self.lease(&chain(n, blocks), fault).await,
+            Step::Pull => _ = self.pull().await,
+            Step::Drop => self.lease = None,
+            Step::Pass(time) => tokio::time::sleep(time).await,
+            Step::ResetThere => reset(&self.there),
+            Step::ResetHere => reset(&self.here),
+            Step::Restart => {
+                self.incarnation += 1;
+                self.there = Worker::new("there", self.incarnation).await;
+            }
+        }
+        for n in 0..4 {
+            self.here.check(&chain(n, 20));
+        }
+    }
+
+    /// Nothing is left over, and everything works again.
+    async fn heals(&mut self) {
+        self.lease = None;
+        tokio::time::sleep(2 * TTL).await;
+        assert_eq!(self.leased.blocks(), 0, "leases are left");
+        let epoch = 1 + self.there.manager().epoch().max(self.here.manager().epoch());
+        for worker in [&self.there, &self.here] {
+            worker.manager().reset(epoch).unwrap();
+            worker.manager().tick();
+        }
+        let wanted = chain(3, 12);
+        self.there.compute(&wanted);
+        self.lease(&wanted, Fault::None).await;
+        let copied = self.pull().await;
+        assert_eq!((copied, self.here.check(&wanted)), (12, 12));
+        for worker in [&self.there, &self.here] {
+            assert_eq!(worker.manager().admin().audit(), []);
+            let counts = worker.manager().admin().counts(Tier::Host);
+            assert_eq!((counts.filling, counts.lost), (0, 0));
+        }
+    }
+}
+
+fn reset(worker: &Worker) {
+    worker.manager().reset(worker.manager().epoch() + 1).unwrap();
+}
+
+fn simulated<T>(work: impl Future<Output = T>) -> T {
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    runtime.unwrap().block_on(work)
+}
+
+fn cases() -> u32 {
+    std::env::var("KVBM_PEER_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(500)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(cases()))]
+    #[test]
+    fn a_reader_never_has_a_wrong_byte_and_everything_works_again(steps in steps()) {
+        simulated(async {
+            let mut pair = Pair::new().await;
+            for step in &steps {
+                pair.step(step).await;
+            }
+            pair.heals().await;
+        });
+    }
+}
+
+#[test]
+fn blocks_that_only_a_peer_has_come_from_there() {
+    simulated(async {
+        let mut pair = Pair::new().await;
+        let wanted = chain(0, 10);
+        pair.there.compute(&wanted);
+        pair.here.compute(&wanted[..4]);
+        pair.lease(&wanted, Fault::None).await;
+        let lease = pair.lease.as_ref().unwrap();
+        assert_eq!((lease.blocks(), lease.only_there()), (10, 6));
+        assert_eq!(pair.leased.blocks(), 6);
+        assert_eq!((pair.pull().await, pair.here.check(&wanted)), (6, 10));
+        pair.heals().await;
+    });
+}
+
+#[test]
+fn a_chain_that_is_held_in_part_is_leased_in_part() {
+    simulated(async {
+        let mut pair = Pair::new().await;
+        for held in 0..=12 {
+            let wanted = chain(0, 20);
+            pair.there.compute(&wanted[..held]);
+            pair.lease(&wanted, Fault::None).await;
+            assert_eq!(pair.lease.as_ref().unwrap().blocks(), held);
+        }
+        pair.heals().await;
+    });
+}
+
+#[test]
+fn leased_blocks_stay_until_the_lease_is_over_and_not_longer() {
+    simulated(async {
+        let mut pair = Pair::new().await;
+        let wanted = chain(0, 10);
+        pair.there.compute(&wanted);
+        pair.lease(&wanted, Fault::None).await;
+        assert_eq!(pair.there.manager().admin().evict(Tier::Host, 10), 0, "they are leased");
+        tokio::time::sleep(TTL + Duration::from_secs(1)).await;
+        assert_eq!(pair.there.manager().admin().evict(Tier::Host, 10), 10);
+        pair.there.compute(&chain(2, 12)[..]);
+        assert_eq!((pair.pull().await, pair.here.check(&wanted)), (0, 0), "its time is over");
+        pair.heals().await;
+    });
+}
+
+#[test]
+fn no_more_is_leased_than_the_share() {
+    simulated(async {
+        let mut pair = Pair::new().await;
+        let wanted = chain(0, 13);
+        pair.there.compute(&wanted);
+        pair.lease(&wanted, Fault::None).await;
+        assert!(pair.lease.is_none(), "13 blocks of 12");
+        pair.lease(&wanted[..12], Fault::None).await;
+        assert_eq!(pair.pull().await, 12);
+        pair.heals().await;
+    });
+}
+
+#[test]
+fn workers_of_different_epochs_give_each_other_nothing() {
+    simulated(async {
+        let mut pair = Pair::new().await;
+        let wanted = chain(0, 8);
+        pair.there.compute(&wanted);
+        reset(&pair.here);
+        pair.lease(&wanted, Fault::None).await;
+        assert!(pair.lease.is_none());
+        reset(&pair.there);
+        pair.lease(&wanted, Fault::None).await;
+        assert_eq!(pair.lease.as_ref().unwrap().blocks(), 0, "those are of other weights");
+        pair.there.compute(&wanted);
+        pair.lease(&wanted, Fault::None).await;
+        reset(&pair.there);
+        assert_eq!(pair.pull().await, 0, "a reset ended it");
+        pair.heals().await;
+    });
+}
