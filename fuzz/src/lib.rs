@@ -13,6 +13,7 @@
 //! | [`manifest`] | which segments a worker relies on |
 //! | [`tier_index`] | the index of a tier that outlives its process |
 //! | [`rank_frame`] | what a leader and its ranks say to each other |
+//! | [`peer_frame`] | what two workers say to each other |
 //! | [`rank_debts`] | what ranks have yet to forget |
 //!
 //! `tests/fuzz.sh` has libFuzzer look for bytes of which it does not hold. The files in `corpus`
@@ -26,6 +27,7 @@ mod settings;
 mod trace;
 
 pub use keys::{key_file, main_keys, wrapped_key};
+pub use kvbm::read_peer_frame as peer_frame;
 pub use kvbm_tiers::index::read_in_every_way as tier_index;
 pub use kvbm_tiers::object::segment::read_sealed_in_every_way as sealed_footer;
 pub use kvbm_tiers::ranks::{read_debts as rank_debts, read_in_every_way as rank_frame};
@@ -39,6 +41,7 @@ pub const TARGETS: &[(&str, fn(&[u8]))] = &[
     ("key_file", key_file),
     ("main_keys", main_keys),
     ("manifest", manifest),
+    ("peer_frame", peer_frame),
     ("rank_debts", rank_debts),
     ("rank_frame", rank_frame),
     ("sealed_footer", sealed_footer),

@@ -80,6 +80,8 @@ pub use observe::state::{
     RouteState, State, TierState, Why,
 };
 pub use peers::discovery::{EtcdSource, EtcdUser, PeerAddress, PeerList, PeerSource, PeerWatch};
+#[cfg(feature = "testing")]
+pub use peers::read_peer_frame;
 pub use peers::{PeerLease, Peers, Pulled};
 pub use scheduler::{Drained, StagingCounts};
 #[cfg(feature = "serve")]

@@ -50,8 +50,8 @@ impl PeerLeaseEnd {
     }
 }
 
-const IN: &str = "in";
-const OUT: &str = "out";
+const IN: &str = "received";
+const OUT: &str = "sent";
 
 /// Bounds of the histogram, in seconds: 1 ms to 33 s.
 const PULL_BOUNDS: [f64; 16] = [
@@ -59,7 +59,7 @@ const PULL_BOUNDS: [f64; 16] = [
     8.192, 16.384, 32.768,
 ];
 
-/// Counters of what goes between workers: `in` from others, `out` to others.
+/// Counters of what goes between workers: `received` from others, `sent` to others.
 #[derive(Clone, Debug)]
 pub(crate) struct PeerMetrics {
     block_bytes: u64,
@@ -81,17 +81,17 @@ impl PeerMetrics {
             block_bytes,
             leases: b.counters(
                 "kvbm_peer_leases_total",
-                "Leases that ended, at peers (`in`) and to peers (`out`), by how.",
+                "Leases that ended, at peers (`received`) and to peers (`sent`), by how.",
                 &["direction", "end"],
             )?,
             blocks: b.counters(
                 "kvbm_peer_blocks_total",
-                "Blocks that came from peers (`in`) and went to peers (`out`).",
+                "Blocks that came from peers (`received`) and went to peers (`sent`).",
                 &way,
             )?,
             bytes: b.counters(
                 "kvbm_peer_bytes_total",
-                "Bytes that came from peers (`in`) and went to peers (`out`).",
+                "Bytes that came from peers (`received`) and went to peers (`sent`).",
                 &way,
             )?,
             pull_seconds: b.register(Histogram::with_opts(seconds.buckets(PULL_BOUNDS.into())))?,

@@ -49,6 +49,8 @@ use crate::secret::read_secret;
 use crate::sync::{JoinHandle, Mutex, spawn};
 use crate::table::RequestInfo;
 
+#[cfg(feature = "testing")]
+pub use self::protocol::read_in_every_way as read_peer_frame;
 pub use self::reader::{PeerLease, Pulled};
 
 /// Readers that are connected at a time.

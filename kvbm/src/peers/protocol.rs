@@ -260,6 +260,27 @@ pub(super) async fn receive<T: DeserializeOwned>(
     Ok(postcard::from_bytes(&frame)?)
 }
 
+/// Reads bytes as each kind of message; what it understood is written and read again.
+///
+/// # Panics
+/// If that is something else.
+#[cfg(feature = "testing")]
+pub fn read_in_every_way(bytes: &[u8]) {
+    // Compared as bytes: a number that is none equals nothing.
+    fn again<T: Serialize + DeserializeOwned>(bytes: &[u8]) {
+        let Ok(message) = postcard::from_bytes::<T>(bytes) else { return };
+        let written = postcard::to_allocvec(&message).expect("memory takes any of our messages");
+        let read: T = postcard::from_bytes(&written).expect("what we write can be read");
+        assert_eq!(postcard::to_allocvec(&read).as_deref(), Ok(&written[..]));
+    }
+    again::<ToHolder>(bytes);
+    again::<ToReader>(bytes);
+    if let Ok(nonce) = Hello::parse(bytes) {
+        let again = postcard::to_allocvec(&ToHolder::Hello(Hello::new(nonce)));
+        assert_eq!(again.ok().and_then(|again| Hello::parse(&again).ok()), Some(nonce));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
