@@ -82,7 +82,7 @@ pub use observe::state::{
 pub use peers::discovery::{EtcdSource, EtcdUser, PeerAddress, PeerList, PeerSource, PeerWatch};
 #[cfg(feature = "testing")]
 pub use peers::read_peer_frame;
-pub use peers::{PeerLease, Peers, Pulled};
+pub use peers::{PeerLease, PeerOffer, PeerReport, Peers, Pulled, look_at_peers};
 pub use scheduler::{Drained, StagingCounts};
 #[cfg(feature = "serve")]
 pub use serve::TIER_COLORS;

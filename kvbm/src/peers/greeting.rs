@@ -65,6 +65,46 @@ pub(super) fn random<const BYTES: usize>() -> Result<[u8; BYTES]> {
     Ok(random)
 }
 
+/// Has a holder prove that it knows the secret; returns the proof that we do.
+async fn meet(
+    stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
+    secret: Option<&PeerSecret>,
+) -> Result<Option<Proof>, BrokenLink> {
+    let ours: Nonce = random().map_err(|error| BrokenLink::Refused(error.to_string()))?;
+    send(stream, &ToHolder::Hello(Hello::new(ours))).await?;
+    let theirs = match receive(stream).await? {
+        ToReader::Challenge(challenge) => challenge,
+        ToReader::Refused(why) => return Err(BrokenLink::Refused(why)),
+        _ => return Err(BrokenLink::Unexpected("an answer before a challenge")),
+    };
+    let nonces = [&ours, &theirs.nonce];
+    let is_known = |secret: &PeerSecret| {
+        theirs.proof.as_ref().is_some_and(|proof| secret.is_proved(Side::Holder, nonces, proof))
+    };
+    if !secret.is_none_or(is_known) {
+        return Err(BrokenLink::Refused(unknown_secret()));
+    }
+    Ok(secret.map(|secret| secret.proof(Side::Reader, nonces)))
+}
+
+async fn welcomed(stream: &mut (impl AsyncRead + Unpin)) -> Result<Member, BrokenLink> {
+    match receive(stream).await? {
+        ToReader::Welcome(member) => Ok(member),
+        ToReader::Refused(why) => Err(BrokenLink::Refused(why)),
+        _ => Err(BrokenLink::Unexpected("an answer before a welcome")),
+    }
+}
+
+/// Has a holder say who it is, whatever our own blocks are.
+pub(super) async fn look(
+    stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
+    secret: Option<&PeerSecret>,
+) -> Result<Member, BrokenLink> {
+    let proof = meet(stream, secret).await?;
+    send(stream, &ToHolder::Look(proof)).await?;
+    welcomed(stream).await
+}
+
 /// Who we are, to others.
 #[derive(Debug)]
 pub(super) struct Credentials {
@@ -78,28 +118,10 @@ impl Credentials {
         &self,
         stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     ) -> Result<Member, BrokenLink> {
-        let ours: Nonce = random().map_err(|error| BrokenLink::Refused(error.to_string()))?;
-        send(stream, &ToHolder::Hello(Hello::new(ours))).await?;
-        let theirs = match receive(stream).await? {
-            ToReader::Challenge(challenge) => challenge,
-            ToReader::Refused(why) => return Err(BrokenLink::Refused(why)),
-            _ => return Err(BrokenLink::Unexpected("an answer before a challenge")),
-        };
-        let nonces = [&ours, &theirs.nonce];
-        let is_known = |secret: &PeerSecret| {
-            let proof = theirs.proof.as_ref();
-            proof.is_some_and(|proof| secret.is_proved(Side::Holder, nonces, proof))
-        };
-        if !self.secret.as_ref().is_none_or(is_known) {
-            return Err(BrokenLink::Refused(unknown_secret()));
-        }
-        let proof = self.secret.as_ref().map(|secret| secret.proof(Side::Reader, nonces));
+        let proof = meet(stream, self.secret.as_ref()).await?;
         send(stream, &ToHolder::Join(Join { proof, member: self.member.clone() })).await?;
-        match receive(stream).await? {
-            ToReader::Welcome(member) => self.check(&member).map(|()| member),
-            ToReader::Refused(why) => Err(BrokenLink::Refused(why)),
-            _ => Err(BrokenLink::Unexpected("an answer before a welcome")),
-        }
+        let member = welcomed(stream).await?;
+        self.check(&member).map(|()| member)
     }
 
     /// The answer to a reader's first message.
@@ -108,15 +130,20 @@ impl Credentials {
         Challenge { nonce: ours, proof: self.secret.as_ref().map(prove) }
     }
 
-    /// Whether a reader is let in; an error says why it is not.
-    pub(super) fn admit(&self, join: &Join, nonces: [&Nonce; 2]) -> Result<(), BrokenLink> {
-        let is_known = |secret: &PeerSecret| {
-            join.proof.as_ref().is_some_and(|proof| secret.is_proved(Side::Reader, nonces, proof))
-        };
+    /// Whether a reader knows the secret, and whether its blocks are ours: an error says why it is
+    /// not let in.
+    pub(super) fn admit(
+        &self,
+        proof: Option<&Proof>,
+        nonces: [&Nonce; 2],
+        member: Option<&Member>,
+    ) -> Result<(), BrokenLink> {
+        let is_known =
+            |secret: &PeerSecret| proof.is_some_and(|proof| secret.is_proved(Side::Reader, nonces, proof));
         if !self.secret.as_ref().is_none_or(is_known) {
             return Err(BrokenLink::Refused(unknown_secret()));
         }
-        self.check(&join.member)
+        member.map_or(Ok(()), |member| self.check(member))
     }
 
     /// Whether another's blocks are what ours are.
@@ -197,7 +224,7 @@ pub(super) mod tests {
         let (mut here, there) = tokio::io::duplex(1 << 12);
         let (told, heard) =
             tokio::join!(reader.greet(&mut here), crate::peers::holder::welcome(there, holder));
-        [told, heard.map(|(member, _)| member)]
+        [told, heard.map(|(member, _)| member.unwrap())]
     }
 
     #[tokio::test]

@@ -18,7 +18,7 @@ use tokio_util::codec::{FramedRead, LengthDelimitedCodec};
 use super::greeting::{Credentials, random};
 use super::probes::gap_behind;
 use super::protocol::{
-    BrokenLink, Hello, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, MAX_PROBES, Member, Probe,
+    BrokenLink, Hello, Join, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, MAX_PROBES, Member, Probe,
     ReadEnd, ReadRequest, ToHolder, ToReader, decode, requests, send, shortened,
 };
 use crate::api::allocation::LentSlot;
@@ -50,11 +50,11 @@ pub(super) struct Holder {
 /// A stream that is cut into requests.
 pub(super) type Requests<S> = FramedRead<S, LengthDelimitedCodec>;
 
-/// Lets a reader in: returns who it is.
+/// Lets a reader in: returns who it is. `None`: it only looked.
 pub(super) async fn welcome<S: AsyncRead + AsyncWrite + Unpin>(
     stream: S,
     credentials: &Credentials,
-) -> Result<(Member, Requests<S>), BrokenLink> {
+) -> Result<(Option<Member>, Requests<S>), BrokenLink> {
     let mut link = FramedRead::new(stream, requests());
     match admit(&mut link, credentials).await {
         Ok(member) => {
@@ -72,17 +72,19 @@ pub(super) async fn welcome<S: AsyncRead + AsyncWrite + Unpin>(
 async fn admit<S: AsyncRead + AsyncWrite + Unpin>(
     link: &mut Requests<S>,
     credentials: &Credentials,
-) -> Result<Member, BrokenLink> {
+) -> Result<Option<Member>, BrokenLink> {
     let hello = link.next().await.ok_or(BrokenLink::Unexpected("it is closed"))??;
     let reader = Hello::parse(&hello).map_err(BrokenLink::Refused)?;
     let ours = random().map_err(|error| BrokenLink::Refused(error.to_string()))?;
     send(link.get_mut(), &ToReader::Challenge(credentials.challenge(&reader, ours))).await?;
     let join = link.next().await.ok_or(BrokenLink::Unexpected("it is closed"))??;
-    let ToHolder::Join(join) = decode(&join)? else {
-        return Err(BrokenLink::Unexpected("it asks before it says who it is"));
+    let (proof, member) = match decode(&join)? {
+        ToHolder::Join(Join { proof, member }) => (proof, Some(member)),
+        ToHolder::Look(proof) => (proof, None),
+        _ => return Err(BrokenLink::Unexpected("it asks before it says who it is")),
     };
-    credentials.admit(&join, [&reader, &ours])?;
-    Ok(join.member)
+    credentials.admit(proof.as_ref(), [&reader, &ours], member.as_ref())?;
+    Ok(member)
 }
 
 /// Blocks that are leased to others, by tenant: never more than a share of the host tier, so that
@@ -153,7 +155,8 @@ impl Holder {
     pub(super) async fn serve<S: AsyncRead + AsyncWrite + Unpin>(&self, stream: S) {
         let welcomed = timeout(MAX_GREETING, welcome(stream, &self.credentials)).await;
         let (member, link) = match welcomed.unwrap_or(Err(BrokenLink::Late)) {
-            Ok(welcomed) => welcomed,
+            Ok((Some(member), link)) => (member, link),
+            Ok((None, _)) => return,
             Err(why) => {
                 tracing::warn!(%why, "a worker that connected is not let in");
                 return self.metrics.refused();
@@ -283,7 +286,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
                 ToHolder::Lease(request) => self.lease(&request).await?,
                 ToHolder::Read(request) => self.read(request).await?,
                 ToHolder::Release(end) => self.end(end.into()),
-                ToHolder::Hello(_) | ToHolder::Join(_) => {
+                ToHolder::Hello(_) | ToHolder::Join(_) | ToHolder::Look(_) => {
                     return Err(BrokenLink::Unexpected("it says again who it is"));
                 }
             }

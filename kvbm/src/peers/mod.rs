@@ -13,11 +13,13 @@
 //! | `holder` | gives leases, and sends what they name |
 //! | `link` | a reader's connection |
 //! | `reader` | reads what others hold |
+//! | `look` | what peers show of themselves, to people |
 
 pub(crate) mod discovery;
 mod greeting;
 mod holder;
 mod link;
+mod look;
 mod probes;
 mod protocol;
 mod reader;
@@ -51,6 +53,7 @@ use crate::table::RequestInfo;
 
 #[cfg(feature = "testing")]
 pub use self::protocol::read_in_every_way as read_peer_frame;
+pub use self::look::{PeerOffer, PeerReport, look_at_peers};
 pub use self::reader::{PeerLease, Pulled};
 
 /// Readers that are connected at a time.
@@ -92,9 +95,7 @@ impl PeerListener {
                  (DYN_KVBM_PEERS) to false";
             return Err(Error::invalid(message));
         }
-        let file = peers.secret_file.as_ref();
-        let secret = file.map(|path| read_secret(path, "peers.secret_file")).transpose()?;
-        let secret = secret.as_ref().or(peers.secret.as_ref()).map(|secret| PeerSecret::new(secret));
+        let secret = secret_of(peers)?;
         let address = SocketAddr::new(peers.host, peers.port);
         let bound = TcpListener::bind(address).and_then(|socket| {
             socket.set_nonblocking(true)?;
@@ -118,6 +119,12 @@ impl PeerListener {
             None => PeerAddress::named_by_address(&address),
         }
     }
+}
+
+fn secret_of(settings: &PeerSettings) -> Result<Option<PeerSecret>> {
+    let file = settings.secret_file.as_ref();
+    let secret = file.map(|path| read_secret(path, "peers.secret_file")).transpose()?;
+    Ok(secret.as_ref().or(settings.secret.as_ref()).map(|secret| PeerSecret::new(secret)))
 }
 
 fn source(settings: &PeerSettings) -> PeerSource {

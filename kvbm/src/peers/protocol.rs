@@ -62,6 +62,8 @@ pub(super) enum ToHolder {
     Read(ReadRequest),
     /// The lease is not needed any more.
     Release(ReadEnd),
+    /// In place of a join: who knows the secret may see who this is, whatever its own blocks are.
+    Look(Option<Proof>),
 }
 
 /// Messages to a reader.
