@@ -2,7 +2,7 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `replay`, `demo`, `plan`, `doctor`, `serve`, `top`, `why`, `fsck`, `forget`, `bench` | the subcommands |
+//! | `replay`, `demo`, `plan`, `doctor`, `serve`, `top`, `why`, `peers`, `fsck`, `forget`, `bench` | the subcommands |
 //! | [`kvbm_cli::measuring`] | what `bench` times, and how |
 //! | `engine` | serves requests through a manager; what replay and demo share |
 //! | `pattern` | contents of blocks, generated and checked |
@@ -31,6 +31,7 @@ mod listen;
 mod output;
 mod pace;
 mod pattern;
+mod peers;
 mod plan;
 mod replay;
 mod scratch;
@@ -82,6 +83,8 @@ enum Command {
     Top(top::TopArgs),
     /// Ask a running process what was found of a request, and why not more
     Why(why::WhyArgs),
+    /// Ask the workers that the settings list what they have
+    Peers,
     /// Check what processes left on disk, in memory or in a bucket
     Fsck(fsck::FsckArgs),
     /// Destroy the keys of a tenant, while no engine works
@@ -102,6 +105,7 @@ impl Command {
             Self::Serve(args) => serve::run(&args, global),
             Self::Top(args) => top::run(&args, global),
             Self::Why(args) => why::run(&args, global),
+            Self::Peers => peers::run(global),
             Self::Fsck(args) => fsck::run(&args, global),
             Self::Forget(args) => forget::run(&args, global),
             Self::Bench(bench) => bench.run(global),
