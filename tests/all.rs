@@ -23,6 +23,7 @@ mod hybrid;
 mod model;
 mod namespace;
 mod overdue;
+mod peers;
 mod persistent_dram;
 mod ranks;
 mod ranks_durable;

@@ -20,8 +20,6 @@ use crate::names::hash::BlockHash;
 
 /// A peer that does not take a connection within this time is away.
 const MAX_CONNECT: Duration = Duration::from_secs(3);
-/// A holder answers a request for a lease within this time: it may have to read its disk.
-const MAX_ANSWER: Duration = Duration::from_secs(10);
 /// What a request for blocks asks for.
 const READ_BYTES: usize = 4 << 20;
 /// Requests for blocks that are on their way: one, while the blocks of another arrive.
@@ -41,6 +39,8 @@ pub(super) struct Wanted<'a> {
     pub(super) before: usize,
     pub(super) epoch: u64,
     pub(super) tenant: Option<u32>,
+    /// A holder that has not answered by then is taken for gone.
+    pub(super) limit: Duration,
 }
 
 /// What a lease names: the blocks behind the first `before`, by their checksums. It lasts for `ttl`
@@ -126,7 +126,7 @@ impl PeerLink {
             is_last,
         };
         send(&mut self.0, &ToHolder::Lease(request)).await?;
-        timeout(MAX_ANSWER, receive(&mut self.0)).await.unwrap_or(Err(BrokenLink::Late))
+        timeout(wanted.limit, receive(&mut self.0)).await.unwrap_or(Err(BrokenLink::Late))
     }
 
     /// Reads blocks into slots, as many as there are, and keeps those that are what their checksums

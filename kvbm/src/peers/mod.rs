@@ -225,6 +225,7 @@ impl Peers {
             credentials,
             known: watch.peers(),
             waiting: Mutex::default(),
+            limit: holder.ttl,
             metrics: core.metrics().peers().clone(),
         };
         let handle = runtime.handle().clone();

@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvbm_tiers::{DramRegion, Tier};
 use tokio::sync::{oneshot, watch};
@@ -37,6 +38,8 @@ pub(super) struct Reader {
     pub(super) known: watch::Receiver<Arc<PeerList>>,
     /// Connections that wait for their next use, by peer.
     pub(super) waiting: Mutex<HashMap<String, Vec<PeerLink>>>,
+    /// A holder answers within this time.
+    pub(super) limit: Duration,
     pub(super) metrics: PeerMetrics,
 }
 
@@ -105,7 +108,7 @@ impl Reader {
         let mut link = self.link(&peer).await?;
         let before = self.core.matches(Chain::from(&chain)).longest();
         let (epoch, tenant) = (self.core.table().epoch(), info.hints.tenant);
-        let wanted = Wanted { chain: &chain, before, epoch, tenant };
+        let wanted = Wanted { chain: &chain, before, epoch, tenant, limit: self.limit };
         match link.lease(&wanted).await {
             Ok(named) => Ok(PeerLease { link, peer, chain, info, named, asked }),
             Err(fault) => {

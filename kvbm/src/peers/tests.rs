@@ -91,6 +91,7 @@ impl Worker {
             credentials: Arc::clone(&self.credentials),
             known: watch::channel(Arc::default()).1,
             waiting: Mutex::default(),
+            limit: TTL,
             metrics: core.metrics().peers().clone(),
         }
     }

@@ -1,0 +1,253 @@
+//! Workers that read each other's host tier, as processes: every byte checked, whoever is killed,
+//! frozen or comes back.
+
+use std::io::stdin;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvbm::blocking::Blocks;
+use kvbm::{BlockHash, Error, Fingerprint, Manager, Options, RequestInfo, Tier};
+use kvbm_settings::{Capacity, EvictionKind, Settings};
+use kvbm_tests::process::{Process, role, say};
+use kvbm_tests::rig::{chain, wait_until};
+use kvbm_tiers::testing::{fill_pattern, has_pattern};
+
+const BLOCK: u64 = 16 << 10;
+const SLOTS: u64 = 256;
+const TTL_MS: u64 = 1_000;
+const SECRET: &str = "the secret of these tests";
+/// What ends with an event, on a busy machine.
+const LIMIT: Duration = Duration::from_mins(1);
+
+fn fingerprint(weights: &str) -> Fingerprint {
+    Fingerprint {
+        model: "tests".to_owned(),
+        weights: weights.to_owned(),
+        block_tokens: 16,
+        ..Fingerprint::default()
+    }
+}
+
+fn settings(port: u16, addresses: &str) -> Settings {
+    let mut settings = Settings { block_bytes: Some(BLOCK), ..Settings::default() };
+    settings.host.capacity = Some(Capacity::Blocks(SLOTS));
+    settings.host.huge_pages = false;
+    settings.eviction = EvictionKind::Lru;
+    settings.peers.enabled = true;
+    settings.peers.port = port;
+    settings.peers.addresses = Some(addresses.to_owned()).filter(|list| !list.is_empty());
+    settings.peers.secret = Some(SECRET.to_owned());
+    settings.peers.lease_ttl_ms = TTL_MS;
+    settings
+}
+
+fn open(settings: Settings, weights: &str) -> Result<Blocks, Error> {
+    let options = Options { fingerprint: Some(fingerprint(weights)), ..Options::default() };
+    Blocks::open(settings, options)
+}
+
+/// Computes what the host tier lacks of a chain; returns how many leading blocks it has then.
+fn compute(blocks: &Blocks, chain: &[BlockHash]) -> usize {
+    let fill = |at: usize, slot: &mut [u8]| {
+        fill_pattern(chain[at].get() as usize, slot);
+        Ok::<_, Error>(())
+    };
+    blocks.put(chain, fill).unwrap()
+}
+
+/// How many leading blocks the tiers have, each with its own bytes.
+fn check(blocks: &Blocks, chain: &[BlockHash]) -> usize {
+    let check = |at: usize, block: &[u8]| {
+        assert!(has_pattern(chain[at].get() as usize, block), "a wrong block at {at}");
+        Ok::<_, Error>(())
+    };
+    blocks.get(chain, check).unwrap()
+}
+
+/// Brings a chain from a peer; returns how many blocks came, or why not.
+fn read(manager: &Manager, peer: &str, chain: &[BlockHash]) -> Result<usize, String> {
+    let peers = manager.peers().unwrap();
+    let lease = peers.lease(peer, chain, RequestInfo::default()).wait();
+    let pulled = lease.and_then(|lease| peers.pull(lease).wait());
+    let pulled = pulled.map_err(|error| error.to_string())?;
+    pulled.fault.map_or(Ok(pulled.copied), Err)
+}
+
+fn name_of(address: &str) -> String {
+    address.replace(':', "/")
+}
+
+/// A worker that the tests below start.
+#[test]
+fn process() {
+    let Some((_, place)) = role() else { return };
+    let place = place.to_str().unwrap();
+    let (port, addresses) = place.split_once(' ').unwrap();
+    let blocks = open(settings(port.parse().unwrap(), addresses), "1").unwrap();
+    let manager = Arc::clone(blocks.manager());
+    say(&manager.peers().unwrap().address().to_string());
+    for line in stdin().lines() {
+        let line = line.unwrap();
+        let mut words = line.split(' ');
+        let what = words.next().unwrap();
+        let mut number = || words.next().and_then(|word| word.parse().ok()).unwrap_or_default();
+        let (n, length): (u32, u32) = (number(), number());
+        match what {
+            "compute" => say(&compute(&blocks, &chain(n, length)).to_string()),
+            "check" => say(&check(&blocks, &chain(n, length)).to_string()),
+            "evict" => say(&manager.admin().evict(Tier::Host, n as usize).to_string()),
+            "read" => {
+                let read = read(&manager, words.next().unwrap(), &chain(n, length));
+                say(&read.map_or_else(|why| format!("0 {why}"), |blocks| blocks.to_string()));
+            }
+            "leased" => say(&manager.peers().unwrap().leased().to_string()),
+            "audit" => {
+                let counts = manager.admin().counts(Tier::Host);
+                assert_eq!((manager.admin().audit(), counts.filling, counts.lost), (vec![], 0, 0));
+                say("sound");
+            }
+            _ => panic!("unknown: {line}"),
+        }
+    }
+}
+
+struct Worker {
+    process: Process,
+    address: String,
+}
+
+impl Worker {
+    fn start(port: u16, addresses: &str) -> Self {
+        let place = format!("{port} {addresses}");
+        let mut process = Process::start(module_path!(), "worker", Path::new(&place));
+        let address = process.hear();
+        Self { process, address }
+    }
+
+    /// Another process in its place.
+    fn again(self, addresses: &str) -> Self {
+        let port = self.address.parse::<SocketAddr>().unwrap().port();
+        self.process.kill();
+        Self::start(port, addresses)
+    }
+
+    /// The number that it says first.
+    fn ask(&mut self, command: &str) -> usize {
+        let answer = self.process.ask(command);
+        answer.split(' ').next().unwrap().parse().unwrap_or_else(|_| panic!("{command}: {answer}"))
+    }
+
+    fn read(&mut self, n: u32, blocks: u32, at: &str) -> usize {
+        self.ask(&format!("read {n} {blocks} {}", name_of(at)))
+    }
+
+    /// Everything that was taken is given back.
+    fn is_whole(&mut self) {
+        wait_until(LIMIT, "leases are left", || self.ask("leased") == 0);
+        assert_eq!(self.process.ask("audit"), "sound");
+    }
+}
+
+#[test]
+fn workers_read_each_other_and_outlive_each_other() {
+    let [mut a, mut b] = [0, 0].map(|port| Worker::start(port, ""));
+    let list = format!("{},{}", a.address, b.address);
+    let [mut c, mut d] = [0, 0].map(|port| Worker::start(port, &list));
+    for n in 0..8 {
+        a.ask(&format!("compute {n} 16"));
+        b.ask(&format!("compute {} 16", n + 8));
+    }
+    for n in 0..8 {
+        for reader in [&mut c, &mut d] {
+            assert_eq!(reader.read(n, 16, &a.address), 16);
+            assert_eq!(reader.read(n + 8, 16, &b.address), 16);
+            assert_eq!(reader.ask(&format!("check {n} 16")), 16);
+            assert_eq!(reader.read(n, 16, &b.address), 0, "it is here");
+        }
+    }
+    // One holder and one reader are killed: the others go on.
+    let gone = a.address.clone();
+    a = a.again("");
+    d = d.again(&list);
+    assert_eq!(c.read(20, 4, &gone), 0, "its caches went with it");
+    assert_eq!((d.read(8, 16, &b.address), d.ask("check 8 16")), (16, 16));
+    // And then everything works again.
+    a.ask("compute 20 4");
+    for reader in [&mut c, &mut d] {
+        assert_eq!((reader.read(20, 4, &gone), reader.ask("check 20 4")), (4, 4));
+    }
+    [&mut a, &mut b, &mut c, &mut d].into_iter().for_each(Worker::is_whole);
+}
+
+#[test]
+fn a_frozen_holder_costs_a_miss_and_goes_on_when_it_thaws() {
+    let mut a = Worker::start(0, "");
+    let mut c = Worker::start(0, &a.address);
+    a.ask("compute 1 16");
+    assert_eq!(c.read(1, 8, &a.address), 8);
+    a.process.stop();
+    assert_eq!(c.read(1, 16, &a.address), 0);
+    a.process.signal("CONT");
+    assert_eq!((c.read(1, 16, &a.address), c.ask("check 1 16")), (8, 16));
+    a.is_whole();
+    c.is_whole();
+}
+
+#[test]
+fn a_frozen_reader_keeps_no_block_beyond_the_time_of_its_lease() {
+    let mut a = Worker::start(0, "");
+    let mut c = Worker::start(0, &a.address);
+    a.ask("compute 1 64");
+    c.process.tell(&format!("read 1 64 {}", name_of(&a.address)));
+    c.process.stop();
+    wait_until(LIMIT, "its lease goes on", || a.ask("leased") == 0);
+    assert_eq!(a.ask("evict 64"), 64);
+    a.ask("compute 2 64");
+    c.process.signal("CONT");
+    let came: usize = c.process.hear().split(' ').next().unwrap().parse().unwrap();
+    assert_eq!(c.ask("check 1 64"), came);
+    assert_eq!((c.read(2, 64, &a.address), c.ask("check 2 64")), (64, 64));
+    a.is_whole();
+    c.is_whole();
+}
+
+/// `KVBM_PEER_KILLS` says how many there are.
+#[test]
+fn either_side_is_killed_or_frozen_at_any_point() {
+    let kills = std::env::var("KVBM_PEER_KILLS").map_or(20, |kills| kills.parse().unwrap());
+    let mut random = fastrand::Rng::with_seed(7);
+    let mut a = Worker::start(0, "");
+    let mut c = Worker::start(0, &a.address);
+    for n in 0..kills {
+        a.ask(&format!("compute {n} 64"));
+        c.process.tell(&format!("read {n} 64 {}", name_of(&a.address)));
+        std::thread::sleep(Duration::from_micros(random.u64(0..8_000)));
+        let list = a.address.clone();
+        match random.u8(0..4) {
+            0 => {
+                a = a.again("");
+                c.process.hear();
+            }
+            1 => c = c.again(&list),
+            2 => {
+                a.process.stop();
+                c.process.hear();
+                a.process.signal("CONT");
+            }
+            _ => {
+                c.process.stop();
+                std::thread::sleep(Duration::from_millis(random.u64(0..2 * TTL_MS)));
+                c.process.signal("CONT");
+                c.process.hear();
+            }
+        }
+        c.ask(&format!("check {n} 64"));
+        a.ask(&format!("compute {n} 64"));
+        c.read(n, 64, &a.address);
+        assert_eq!(c.ask(&format!("check {n} 64")), 64, "then everything works again");
+    }
+    a.is_whole();
+    c.is_whole();
+}
