@@ -75,9 +75,9 @@ impl PeerMetrics {
         let way = ["direction"];
         let seconds = HistogramOpts::new(
             "kvbm_peer_pull_seconds",
-            "Time from the request for a lease to the arrival of its last block.",
+            "Time from the first request for blocks to the arrival of the last.",
         );
-        let metrics = Self {
+        Ok(Self {
             block_bytes,
             leases: b.counters(
                 "kvbm_peer_leases_total",
@@ -99,14 +99,18 @@ impl PeerMetrics {
                 "kvbm_peer_refused_total",
                 "Workers that connected and were not let in.",
             )?,
-        };
+        })
+    }
+
+    /// From here on they are shown: a panel shows something before the first, and the first is an
+    /// increase.
+    pub(crate) fn count_from_zero(&self) {
         for direction in [IN, OUT] {
             PeerLeaseEnd::ALL.iter().for_each(|end| {
-                metrics.leases.with_label_values(&[direction, end.name()]);
+                self.leases.with_label_values(&[direction, end.name()]);
             });
-            metrics.moved(direction, 0);
+            self.moved(direction, 0);
         }
-        Ok(metrics)
     }
 
     fn moved(&self, direction: &str, blocks: u64) {
@@ -114,7 +118,7 @@ impl PeerMetrics {
         self.bytes.with_label_values(&[direction]).inc_by(blocks * self.block_bytes);
     }
 
-    /// So many blocks came, so long after the lease was asked for.
+    /// So many blocks came, so long after they were asked for.
     pub(crate) fn pulled(&self, blocks: u64, took: Duration) {
         self.moved(IN, blocks);
         self.pull_seconds.observe(took.as_secs_f64());
@@ -124,15 +128,32 @@ impl PeerMetrics {
         self.moved(OUT, blocks);
     }
 
-    pub(crate) fn lease_in_ended(&self, how: PeerLeaseEnd) {
-        self.leases.with_label_values(&[IN, how.name()]).inc();
+    /// A lease at a peer that was asked for.
+    pub(crate) fn lease_in(&self) -> CountedLease {
+        CountedLease { leases: self.leases.clone(), direction: IN, end: PeerLeaseEnd::GivenUp }
     }
 
-    pub(crate) fn lease_out_ended(&self, how: PeerLeaseEnd) {
-        self.leases.with_label_values(&[OUT, how.name()]).inc();
+    /// A lease that a peer asked for.
+    pub(crate) fn lease_out(&self) -> CountedLease {
+        CountedLease { leases: self.leases.clone(), direction: OUT, end: PeerLeaseEnd::Gone }
     }
 
     pub(crate) fn refused(&self) {
         self.refused.inc();
+    }
+}
+
+/// A lease, which is counted when it ends.
+#[derive(Debug)]
+pub(crate) struct CountedLease {
+    leases: IntCounterVec,
+    direction: &'static str,
+    /// How it would end now.
+    pub(crate) end: PeerLeaseEnd,
+}
+
+impl Drop for CountedLease {
+    fn drop(&mut self) {
+        self.leases.with_label_values(&[self.direction, self.end.name()]).inc();
     }
 }

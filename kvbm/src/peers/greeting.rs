@@ -36,23 +36,35 @@ impl PeerSecret {
         Self(hmac::Key::new(HMAC_SHA256, secret.as_bytes()))
     }
 
-    fn proof(&self, side: Side, nonces: [&Nonce; 2]) -> Proof {
+    fn proof(&self, said: &Said<'_>) -> Proof {
         let mut proof = [0; 32];
-        proof.copy_from_slice(hmac::sign(&self.0, &proved(side, nonces)).as_ref());
+        proof.copy_from_slice(hmac::sign(&self.0, &said.bytes()).as_ref());
         proof
     }
 
-    fn is_proved(&self, side: Side, nonces: [&Nonce; 2], proof: &Proof) -> bool {
-        hmac::verify(&self.0, &proved(side, nonces), proof).is_ok()
+    fn is_proved(&self, said: &Said<'_>, proof: &Proof) -> bool {
+        hmac::verify(&self.0, &said.bytes(), proof).is_ok()
     }
 }
 
-fn proved(side: Side, [reader, holder]: [&Nonce; 2]) -> Vec<u8> {
-    let side: &[u8] = match side {
-        Side::Holder => b"kvbm peers 1 holder",
-        Side::Reader => b"kvbm peers 1 reader",
-    };
-    [side, reader, holder].concat()
+/// What a proof is of: one of a side, a greeting or a member is none of another.
+struct Said<'a> {
+    side: Side,
+    reader: &'a Nonce,
+    holder: &'a Nonce,
+    /// Who the reader says that it is; `None`: it only looks, or is the holder.
+    member: Option<&'a Member>,
+}
+
+impl Said<'_> {
+    fn bytes(&self) -> Vec<u8> {
+        let side: &[u8] = match self.side {
+            Side::Holder => b"kvbm peers 1 holder",
+            Side::Reader => b"kvbm peers 1 reader",
+        };
+        let member = postcard::to_allocvec(&self.member).expect("memory takes any member");
+        [side, self.reader, self.holder, &member].concat()
+    }
 }
 
 /// # Errors
@@ -65,32 +77,34 @@ pub(super) fn random<const BYTES: usize>() -> Result<[u8; BYTES]> {
     Ok(random)
 }
 
-/// Has a holder prove that it knows the secret; returns the proof that we do.
+/// Has a holder prove that it knows the secret; returns the proof that we do, as this member.
 async fn meet(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     secret: Option<&PeerSecret>,
+    member: Option<&Member>,
 ) -> Result<Option<Proof>, BrokenLink> {
     let ours: Nonce = random().map_err(|error| BrokenLink::Refused(error.to_string()))?;
     send(stream, &ToHolder::Hello(Hello::new(ours))).await?;
     let theirs = match receive(stream).await? {
         ToReader::Challenge(challenge) => challenge,
-        ToReader::Refused(why) => return Err(BrokenLink::Refused(why)),
+        ToReader::Refused(why) => return Err(BrokenLink::refused(&why)),
         _ => return Err(BrokenLink::Unexpected("an answer before a challenge")),
     };
-    let nonces = [&ours, &theirs.nonce];
+    let said = |side, member| Said { side, reader: &ours, holder: &theirs.nonce, member };
     let is_known = |secret: &PeerSecret| {
-        theirs.proof.as_ref().is_some_and(|proof| secret.is_proved(Side::Holder, nonces, proof))
+        let proof = theirs.proof.as_ref();
+        proof.is_some_and(|proof| secret.is_proved(&said(Side::Holder, None), proof))
     };
     if !secret.is_none_or(is_known) {
         return Err(BrokenLink::Refused(unknown_secret()));
     }
-    Ok(secret.map(|secret| secret.proof(Side::Reader, nonces)))
+    Ok(secret.map(|secret| secret.proof(&said(Side::Reader, member))))
 }
 
 async fn welcomed(stream: &mut (impl AsyncRead + Unpin)) -> Result<Member, BrokenLink> {
     match receive(stream).await? {
         ToReader::Welcome(member) => Ok(member),
-        ToReader::Refused(why) => Err(BrokenLink::Refused(why)),
+        ToReader::Refused(why) => Err(BrokenLink::refused(&why)),
         _ => Err(BrokenLink::Unexpected("an answer before a welcome")),
     }
 }
@@ -100,7 +114,7 @@ pub(super) async fn look(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     secret: Option<&PeerSecret>,
 ) -> Result<Member, BrokenLink> {
-    let proof = meet(stream, secret).await?;
+    let proof = meet(stream, secret, None).await?;
     send(stream, &ToHolder::Look(proof)).await?;
     welcomed(stream).await
 }
@@ -118,28 +132,29 @@ impl Credentials {
         &self,
         stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     ) -> Result<Member, BrokenLink> {
-        let proof = meet(stream, self.secret.as_ref()).await?;
+        let proof = meet(stream, self.secret.as_ref(), Some(&self.member)).await?;
         send(stream, &ToHolder::Join(Join { proof, member: self.member.clone() })).await?;
         let member = welcomed(stream).await?;
         self.check(&member).map(|()| member)
     }
 
     /// The answer to a reader's first message.
-    pub(super) fn challenge(&self, reader: &Nonce, ours: Nonce) -> Challenge {
-        let prove = |secret: &PeerSecret| secret.proof(Side::Holder, [reader, &ours]);
-        Challenge { nonce: ours, proof: self.secret.as_ref().map(prove) }
+    pub(super) fn challenge(&self, reader: &Nonce, holder: Nonce) -> Challenge {
+        let said = Said { side: Side::Holder, reader, holder: &holder, member: None };
+        let proof = self.secret.as_ref().map(|secret| secret.proof(&said));
+        Challenge { nonce: holder, proof }
     }
 
-    /// Whether a reader knows the secret, and whether its blocks are ours: an error says why it is
-    /// not let in.
+    /// Whether a reader knows the secret, and whether its blocks are ours, unless it only looks: an
+    /// error says why it is not let in.
     pub(super) fn admit(
         &self,
+        [reader, holder]: [&Nonce; 2],
         proof: Option<&Proof>,
-        nonces: [&Nonce; 2],
         member: Option<&Member>,
     ) -> Result<(), BrokenLink> {
-        let is_known =
-            |secret: &PeerSecret| proof.is_some_and(|proof| secret.is_proved(Side::Reader, nonces, proof));
+        let said = Said { side: Side::Reader, reader, holder, member };
+        let is_known = |secret: &PeerSecret| proof.is_some_and(|proof| secret.is_proved(&said, proof));
         if !self.secret.as_ref().is_none_or(is_known) {
             return Err(BrokenLink::Refused(unknown_secret()));
         }
@@ -150,17 +165,17 @@ impl Credentials {
     fn check(&self, theirs: &Member) -> Result<(), BrokenLink> {
         let ours = &self.member;
         if ours.incarnation == theirs.incarnation {
-            return Err(BrokenLink::Refused("it is this worker itself".to_owned()));
+            return Err(BrokenLink::Refused("it is the same worker".to_owned()));
         }
         match difference(ours, theirs) {
             None => Ok(()),
-            Some(what) => Err(BrokenLink::Refused(format!("its blocks are others: {what}"))),
+            Some(what) => Err(BrokenLink::Refused(format!("their blocks differ: {what}"))),
         }
     }
 }
 
 fn unknown_secret() -> String {
-    "it does not know the secret of these workers: give all the same peers.secret_file \
+    "the two do not know the same secret: give all workers one peers.secret_file \
      (DYN_KVBM_PEERS_SECRET_FILE)"
         .to_owned()
 }
@@ -198,7 +213,10 @@ fn difference(ours: &Member, theirs: &Member) -> Option<String> {
         ]
     });
     let differs = a.into_iter().zip(b).find(|(ours, theirs)| ours != theirs);
-    differs.map(|((name, ours), (_, theirs))| format!("{name} is {ours} here, {theirs} there"))
+    differs.map(|((what, a), (_, b))| {
+        let [ours, theirs] = [ours, theirs].map(|member| &member.name);
+        format!("{what} is {a:?} at {ours}, {b:?} at {theirs}")
+    })
 }
 
 #[cfg(test)]
@@ -221,9 +239,13 @@ pub(super) mod tests {
 
     /// What each side says of the other.
     async fn meet(reader: &Credentials, holder: &Credentials) -> [Result<Member, BrokenLink>; 2] {
-        let (mut here, there) = tokio::io::duplex(1 << 12);
-        let (told, heard) =
-            tokio::join!(reader.greet(&mut here), crate::peers::holder::welcome(there, holder));
+        let (here, there) = tokio::io::duplex(1 << 12);
+        // A side that gives up closes its end.
+        let greet = async move {
+            let mut here = here;
+            reader.greet(&mut here).await
+        };
+        let (told, heard) = tokio::join!(greet, crate::peers::holder::welcome(there, holder));
         [told, heard.map(|(member, _)| member.unwrap())]
     }
 
@@ -245,21 +267,21 @@ pub(super) mod tests {
         let holder = credentials(member("b", 2), secret);
         let other = Fingerprint { dtype: "bf16".to_owned(), ..member("a", 1).fingerprint };
         for (reader, why) in [
-            (credentials(member("a", 1), Some("another secret 1")), "does not know the secret"),
-            (credentials(member("a", 1), None), "does not know the secret"),
-            (credentials(member("a", 2), secret), "this worker itself"),
+            (credentials(member("a", 1), Some("another secret 1")), "do not know the same secret"),
+            (credentials(member("a", 1), None), "do not know the same secret"),
+            (credentials(member("a", 2), secret), "the same worker"),
             (
                 credentials(Member { block_bytes: 8192, ..member("a", 1) }, secret),
-                "block_bytes is 4096 here, 8192 there",
+                "block_bytes is",
             ),
             (
                 credentials(Member { fingerprint: other, ..member("a", 1) }, secret),
-                "dtype is  here, bf16 there",
+                "dtype is",
             ),
         ] {
             for said in meet(&reader, &holder).await {
                 let error = said.unwrap_err().to_string();
-                let is_said = error.contains(why) || error.contains("closed");
+                let is_said = error.contains(why) || error.contains("broke");
                 assert!(is_said, "{error}, not: {why}");
             }
         }

@@ -6,19 +6,26 @@
 //! prefixes of which one is held and one is not. Of chains of up to 132 blocks the answer is exact;
 //! of longer ones it may miss one block in a hundred at the end.
 
-use std::ops::RangeInclusive;
-
 use super::protocol::MAX_PROBES;
 
-/// The lengths to ask for where a prefix of at least `held` blocks is known to be there, and at
-/// most `wanted` can be: ascending, with `held + 1` and `wanted` among them.
-pub(super) fn lengths(held: usize, wanted: usize) -> Vec<usize> {
-    let spread = RangeInclusive::new(1, MAX_PROBES - 1);
-    let left = wanted.saturating_sub(held);
-    let mut lengths = vec![held + 1; usize::from(left > 0)];
-    lengths.extend(spread.map(|n| held + (left * n).div_ceil(MAX_PROBES - 1)));
+/// What to ask for first where `held` blocks are here and `wanted` could be there.
+pub(super) fn first(held: usize, wanted: usize) -> Vec<usize> {
+    spread(held, wanted, MAX_PROBES)
+}
+
+/// What to ask for then, if `found` blocks are there, and `most` could be. The found ones are asked
+/// for again, in case no more are there.
+pub(super) fn second(found: usize, most: usize) -> Vec<usize> {
+    [vec![found], spread(found, most, MAX_PROBES - 1)].concat()
+}
+
+/// At most `probes` lengths from `held + 1` to `wanted`, both among them.
+fn spread(held: usize, wanted: usize, probes: usize) -> Vec<usize> {
+    let (left, parts) = (wanted.saturating_sub(held), probes - 1);
+    let between = (1..=parts).map(|n| held + (left * n).div_ceil(parts));
+    let mut lengths: Vec<_> = std::iter::once(held + 1).chain(between).collect();
     lengths.dedup();
-    lengths.retain(|length| (held + 1..=wanted).contains(length));
+    lengths.retain(|&length| length > held && length <= wanted);
     lengths
 }
 
@@ -44,15 +51,16 @@ mod tests {
         fn two_requests_find_all_but_a_hundredth(held in 0..50_usize, more in 0..5_000_usize, there: usize) {
             let wanted = held + more;
             let there = held + there % (more + 1);
-            let first = lengths(held, wanted);
-            prop_assert!(first.len() <= MAX_PROBES && first.is_sorted());
-            let mut got = found(held, &first, there);
-            if let Some(most) = gap_behind(got, &first) {
+            let asked = first(held, wanted);
+            prop_assert!(asked.len() <= MAX_PROBES && asked.is_sorted());
+            let mut got = found(held, &asked, there);
+            if let Some(most) = gap_behind(got, &asked) {
                 prop_assert!(there != held && there != wanted, "one answer says it");
-                let second = lengths(got, most);
-                prop_assert!(second.len() <= MAX_PROBES);
-                got = found(got, &second, there);
+                let asked = second(got, most);
+                prop_assert!(asked.len() <= MAX_PROBES && asked.is_sorted());
+                got = found(got, &asked, there);
             }
+            prop_assert!(more > 132 || got == there, "{got} of {there}");
             prop_assert!(got <= there && there - got <= more / 100, "{got} of {there}");
         }
     }

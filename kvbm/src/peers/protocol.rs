@@ -25,9 +25,8 @@ const MAGIC: u32 = u32::from_le_bytes(*b"kvbp");
 
 /// Bytes of the longest message to a holder.
 pub(super) const MAX_REQUEST: usize = 16 << 10;
-/// Bytes of the longest message to a reader: an answer that names 2^18 blocks, each in a run of its
-/// own.
-const MAX_ANSWER: usize = 4 << 20;
+/// Bytes of the longest message to a reader: an answer that names 2^18 blocks.
+const MAX_ANSWER: usize = (1 << 20) + 256;
 /// Blocks of the longest chain that is leased at a time.
 pub(super) const MAX_BLOCKS: u32 = 1 << 18;
 /// Hashes in one request: with them it stays below 256 bytes.
@@ -39,7 +38,7 @@ const MAX_TEXT: usize = 1_024;
 /// understood any further.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum BrokenLink {
-    #[error("it is closed")]
+    #[error("the connection broke: {0}")]
     Closed(#[from] std::io::Error),
     #[error("bytes that are no message: {0}")]
     Undecodable(#[from] postcard::Error),
@@ -51,6 +50,13 @@ pub(super) enum BrokenLink {
     Refused(String),
     #[error("it did not answer in time")]
     Late,
+}
+
+impl BrokenLink {
+    /// For a reason that comes from the other side: one line, of bounded length.
+    pub(super) fn refused(why: &str) -> Self {
+        Self::Refused(shortened(why).escape_debug().to_string())
+    }
 }
 
 /// Messages to a holder of blocks.
@@ -197,7 +203,7 @@ impl Hello {
             Err(error) => return Err(format!("it does not say who it is: {error}")),
         };
         if (variant, magic) != (0, MAGIC) {
-            return Err("it is no worker of a block manager".to_owned());
+            return Err("it is no kvbm worker".to_owned());
         }
         if version != VERSION {
             return Err(format!(
@@ -334,9 +340,9 @@ mod tests {
         assert_eq!(Hello::parse(&hello(&ours)), Ok([7; 32]));
         for (message, said) in [
             (Vec::new(), "it does not say who it is"),
-            (b"GET / HTTP/1.1".to_vec(), "it is no worker"),
+            (b"GET / HTTP/1.1".to_vec(), "it is no kvbm worker"),
             (hello(&Hello { version: 9, ..ours.clone() }), "it speaks version 9"),
-            (hello(&Hello { magic: 1, ..ours }), "it is no worker"),
+            (hello(&Hello { magic: 1, ..ours }), "it is no kvbm worker"),
         ] {
             let error = Hello::parse(&message).unwrap_err();
             assert!(error.starts_with(said), "{error}");

@@ -57,8 +57,7 @@ impl Core {
         (held, miss)
     }
 
-    /// The chain of `blocks` blocks that ends with this one. `None`: no tier has it, or its chain
-    /// is another one.
+    /// The chain of `blocks` blocks that ends with this one. `None`: it is not known.
     pub(crate) fn chain_ending_with(&self, last: BlockHash, blocks: usize) -> Option<Vec<BlockHash>> {
         let (mut chain, mut next) = (Vec::new(), last);
         while chain.len() < blocks {

@@ -224,9 +224,17 @@ impl Table {
         self.find(chain.key(0)).map(|first| self.records.depth(first))
     }
 
-    /// Adds the names of a block and its ancestors to `chain`, deepest first, as far as one hold
-    /// goes; the next one begins with the parent of the last. False: the block is not known, or
-    /// its chain is not of `blocks` blocks.
+    /// Whether a block is known, as the last one of a chain of `blocks` blocks.
+    pub(crate) fn is_known_at(&self, last: BlockHash, blocks: usize) -> bool {
+        self.known_at(self.enter(Chain::from(std::slice::from_ref(&last))), blocks).is_some()
+    }
+
+    fn known_at(&self, last: Chain<'_>, blocks: usize) -> Option<RecordId> {
+        self.find(last.key(0)).filter(|&record| self.records.depth(record) as usize == blocks)
+    }
+
+    /// Adds the names of a block and its ancestors, `blocks` in all, to `chain`, deepest first, as
+    /// far as one hold goes. False: they are not known.
     pub(crate) fn name_ancestors(
         &self,
         last: BlockHash,
@@ -234,15 +242,17 @@ impl Table {
         chain: &mut Vec<BlockHash>,
     ) -> bool {
         let entered = self.enter(Chain::from(std::slice::from_ref(&last)));
-        let mut next = self.find(entered.key(0));
-        if next.is_none_or(|record| self.records.depth(record) as usize != blocks) {
-            return false;
-        }
+        let Some(mut next) = self.known_at(entered, blocks) else { return false };
+        let end = chain.len() + blocks;
         let mut hold = Budget::of_a_hold();
-        while let Some(record) = next.filter(|_| hold.look()) {
-            let known = self.records.at(record);
+        while hold.look() {
+            let known = self.records.at(next);
             chain.push(entered.hash_of(known.key()));
-            next = known.parent();
+            match known.parent() {
+                Some(parent) => next = parent,
+                // A chain that is being dropped loses its beginning first.
+                None => return chain.len() == end,
+            }
         }
         true
     }
