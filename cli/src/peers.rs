@@ -1,6 +1,6 @@
 //! `kvbm peers`: the workers that the settings list, what each has, and why one cannot be read.
 
-use kvbm::{PeerReport, look_at_peers};
+use kvbm::{PeerOffer, PeerReport, look_at_peers};
 use serde::Serialize;
 
 use crate::GlobalOptions;
@@ -26,7 +26,7 @@ impl Peers {
                     peers.etcd"
                 .to_owned();
         }
-        let mut table = output::table(&["peer", "address", "model", "block", "fingerprint"], 4);
+        let mut table = output::table(&["peer", "address", "model, or what is wrong", "block", "fingerprint"], 5);
         for peer in &self.peers {
             table.add_row(row(peer));
         }
@@ -37,10 +37,10 @@ impl Peers {
 fn row(peer: &PeerReport) -> Vec<String> {
     let mut row = vec![peer.name.clone(), peer.address.clone()];
     match &peer.offer {
-        Some(offer) => row.extend([
-            format!("{} {} {}", offer.model, offer.weights, offer.dtype),
-            format!("{}, {} tokens", output::bytes(offer.block_bytes), offer.block_tokens),
-            offer.fingerprint.clone(),
+        Some(PeerOffer { block_bytes, fingerprint, .. }) => row.extend([
+            format!("{} {} {}", fingerprint.model, fingerprint.weights, fingerprint.dtype),
+            format!("{}, {} tokens", output::bytes(*block_bytes), fingerprint.block_tokens),
+            fingerprint.to_string(),
         ]),
         None => row.push(peer.problem.clone().unwrap_or_default()),
     }

@@ -9,7 +9,7 @@ use crate::api::transfer::{Transfer, Transferred};
 use crate::error::{Error, Result};
 use crate::names::hash::Chain;
 use crate::scheduler::Core;
-use crate::table::{RequestInfo, Reserved};
+use crate::table::{NamespaceId, RequestInfo, Reserved};
 
 /// Slots for the blocks of a chain that the host tier lacks, root first. On every path the filled
 /// ones are published and the others given back.
@@ -39,6 +39,11 @@ impl<'a> FillingSlots<'a> {
             return Err(Error::stale());
         }
         Ok(Self { core, memory, slots: Some((reserved, lease)), filled: 0 })
+    }
+
+    /// What the blocks will be blocks of.
+    pub(crate) fn namespace(&self) -> Option<NamespaceId> {
+        self.slots.as_ref().map(|(reserved, _)| reserved.namespace())
     }
 
     /// Leading blocks of the chain that the tier has or awaits, and those that are filled.

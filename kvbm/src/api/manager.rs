@@ -533,7 +533,7 @@ impl Drop for Manager {
             let _ = self.close(Duration::ZERO);
         } else {
             std::mem::forget(self.background.lock().take());
-            self.peers.iter().for_each(Peers::abandon);
+            std::mem::forget(self.peers.take());
             let _server = std::mem::ManuallyDrop::new(self.server.lock().take());
             self.durable.abandon();
         }

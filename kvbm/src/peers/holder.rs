@@ -4,15 +4,18 @@
 //! with its connection, its time, or a release, whichever comes first, and no two requests of a
 //! lease overlap. While blocks are sent they are lent, as to a reader at home.
 
-use std::collections::HashMap;
+use std::io;
+use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures::StreamExt;
 use kvbm_policies::Hints;
-use kvbm_tiers::{Checksums, DramRegion, Loan, Memory, Tier, checksum::checksum};
+use kvbm_tiers::{DramRegion, Loan, Memory, Tier, checksum::checksum};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::time::{Instant, timeout, timeout_at};
+use tokio_util::bytes::BytesMut;
 use tokio_util::codec::{FramedRead, LengthDelimitedCodec};
 
 use super::greeting::{Credentials, random};
@@ -23,10 +26,9 @@ use super::protocol::{
 };
 use crate::api::allocation::LentSlot;
 use crate::api::lease::Lease;
-use crate::metrics::{PeerLeaseEnd, PeerMetrics};
+use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics};
 use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::Core;
-use crate::sync::Mutex;
 use crate::table::RequestInfo;
 use crate::task::Class;
 
@@ -73,67 +75,59 @@ async fn admit<S: AsyncRead + AsyncWrite + Unpin>(
     link: &mut Requests<S>,
     credentials: &Credentials,
 ) -> Result<Option<Member>, BrokenLink> {
-    let hello = link.next().await.ok_or(BrokenLink::Unexpected("it is closed"))??;
-    let reader = Hello::parse(&hello).map_err(BrokenLink::Refused)?;
+    let reader = Hello::parse(&next(link).await?).map_err(BrokenLink::Refused)?;
     let ours = random().map_err(|error| BrokenLink::Refused(error.to_string()))?;
     send(link.get_mut(), &ToReader::Challenge(credentials.challenge(&reader, ours))).await?;
-    let join = link.next().await.ok_or(BrokenLink::Unexpected("it is closed"))??;
-    let (proof, member) = match decode(&join)? {
+    let (proof, member) = match decode(&next(link).await?)? {
         ToHolder::Join(Join { proof, member }) => (proof, Some(member)),
         ToHolder::Look(proof) => (proof, None),
         _ => return Err(BrokenLink::Unexpected("it asks before it says who it is")),
     };
-    credentials.admit(proof.as_ref(), [&reader, &ours], member.as_ref())?;
+    credentials.admit([&reader, &ours], proof.as_ref(), member.as_ref())?;
     Ok(member)
 }
 
-/// Blocks that are leased to others, by tenant: never more than a share of the host tier, so that
-/// the engine here always has room.
+async fn next<S: AsyncRead + Unpin>(link: &mut Requests<S>) -> Result<BytesMut, BrokenLink> {
+    let frame = link.next().await.ok_or(io::ErrorKind::UnexpectedEof);
+    Ok(frame.map_err(io::Error::from)??)
+}
+
+/// Blocks that leases of others pin: never more than a share of the host tier, so that the engine
+/// here has room.
 #[derive(Debug)]
 pub(super) struct LeasedBlocks {
     most: usize,
-    by_tenant: Mutex<HashMap<Option<u32>, usize>>,
+    blocks: AtomicUsize,
 }
 
 /// Some of them, until it is dropped.
 struct LeasedShare {
     of: Arc<LeasedBlocks>,
-    tenant: Option<u32>,
     blocks: usize,
 }
 
 impl LeasedBlocks {
-    pub(super) fn new(most: usize) -> Self {
-        Self { most, by_tenant: Mutex::default() }
+    pub(super) const fn new(most: usize) -> Self {
+        Self { most, blocks: AtomicUsize::new(0) }
     }
 
     /// How many there are.
     pub(super) fn blocks(&self) -> usize {
-        self.by_tenant.lock().values().sum()
+        self.blocks.load(Ordering::Relaxed)
     }
 
-    /// `None`: there would be too many.
-    fn take(self: &Arc<Self>, tenant: Option<u32>, blocks: usize) -> Option<LeasedShare> {
-        let mut by_tenant = self.by_tenant.lock();
-        let leased: usize = by_tenant.values().sum();
-        if leased + blocks > self.most {
-            return None;
-        }
-        *by_tenant.entry(tenant).or_default() += blocks;
-        drop(by_tenant);
-        Some(LeasedShare { of: Arc::clone(self), tenant, blocks })
+    /// As many of `wanted` as there may be more.
+    fn take(self: &Arc<Self>, wanted: usize) -> LeasedShare {
+        let fits = |leased: usize| wanted.min(self.most.saturating_sub(leased));
+        let add = |leased| Some(leased + fits(leased));
+        let leased = self.blocks.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
+        LeasedShare { of: Arc::clone(self), blocks: leased.map_or(0, fits) }
     }
 }
 
 impl Drop for LeasedShare {
     fn drop(&mut self) {
-        let mut by_tenant = self.of.by_tenant.lock();
-        if let Some(leased) = by_tenant.get_mut(&self.tenant) {
-            *leased -= self.blocks;
-            if *leased == 0 {
-                by_tenant.remove(&self.tenant);
-            }
-        }
+        self.of.blocks.fetch_sub(self.blocks, Ordering::Relaxed);
     }
 }
 
@@ -141,34 +135,47 @@ impl Drop for LeasedShare {
 struct HeldLease {
     lease: Lease,
     chain: Vec<BlockHash>,
-    /// Leading blocks that the reader had: the others may be read.
-    before: usize,
+    /// Those of its blocks that may be read: the reader has those before.
+    named: Range<usize>,
     until: Instant,
+    counted: CountedLease,
     _share: LeasedShare,
+}
+
+impl HeldLease {
+    fn end(mut self, how: PeerLeaseEnd) {
+        self.counted.end = how;
+    }
 }
 
 /// The answer to a request for a lease, and what it leased.
 type Leased = (ToReader, Option<HeldLease>);
 
 impl Holder {
-    /// Serves one reader until it leaves.
-    pub(super) async fn serve<S: AsyncRead + AsyncWrite + Unpin>(&self, stream: S) {
+    /// Serves one reader until it leaves. `greeted` is called once it is let in.
+    pub(super) async fn serve<S: AsyncRead + AsyncWrite + Unpin>(
+        &self,
+        stream: S,
+        greeted: impl FnOnce(),
+    ) {
         let welcomed = timeout(MAX_GREETING, welcome(stream, &self.credentials)).await;
         let (member, link) = match welcomed.unwrap_or(Err(BrokenLink::Late)) {
             Ok((Some(member), link)) => (member, link),
             Ok((None, _)) => return,
+            // A probe of a port, most often.
+            Err(why @ (BrokenLink::Closed(_) | BrokenLink::Late)) => {
+                return tracing::debug!(%why, "a connection ends before it says whose it is");
+            }
             Err(why) => {
                 tracing::warn!(%why, "a worker that connected is not let in");
                 return self.metrics.refused();
             }
         };
+        greeted();
         tracing::debug!(reader = member.name, "a worker reads here");
         let mut session = Session { holder: self, link, held: None };
         if let Err(why) = session.run().await {
             tracing::debug!(reader = member.name, %why, "a reader is gone");
-        }
-        if session.held.is_some() {
-            self.metrics.lease_out_ended(PeerLeaseEnd::Gone);
         }
     }
 
@@ -181,38 +188,45 @@ impl Holder {
             return Err(BrokenLink::Unexpected("a request for a lease that makes no sense"));
         }
         if request.epoch != self.core.table().epoch() {
-            return Ok((ToReader::Ended(LeaseEnd::OtherEpoch), None));
+            return Ok(self.refusal(LeaseEnd::OtherEpoch));
         }
-        let chain = request.probes.iter().rev().find_map(|probe| self.chain_of(probe));
-        let Some(chain) = chain else { return Ok((self.answer(0, Vec::new()), None)) };
-        if !request.is_last && gap_behind(chain.len(), &lengths).is_some() {
-            return Ok((ToReader::Between(chain.len() as u32), None));
-        }
-        self.lease_chain(chain, request).await
-    }
-
-    fn chain_of(&self, probe: &Probe) -> Option<Vec<BlockHash>> {
-        self.core.chain_ending_with(probe.last(), probe.blocks as usize)
-    }
-
-    async fn lease_chain(
-        &self,
-        chain: Vec<BlockHash>,
-        request: &LeaseRequest,
-    ) -> Result<Leased, BrokenLink> {
-        let before = request.held as usize;
-        let wanted = chain.len().saturating_sub(before);
-        let Some(share) = self.leased.take(request.tenant, wanted) else {
-            return Ok((ToReader::Ended(LeaseEnd::Busy), None));
+        let is_known =
+            |probe: &&Probe| self.core.table().is_known_at(probe.last(), probe.blocks as usize);
+        let Some(found) = request.probes.iter().rev().find(is_known) else {
+            return Ok((self.answer(0, Vec::new()), None));
         };
+        if !request.is_last && gap_behind(found.blocks as usize, &lengths).is_some() {
+            return Ok((ToReader::Between(found.blocks), None));
+        }
+        match self.core.chain_ending_with(found.last(), found.blocks as usize) {
+            Some(chain) => Ok(self.lease_chain(chain, request).await),
+            // It left just now.
+            None => Ok((self.answer(0, Vec::new()), None)),
+        }
+    }
+
+    fn refusal(&self, why: LeaseEnd) -> Leased {
+        self.metrics.lease_out().end = why.into();
+        (ToReader::Ended(why), None)
+    }
+
+    async fn lease_chain(&self, mut chain: Vec<BlockHash>, request: &LeaseRequest) -> Leased {
+        // A lease pins the whole chain, whatever the reader has of it.
+        let share = self.leased.take(chain.len());
+        chain.truncate(share.blocks);
+        let before = request.held as usize;
+        if chain.len() <= before {
+            return self.refusal(LeaseEnd::Busy);
+        }
         let hints = Hints { tenant: request.tenant, ..Hints::default() };
         let info = RequestInfo { hints, has_asked: true, ..RequestInfo::default() };
         let lease = self.brought_to_host(self.core.lease(Chain::from(&chain), info)).await;
-        let Some(lease) = lease else { return Ok((ToReader::Ended(LeaseEnd::Void), None)) };
-        let checksums = self.checksums(&lease, &chain, before);
-        let answer = self.answer(before + checksums.len(), checksums);
-        let until = Instant::now() + self.ttl;
-        Ok((answer, Some(HeldLease { lease, chain, before, until, _share: share })))
+        let Some(lease) = lease else { return self.refusal(LeaseEnd::Void) };
+        let checksums = self.checksums(&lease, &chain, before).await;
+        let named = before..before + checksums.len();
+        let (answer, until) = (self.answer(named.end, checksums), Instant::now() + self.ttl);
+        let counted = self.metrics.lease_out();
+        (answer, Some(HeldLease { lease, chain, named, until, counted, _share: share }))
     }
 
     /// A reader reads the host tier: what lies further down comes there first. `None`: a reset came
@@ -228,27 +242,30 @@ impl Holder {
     fn answer(&self, blocks: usize, checksums: Vec<u32>) -> ToReader {
         let checksums = checksums.into_iter().map(u32::to_le_bytes).collect();
         let (epoch, blocks) = (self.core.table().epoch(), blocks as u32);
-        ToReader::Leased(LeaseAnswer {
-            epoch,
-            blocks,
-            ttl_ms: self.ttl.as_millis().try_into().unwrap_or(u32::MAX),
-            checksums,
-        })
+        let ttl_ms = self.ttl.as_millis().try_into().unwrap_or(u32::MAX);
+        ToReader::Leased(LeaseAnswer { epoch, blocks, ttl_ms, checksums })
     }
 
     /// Of the leased blocks behind the first `before`, up to the first that is not as it should be.
-    fn checksums(&self, lease: &Lease, chain: &[BlockHash], before: usize) -> Vec<u32> {
+    async fn checksums(&self, lease: &Lease, chain: &[BlockHash], before: usize) -> Vec<u32> {
         let chain = Chain::from(chain);
-        let end = lease.blocks(Tier::Host);
-        let mut checksums = Vec::with_capacity(end.saturating_sub(before));
-        while before + checksums.len() < end {
-            let first = before + checksums.len();
-            let next = first..end.min(first + LENT);
-            let lent = LentSlot::leading(&self.core, Tier::Host, lease, chain, next);
-            checksums.extend(lent.loans().iter().map_while(|loan| self.checksum(loan)));
-            if before + checksums.len() < end.min(first + LENT) {
+        let mut checksums = Vec::new();
+        for part in parts(before..lease.blocks(Tier::Host)) {
+            let lent =
+                LentSlot::leading(&self.core, Tier::Host, lease, chain, part.clone());
+            let sums = lent.loans().iter().map_while(|loan| self.checksum(loan));
+            checksums.extend(sums);
+            let (position, has_changed) =
+                (before + checksums.len(), lent.loans().len() > checksums.len() + before - part.start);
+            drop(lent);
+            if has_changed {
+                self.core.lent_is_corrupt(Tier::Host, chain, position);
+            }
+            if position < part.end {
                 break;
             }
+            // Sums take a while, and others have this thread too.
+            tokio::task::yield_now().await;
         }
         checksums
     }
@@ -256,10 +273,38 @@ impl Holder {
     /// `None`: an earlier process left the block, and it has changed.
     fn checksum(&self, loan: &Loan) -> Option<u32> {
         self.memory.verify_loan(loan).ok()?;
-        let known = self.memory.checksums().and_then(|known: &Checksums| known.get(loan.slot()));
+        let known = self.memory.checksums()?;
         // A GPU that copied the block did not sum it.
-        known.or_else(|| self.memory.read_loan(loan).map(checksum))
+        known.get(loan.slot()).or_else(|| {
+            let crc = checksum(self.memory.read_loan(loan)?);
+            known.record(loan.slot(), crc);
+            Some(crc)
+        })
     }
+
+    /// A reader got wrong bytes. If they are wrong here, nobody else gets them.
+    async fn examine(&self, held: &HeldLease) {
+        let chain = Chain::from(&held.chain);
+        for part in parts(held.named.clone()) {
+            let lent = LentSlot::leading(&self.core, Tier::Host, &held.lease, chain, part.clone());
+            let is_sound = |loan: &Loan| {
+                let expected = self.memory.checksums().and_then(|known| known.get(loan.slot()));
+                self.memory.read_loan(loan).map(checksum) == expected
+            };
+            let wrong = lent.loans().iter().position(|loan| !is_sound(loan));
+            drop(lent);
+            if let Some(wrong) = wrong {
+                tracing::error!("a block in the host tier has changed: it is dropped");
+                return self.core.lent_is_corrupt(Tier::Host, chain, part.start + wrong);
+            }
+            tokio::task::yield_now().await;
+        }
+    }
+}
+
+/// Blocks that are lent under one lock of the table.
+fn parts(of: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    of.clone().step_by(LENT).map(move |first| first..of.end.min(first + LENT))
 }
 
 /// One reader's connection.
@@ -275,17 +320,17 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
             let until = self.held.as_ref().map(|held| held.until);
             let limit = until.unwrap_or_else(|| Instant::now() + MAX_IDLE);
             let Ok(frame) = timeout_at(limit, self.link.next()).await else {
-                if self.held.is_none() {
-                    return Ok(());
+                match self.held.take() {
+                    Some(held) => held.end(PeerLeaseEnd::Expired),
+                    None => return Ok(()),
                 }
-                self.end(PeerLeaseEnd::Expired);
                 continue;
             };
             let Some(frame) = frame.transpose()? else { return Ok(()) };
             match decode(&frame)? {
                 ToHolder::Lease(request) => self.lease(&request).await?,
                 ToHolder::Read(request) => self.read(request).await?,
-                ToHolder::Release(end) => self.end(end.into()),
+                ToHolder::Release(end) => self.release(end).await,
                 ToHolder::Hello(_) | ToHolder::Join(_) | ToHolder::Look(_) => {
                     return Err(BrokenLink::Unexpected("it says again who it is"));
                 }
@@ -293,59 +338,81 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
         }
     }
 
-    fn end(&mut self, how: PeerLeaseEnd) {
-        if self.held.take().is_some() {
-            self.holder.metrics.lease_out_ended(how);
+    /// A reader that takes nothing for the time of a lease is gone.
+    async fn send(&mut self, message: &ToReader) -> Result<(), BrokenLink> {
+        let sent = timeout(self.holder.ttl, send(self.link.get_mut(), message)).await;
+        sent.unwrap_or(Err(BrokenLink::Late))
+    }
+
+    async fn release(&mut self, end: ReadEnd) {
+        let Some(held) = self.held.take() else { return };
+        if end == ReadEnd::Wrong {
+            self.holder.examine(&held).await;
         }
+        held.end(end.into());
     }
 
     async fn lease(&mut self, request: &LeaseRequest) -> Result<(), BrokenLink> {
-        self.end(PeerLeaseEnd::GivenUp);
+        self.release(ReadEnd::GivenUp).await;
         let (answer, held) = self.holder.lease(request).await?;
         self.held = held;
-        send(self.link.get_mut(), &answer).await
+        self.send(&answer).await
     }
 
     async fn read(&mut self, request: ReadRequest) -> Result<(), BrokenLink> {
         let Some(held) = &mut self.held else {
-            return send(self.link.get_mut(), &ToReader::Ended(LeaseEnd::Expired)).await;
+            return self.send(&ToReader::Ended(LeaseEnd::Expired)).await;
         };
         let first = request.first as usize;
-        let positions = first..first + request.count as usize;
-        if positions.start < held.before || positions.end > held.chain.len() {
+        let wanted = first..first + request.count as usize;
+        if wanted.is_empty() || wanted.start < held.named.start || wanted.end > held.named.end {
             return Err(BrokenLink::Unexpected("it asks for blocks that it did not lease"));
         }
         // A transfer that moves keeps its lease.
         held.until = Instant::now() + self.holder.ttl;
-        let (until, blocks) = (held.until, positions.len());
-        let chain = Chain::from(&held.chain);
-        let lent =
-            LentSlot::leading(&self.holder.core, Tier::Host, &held.lease, chain, positions);
-        if lent.loans().len() < blocks {
-            drop(lent);
-            self.end(PeerLeaseEnd::Void);
-            return send(self.link.get_mut(), &ToReader::Ended(LeaseEnd::Void)).await;
-        }
-        let stream = self.link.get_mut();
-        send(stream, &ToReader::Blocks(request)).await?;
-        timeout_at(until, send_blocks(stream, &self.holder.memory, lent.loans()))
-            .await
-            .unwrap_or(Err(BrokenLink::Late))?;
-        self.holder.metrics.sent(blocks as u64);
-        Ok(())
+        let sent = timeout_at(held.until, self.send_blocks(request, wanted)).await;
+        sent.unwrap_or(Err(BrokenLink::Late))
     }
-}
 
-async fn send_blocks(
-    stream: &mut (impl AsyncWrite + Unpin),
-    memory: &DramRegion,
-    loans: &[Loan],
-) -> Result<(), BrokenLink> {
-    for loan in loans {
-        let block = memory.read_loan(loan);
-        stream.write_all(block.ok_or(BrokenLink::Unexpected("a slot of other memory"))?).await?;
+    async fn send_blocks(
+        &mut self,
+        request: ReadRequest,
+        wanted: Range<usize>,
+    ) -> Result<(), BrokenLink> {
+        let Some(held) = &self.held else { return Ok(()) };
+        let Holder { core, memory, .. } = self.holder;
+        let mut header = Some(ToReader::Blocks(request));
+        for part in parts(wanted) {
+            let chain = Chain::from(&held.chain);
+            let lent = LentSlot::leading(core, Tier::Host, &held.lease, chain, part.clone());
+            if lent.loans().len() < part.len() {
+                drop(lent);
+                return self.end_void(header.is_some()).await;
+            }
+            let stream = self.link.get_mut();
+            if let Some(header) = header.take() {
+                send(stream, &header).await?;
+            }
+            for loan in lent.loans() {
+                let block = memory.read_loan(loan);
+                stream.write_all(block.ok_or(BrokenLink::Unexpected("a slot of other memory"))?).await?;
+            }
+            self.holder.metrics.sent(part.len() as u64);
+        }
+        Ok(self.link.get_mut().flush().await?)
     }
-    Ok(stream.flush().await?)
+
+    /// The leased blocks are gone. In the midst of blocks there is no room for words.
+    async fn end_void(&mut self, can_tell: bool) -> Result<(), BrokenLink> {
+        if let Some(held) = self.held.take() {
+            held.end(PeerLeaseEnd::Void);
+        }
+        if can_tell {
+            send(self.link.get_mut(), &ToReader::Ended(LeaseEnd::Void)).await
+        } else {
+            Err(BrokenLink::Unexpected("the blocks that it reads are gone"))
+        }
+    }
 }
 
 impl From<ReadEnd> for PeerLeaseEnd {
@@ -354,6 +421,16 @@ impl From<ReadEnd> for PeerLeaseEnd {
             ReadEnd::Whole => Self::Whole,
             ReadEnd::GivenUp => Self::GivenUp,
             ReadEnd::Wrong => Self::Wrong,
+        }
+    }
+}
+
+impl From<LeaseEnd> for PeerLeaseEnd {
+    fn from(end: LeaseEnd) -> Self {
+        match end {
+            LeaseEnd::Expired => Self::Expired,
+            LeaseEnd::Busy => Self::Busy,
+            LeaseEnd::Void | LeaseEnd::OtherEpoch => Self::Void,
         }
     }
 }

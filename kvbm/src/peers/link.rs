@@ -6,11 +6,10 @@ use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
 use tokio::net::TcpStream;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout_at};
 
 use super::greeting::Credentials;
-use super::holder::MAX_GREETING;
-use super::probes::{gap_behind, lengths};
+use super::probes;
 use super::protocol::{
     BrokenLink, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, Probe, ReadEnd, ReadRequest,
     ToHolder, ToReader, receive, send,
@@ -18,10 +17,8 @@ use super::protocol::{
 use crate::api::filling::FillingSlots;
 use crate::names::hash::BlockHash;
 
-/// A peer that does not take a connection within this time is away.
-const MAX_CONNECT: Duration = Duration::from_secs(3);
-/// What a request for blocks asks for.
-const READ_BYTES: usize = 4 << 20;
+/// What a request for blocks asks for. Tests have small blocks.
+const READ_BYTES: usize = if cfg!(test) { 2 << 10 } else { 4 << 20 };
 /// Requests for blocks that are on their way: one, while the blocks of another arrive.
 const READS: usize = 2;
 
@@ -39,7 +36,7 @@ pub(super) struct Wanted<'a> {
     pub(super) before: usize,
     pub(super) epoch: u64,
     pub(super) tenant: Option<u32>,
-    /// A holder that has not answered by then is taken for gone.
+    /// How long it waits for blocks, at most.
     pub(super) limit: Duration,
 }
 
@@ -58,6 +55,10 @@ pub(super) enum PeerFault {
     Link(#[from] BrokenLink),
     #[error("a block is not what its checksum says")]
     Wrong,
+    #[error("blocks before those that it named have left here meanwhile")]
+    Behind,
+    #[error("the index of the host tier does not know yet what left it")]
+    NoIndex,
     #[error("{0}")]
     Ended(LeaseEnd),
 }
@@ -73,8 +74,11 @@ impl PeerLink {
         address: &str,
         credentials: &Credentials,
     ) -> Result<Self, BrokenLink> {
-        let connected = timeout(MAX_CONNECT, TcpStream::connect(address)).await;
-        let stream = connected.map_err(|_| BrokenLink::Late)??;
+        let stream = TcpStream::connect(address).await?;
+        if credentials.secret.is_none() && !stream.peer_addr()?.ip().is_loopback() {
+            let why = "it is another machine, and there is no secret: set peers.secret_file (DYN_KVBM_PEERS_SECRET_FILE)";
+            return Err(BrokenLink::Unexpected(why));
+        }
         stream.set_nodelay(true)?;
         Self::over(Box::new(stream), credentials).await
     }
@@ -83,24 +87,19 @@ impl PeerLink {
         mut stream: Box<dyn PeerStream>,
         credentials: &Credentials,
     ) -> Result<Self, BrokenLink> {
-        let greeted = timeout(MAX_GREETING, credentials.greet(&mut stream)).await;
-        greeted.map_err(|_| BrokenLink::Late)??;
+        credentials.greet(&mut stream).await?;
         Ok(Self(stream))
     }
 
     /// Leases what is there: two messages if that is all that is wanted or nothing, else four.
     pub(super) async fn lease(&mut self, wanted: &Wanted<'_>) -> Result<NamedBlocks, PeerFault> {
-        let most = wanted.chain.len().min(MAX_BLOCKS as usize);
-        let asked = lengths(wanted.before, most);
+        let asked = probes::first(wanted.before, wanted.chain.len().min(MAX_BLOCKS as usize));
         let answer = match self.ask(wanted, &asked, false).await? {
             ToReader::Between(found) => {
                 let found = found as usize;
-                let most = gap_behind(found, &asked).filter(|_| asked.contains(&found));
-                let most = most.ok_or(BrokenLink::Unexpected("it found what nobody asked for"))?;
-                // The found one again, in case no more is there.
-                let mut between = lengths(found, most);
-                between[0] = found;
-                self.ask(wanted, &between, true).await?
+                let most = probes::gap_behind(found, &asked).filter(|_| asked.contains(&found));
+                let most = most.ok_or(BrokenLink::Unexpected("it found what was not asked for"))?;
+                self.ask(wanted, &probes::second(found, most), true).await?
             }
             answer => answer,
         };
@@ -126,7 +125,7 @@ impl PeerLink {
             is_last,
         };
         send(&mut self.0, &ToHolder::Lease(request)).await?;
-        timeout(wanted.limit, receive(&mut self.0)).await.unwrap_or(Err(BrokenLink::Late))
+        receive(&mut self.0).await
     }
 
     /// Reads blocks into slots, as many as there are, and keeps those that are what their checksums
@@ -136,9 +135,12 @@ impl PeerLink {
         named: &NamedBlocks,
         filling: &mut FillingSlots<'_>,
     ) -> Result<(), PeerFault> {
+        if filling.kept() < named.before {
+            return Err(PeerFault::Behind);
+        }
         let wanted = filling.kept()..filling.kept() + filling.left();
-        let Some(bytes) = filling.next().map(|slot| slot.len()) else { return Ok(()) };
-        let mut parts = parts(wanted, (READ_BYTES / bytes).max(1));
+        let Some(block_bytes) = filling.next().map(|slot| slot.len()) else { return Ok(()) };
+        let mut parts = parts(wanted, (READ_BYTES / block_bytes).max(1));
         let mut asked = VecDeque::new();
         loop {
             while asked.len() < READS
@@ -146,36 +148,69 @@ impl PeerLink {
             {
                 let request = ReadRequest { first: part.start as u32, count: part.len() as u32 };
                 // Counted from before it is asked for.
-                asked.push_back((request, Instant::now() + named.ttl));
-                send(&mut self.0, &ToHolder::Read(request)).await?;
+                let until = Instant::now() + named.ttl;
+                let sent = timeout_at(until, send(&mut self.0, &ToHolder::Read(request))).await;
+                sent.unwrap_or(Err(BrokenLink::Late))?;
+                asked.push_back((request, until));
             }
             let Some((request, until)) = asked.pop_front() else { return Ok(()) };
             let arrived = timeout_at(until, self.take(request, named, filling)).await;
-            arrived.unwrap_or(Err(BrokenLink::Late.into()))?;
+            match arrived.unwrap_or(Err(BrokenLink::Late.into())) {
+                Err(PeerFault::Wrong) => {
+                    let left = asked.into_iter().map(|(request, _)| request);
+                    let drained = timeout_at(until, self.drain(left, block_bytes)).await;
+                    drained.unwrap_or(Err(BrokenLink::Late))?;
+                    return Err(PeerFault::Wrong);
+                }
+                arrived => arrived?,
+            }
         }
     }
 
-    /// Takes the blocks of one request.
+    /// Takes the blocks of one request: all of them from the stream, and into slots those before the
+    /// first that is wrong.
     async fn take(
         &mut self,
         request: ReadRequest,
         named: &NamedBlocks,
         filling: &mut FillingSlots<'_>,
     ) -> Result<(), PeerFault> {
-        match receive(&mut self.0).await? {
-            ToReader::Blocks(blocks) if blocks == request => {}
-            ToReader::Ended(why) => return Err(PeerFault::Ended(why)),
-            _ => return Err(BrokenLink::Unexpected("other blocks than were asked for").into()),
-        }
+        self.expect(request).await?;
+        let mut is_wrong = false;
         for _ in 0..request.count {
-            let expected = filling.kept().checked_sub(named.before);
-            let expected = expected.and_then(|place| named.checksums.get(place)).copied();
-            let Some(slot) = filling.next() else { break };
+            let expected = named.checksums.get(filling.kept() - named.before).copied();
+            let slot = filling.next().ok_or(BrokenLink::Unexpected("there is no slot for a block"))?;
             self.0.read_exact(slot).await?;
-            if expected.is_none() || filling.written() != expected {
-                return Err(PeerFault::Wrong);
+            is_wrong = is_wrong || expected.is_none() || filling.written() != expected;
+            if !is_wrong {
+                filling.keep();
             }
-            filling.keep();
+        }
+        if is_wrong { Err(PeerFault::Wrong) } else { Ok(()) }
+    }
+
+    async fn expect(&mut self, request: ReadRequest) -> Result<(), PeerFault> {
+        match receive(&mut self.0).await? {
+            ToReader::Blocks(blocks) if blocks == request => Ok(()),
+            ToReader::Ended(why) => Err(PeerFault::Ended(why)),
+            _ => Err(BrokenLink::Unexpected("other blocks than were asked for").into()),
+        }
+    }
+
+    /// Takes what is still on its way and of no use, so that the next answer is one to the next
+    /// request.
+    async fn drain(
+        &mut self,
+        left: impl Iterator<Item = ReadRequest>,
+        block_bytes: usize,
+    ) -> Result<(), BrokenLink> {
+        let mut block = vec![0; block_bytes];
+        for request in left {
+            if self.expect(request).await.is_ok() {
+                for _ in 0..request.count {
+                    self.0.read_exact(&mut block).await?;
+                }
+            }
         }
         Ok(())
     }
@@ -196,7 +231,9 @@ fn named(wanted: &Wanted<'_>, answer: &LeaseAnswer) -> Result<NamedBlocks, PeerF
         return Err(BrokenLink::Unexpected("a lease of other blocks than were asked for").into());
     }
     let checksums = answer.checksums.iter().map(|crc| u32::from_le_bytes(*crc)).collect();
-    Ok(NamedBlocks { before, checksums, ttl: Duration::from_millis(answer.ttl_ms.into()) })
+    // A peer does not say how long we wait at most.
+    let ttl = Duration::from_millis(answer.ttl_ms.into()).min(wanted.limit);
+    Ok(NamedBlocks { before, checksums, ttl })
 }
 
 fn parts(of: Range<usize>, blocks: usize) -> impl Iterator<Item = Range<usize>> {

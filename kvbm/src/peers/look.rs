@@ -12,6 +12,7 @@ use super::greeting::{PeerSecret, look};
 use super::protocol::{BrokenLink, Member};
 use super::{secret_of, source};
 use crate::error::Result;
+use crate::names::fingerprint::Fingerprint;
 
 /// A list that comes from elsewhere is there within this time, or taken for empty.
 const MAX_LIST: Duration = Duration::from_secs(3);
@@ -40,35 +41,13 @@ pub struct PeerOffer {
     pub incarnation: u64,
     /// Bytes of a block.
     pub block_bytes: u64,
-    /// Tokens of a block.
-    pub block_tokens: u64,
-    /// Of its fingerprint.
-    pub model: String,
-    /// Of its fingerprint.
-    pub weights: String,
-    /// Of its fingerprint.
-    pub dtype: String,
-    /// Engine and version.
-    pub engine: String,
-    /// The short form of its fingerprint: peers with the same one can read each other.
-    pub fingerprint: String,
+    /// What its blocks depend on besides tokens.
+    pub fingerprint: Fingerprint,
 }
 
-impl PeerOffer {
-    fn of(member: Member) -> Self {
-        let fingerprint = member.fingerprint.to_string();
-        let its = member.fingerprint;
-        Self {
-            name: member.name,
-            incarnation: member.incarnation,
-            block_bytes: member.block_bytes,
-            block_tokens: its.block_tokens,
-            model: its.model,
-            weights: its.weights,
-            dtype: its.dtype,
-            engine: format!("{} {}", its.engine, its.engine_version),
-            fingerprint,
-        }
+impl From<Member> for PeerOffer {
+    fn from(Member { name, incarnation, block_bytes, fingerprint }: Member) -> Self {
+        Self { name, incarnation, block_bytes, fingerprint }
     }
 }
 
@@ -98,7 +77,7 @@ async fn report(name: String, address: String, secret: Option<&PeerSecret>) -> P
     };
     match timeout(MAX_ANSWER, asked).await.unwrap_or(Err(BrokenLink::Late)) {
         Ok(member) => {
-            PeerReport { name, address, offer: Some(PeerOffer::of(member)), problem: None }
+            PeerReport { name, address, offer: Some(member.into()), problem: None }
         }
         Err(why) => PeerReport { name, address, offer: None, problem: Some(why.to_string()) },
     }

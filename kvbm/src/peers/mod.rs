@@ -26,15 +26,18 @@ mod reader;
 #[cfg(test)]
 mod tests;
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvbm_settings::{PeerSettings, Settings};
 use kvbm_tiers::{DramRegion, Memory};
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::{Semaphore, oneshot};
+use tokio::task::AbortHandle;
 
 use self::discovery::{EtcdSource, PeerAddress, PeerAnnouncement, PeerSource, PeerWatch};
 use self::greeting::{Credentials, PeerSecret, random};
@@ -56,8 +59,9 @@ pub use self::protocol::read_in_every_way as read_peer_frame;
 pub use self::look::{PeerOffer, PeerReport, look_at_peers};
 pub use self::reader::{PeerLease, Pulled};
 
-/// Readers that are connected at a time.
-const MAX_READERS: usize = 1_024;
+/// Connections at a time, and those of them that have not said yet whose they are.
+const MAX_READERS: usize = 256;
+const MAX_STRANGERS: usize = 64;
 /// The pause after a connection that could not be accepted: there are no descriptors left, most
 /// often.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -84,7 +88,6 @@ impl PeerListener {
         if !peers.enabled {
             return Ok(None);
         }
-        settings.validate().map_err(|error| Error::invalid(error.to_string()))?;
         let Some(fingerprint) = options.fingerprint.clone() else {
             let message = "peers share blocks of one model: open the manager with Options::fingerprint, or set \
                  peers.enabled (DYN_KVBM_PEERS) to false";
@@ -196,12 +199,12 @@ impl Peers {
         let source = source(&listener.settings);
         let PeerListener { socket, address, settings, secret, fingerprint } = listener;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve peers", error);
-        let runtime = Builder::new_current_thread().enable_all().build().map_err(refused)?;
-        let entered = runtime.enter();
+        let runtime = PeerRuntime::new().map_err(refused)?;
+        let entered = runtime.runtime().enter();
         let socket = tokio::net::TcpListener::from_std(socket).map_err(refused)?;
         drop(entered);
-        let watch = source.watch(runtime.handle())?;
-        let announcement = source.announce(&own, runtime.handle())?;
+        let watch = source.watch(&runtime.handle())?;
+        let announcement = source.announce(&own, &runtime.handle())?;
         let member = Member {
             name: own.name().to_owned(),
             incarnation: u64::from_le_bytes(random()?),
@@ -211,6 +214,7 @@ impl Peers {
         let credentials = Arc::new(Credentials { member, secret });
         let most = f64::from(memory.slots()) * settings.lease_share;
         let leased = Arc::new(LeasedBlocks::new(most as usize));
+        core.metrics().peers().count_from_zero();
         let holder = Holder {
             core: Arc::clone(core),
             memory: Arc::clone(memory),
@@ -228,9 +232,9 @@ impl Peers {
             limit: holder.ttl,
             metrics: core.metrics().peers().clone(),
         };
-        let handle = runtime.handle().clone();
+        let handle = runtime.handle();
         let (stop, stopped) = oneshot::channel();
-        let serve = move || serve(runtime, socket, holder, announcement, stopped);
+        let serve = move || serve(&runtime, socket, holder, announcement, stopped);
         let thread = spawn("kvbm-peers", serve).map_err(refused)?;
         tracing::info!(name = own.name(), %address, "peers read here");
         Ok(Self {
@@ -309,11 +313,6 @@ impl Peers {
             drop(thread.join());
         }
     }
-
-    /// In a forked child: the thread is the parent's.
-    pub(crate) fn abandon(&self) {
-        std::mem::forget(self.thread.lock().take());
-    }
 }
 
 impl Drop for Peers {
@@ -322,14 +321,42 @@ impl Drop for Peers {
     }
 }
 
+/// What the thread runs on. Its tasks end with it, and what blocks a thread of its own, such as the
+/// look-up of a name, is not waited for.
+struct PeerRuntime(Option<Runtime>);
+
+impl PeerRuntime {
+    fn new() -> std::io::Result<Self> {
+        // Names of hosts, and files, are looked up by blocking threads.
+        let runtime = Builder::new_current_thread().enable_all().max_blocking_threads(2).build()?;
+        Ok(Self(Some(runtime)))
+    }
+
+    fn runtime(&self) -> &Runtime {
+        self.0.as_ref().expect("it is there until it is dropped")
+    }
+
+    fn handle(&self) -> Handle {
+        self.runtime().handle().clone()
+    }
+}
+
+impl Drop for PeerRuntime {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
 fn serve(
-    runtime: Runtime,
+    runtime: &PeerRuntime,
     socket: tokio::net::TcpListener,
     holder: Holder,
     announcement: Option<PeerAnnouncement>,
     stopped: oneshot::Receiver<()>,
 ) {
-    runtime.block_on(async {
+    runtime.runtime().block_on(async {
         tokio::select! {
             () = accept(socket, Arc::new(holder)) => {}
             _ = stopped => {}
@@ -338,29 +365,46 @@ fn serve(
             announcement.withdraw().await;
         }
     });
-    // Tasks end here, with the leases that they have.
-    drop(runtime);
 }
 
 async fn accept(socket: tokio::net::TcpListener, holder: Arc<Holder>) {
     let places = Arc::new(Semaphore::new(MAX_READERS));
+    let mut strangers = Strangers::default();
     loop {
-        // Others wait in the socket's queue until one leaves.
-        let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
         match socket.accept().await {
             Ok((stream, _)) => {
-                let holder = Arc::clone(&holder);
-                tokio::spawn(async move {
-                    // Without it answers come late, no more.
-                    let _ = stream.set_nodelay(true);
-                    holder.serve(stream).await;
+                // Without it answers come late, no more.
+                let _ = stream.set_nodelay(true);
+                let Ok(place) = Arc::clone(&places).try_acquire_owned() else { continue };
+                strangers.make_room();
+                let (holder, is_known) = (Arc::clone(&holder), Arc::new(AtomicBool::new(false)));
+                let greeted = Arc::clone(&is_known);
+                let task = tokio::spawn(async move {
+                    holder.serve(stream, || greeted.store(true, Ordering::Relaxed)).await;
                     drop(place);
                 });
+                strangers.0.push_back((task.abort_handle(), is_known));
             }
             Err(error) => {
                 tracing::warn!(%error, "cannot take a connection of a peer");
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }
+        }
+    }
+}
+
+/// Connections that have not said yet whose they are, and whether they have.
+#[derive(Default)]
+struct Strangers(VecDeque<(AbortHandle, Arc<AtomicBool>)>);
+
+impl Strangers {
+    /// Silent connections keep nobody out: the oldest makes room.
+    fn make_room(&mut self) {
+        self.0.retain(|(task, is_known)| !task.is_finished() && !is_known.load(Ordering::Relaxed));
+        while self.0.len() >= MAX_STRANGERS
+            && let Some((oldest, _)) = self.0.pop_front()
+        {
+            oldest.abort();
         }
     }
 }

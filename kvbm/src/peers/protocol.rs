@@ -55,7 +55,8 @@ pub(super) enum BrokenLink {
 impl BrokenLink {
     /// For a reason that comes from the other side: one line, of bounded length.
     pub(super) fn refused(why: &str) -> Self {
-        Self::Refused(shortened(why).escape_debug().to_string())
+        let on_a_line = |letter: char| if letter.is_control() { ' ' } else { letter };
+        Self::Refused(shortened(why).chars().map(on_a_line).collect())
     }
 }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use kvbm_tiers::{DramRegion, Tier};
 use tokio::sync::{oneshot, watch};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::discovery::PeerList;
 use super::greeting::Credentials;
@@ -19,16 +19,17 @@ use super::link::{NamedBlocks, PeerFault, PeerLink, Wanted};
 use super::protocol::{BrokenLink, LeaseEnd, ReadEnd};
 use crate::api::filling::FillingSlots;
 use crate::api::lease::Lease;
-use crate::error::{Error, ErrorKind, Result};
-use crate::metrics::{PeerLeaseEnd, PeerMetrics};
+use crate::error::{Error, Result};
+use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics};
 use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::Core;
 use crate::sync::Mutex;
-use crate::table::RequestInfo;
+use crate::table::{NamespaceId, RequestInfo};
 use crate::task::Class;
 
-/// Connections to a peer that wait for their next use.
+/// Connections to a peer that wait for their next use, and how long they do.
 const MAX_WAITING: usize = 4;
+const MAX_WAIT: Duration = Duration::from_mins(1);
 
 /// Reads what others hold.
 pub(super) struct Reader {
@@ -36,24 +37,34 @@ pub(super) struct Reader {
     pub(super) memory: Arc<DramRegion>,
     pub(super) credentials: Arc<Credentials>,
     pub(super) known: watch::Receiver<Arc<PeerList>>,
-    /// Connections that wait for their next use, by peer.
-    pub(super) waiting: Mutex<HashMap<String, Vec<PeerLink>>>,
-    /// A holder answers within this time.
+    /// By address.
+    pub(super) waiting: Mutex<HashMap<String, Vec<WaitingLink>>>,
+    /// How long it waits for an answer, at most.
     pub(super) limit: Duration,
     pub(super) metrics: PeerMetrics,
+}
+
+/// A connection that waits for its next use.
+pub(super) struct WaitingLink {
+    pub(super) link: PeerLink,
+    pub(super) since: Instant,
 }
 
 /// The right to read the leading blocks of a chain at a peer, for a while. It ends when it is
 /// dropped.
 #[must_use = "dropping a lease ends it"]
 pub struct PeerLease {
-    pub(super) link: PeerLink,
-    pub(super) peer: String,
+    link: PeerLink,
+    peer: String,
+    address: String,
     pub(super) chain: Vec<BlockHash>,
-    pub(super) info: RequestInfo,
-    pub(super) named: NamedBlocks,
+    info: RequestInfo,
+    /// What the blocks are blocks of.
+    namespace: NamespaceId,
+    named: NamedBlocks,
     /// It was asked for then.
-    pub(super) asked: Instant,
+    asked: Instant,
+    counted: CountedLease,
 }
 
 impl fmt::Debug for PeerLease {
@@ -104,103 +115,146 @@ impl Reader {
         chain: Vec<BlockHash>,
         info: RequestInfo,
     ) -> Result<PeerLease> {
-        let asked = Instant::now();
-        let mut link = self.link(&peer).await?;
-        let before = self.core.matches(Chain::from(&chain)).longest();
-        let (epoch, tenant) = (self.core.table().epoch(), info.hints.tenant);
-        let wanted = Wanted { chain: &chain, before, epoch, tenant, limit: self.limit };
-        match link.lease(&wanted).await {
-            Ok(named) => Ok(PeerLease { link, peer, chain, info, named, asked }),
+        let address = self.known.borrow().get(&peer).map(str::to_owned);
+        let address = address.ok_or_else(|| Error::invalid(format!("no peer {peer} is known")))?;
+        let before = self.bring_ours(Chain::from(&chain), info).await?;
+        let (epoch, namespace) = self.present();
+        let (tenant, limit, asked) = (info.hints.tenant, self.limit, Instant::now());
+        let wanted = Wanted { chain: &chain, before, epoch, tenant, limit };
+        let mut counted = self.metrics.lease_in();
+        let leased = timeout_at(asked + limit, self.lease_at(&address, &wanted)).await;
+        match leased.unwrap_or(Err(BrokenLink::Late.into())) {
+            Ok((link, named)) => {
+                Ok(PeerLease { link, peer, address, chain, info, namespace, named, asked, counted })
+            }
             Err(fault) => {
-                self.metrics.lease_in_ended(end_of(&fault));
-                let message = format!("the peer {peer} gives no lease: {fault}");
-                // It answered, so the connection is as good as before.
-                if matches!(fault, PeerFault::Ended(_)) {
-                    self.keep(peer, link);
-                }
-                Err(Error::unavailable(message))
+                counted.end = end_of(&fault);
+                Err(Error::unavailable(format!("the peer {peer} ({address}) gives no lease: {fault}")))
             }
         }
     }
 
-    /// A connection to a peer: one that waits, or a new one.
-    async fn link(&self, peer: &str) -> Result<PeerLink> {
-        if let Some(link) = self.waiting.lock().get_mut(peer).and_then(Vec::pop) {
-            return Ok(link);
-        }
-        let address = self.known.borrow().get(peer).map(str::to_owned);
-        let address = address.ok_or_else(|| Error::invalid(format!("no peer {peer} is known")))?;
-        PeerLink::connect(&address, &self.credentials).await.map_err(|why| {
-            let message = format!("cannot read at the peer {peer} ({address})");
-            Error::caused(ErrorKind::Unavailable, message, why)
-        })
+    /// The epoch here, and what blocks are blocks of in it.
+    fn present(&self) -> (u64, NamespaceId) {
+        let table = self.core.table();
+        (table.epoch(), table.namespace())
     }
 
-    fn keep(&self, peer: String, link: PeerLink) {
+    async fn lease_at(
+        &self,
+        address: &str,
+        wanted: &Wanted<'_>,
+    ) -> Result<(PeerLink, NamedBlocks), PeerFault> {
+        if let Some(mut link) = self.waiting_link(address) {
+            match link.lease(wanted).await {
+                // The peer has another process now, or ended the connection.
+                Err(PeerFault::Link(BrokenLink::Closed(_))) => drop(self.waiting.lock().remove(address)),
+                leased => return self.keep_refused(address, link, leased),
+            }
+        }
+        let mut link = PeerLink::connect(address, &self.credentials).await?;
+        let leased = link.lease(wanted).await;
+        self.keep_refused(address, link, leased)
+    }
+
+    /// A peer that answered that it gives no lease may give another.
+    fn keep_refused(
+        &self,
+        address: &str,
+        link: PeerLink,
+        leased: Result<NamedBlocks, PeerFault>,
+    ) -> Result<(PeerLink, NamedBlocks), PeerFault> {
+        match leased {
+            Ok(named) => Ok((link, named)),
+            Err(fault) => {
+                if matches!(fault, PeerFault::Ended(_)) {
+                    self.keep(address, link);
+                }
+                Err(fault)
+            }
+        }
+    }
+
+    fn waiting_link(&self, address: &str) -> Option<PeerLink> {
         let mut waiting = self.waiting.lock();
-        let links = waiting.entry(peer).or_default();
+        let links = waiting.get_mut(address)?;
+        links.retain(|waiting| waiting.since.elapsed() < MAX_WAIT);
+        links.pop().map(|waiting| waiting.link)
+    }
+
+    pub(super) fn keep(&self, address: &str, link: PeerLink) {
+        let known = self.known.borrow();
+        let mut waiting = self.waiting.lock();
+        waiting.retain(|address, _| known.iter().any(|(_, known)| known == address));
+        let links = waiting.entry(address.to_owned()).or_default();
         if links.len() < MAX_WAITING {
-            links.push(link);
+            links.push(WaitingLink { link, since: Instant::now() });
         }
     }
 
     /// Brings what a lease names into the host tier.
     pub(super) async fn pull(&self, lease: PeerLease) -> Result<Pulled> {
-        let PeerLease { mut link, peer, chain, info, named, asked } = lease;
-        let blocks = named.before + named.checksums.len();
+        let blocks = lease.blocks();
+        let PeerLease { mut link, address, chain, info, namespace, named, asked, mut counted, .. } =
+            lease;
         let chain = Chain::from(&chain).prefix(blocks);
-        self.bring_ours(chain, info).await?;
         let mut filling = FillingSlots::take(&self.core, &self.memory, chain, info)?;
-        let before = filling.kept();
+        if filling.namespace() != Some(namespace) {
+            // A reset came since: what the peer has counts as old here.
+            return Err(Error::stale());
+        }
+        let (before, started) = (filling.kept(), Instant::now());
         let read = if asked.elapsed() > named.ttl {
             Err(PeerFault::Ended(LeaseEnd::Expired))
         } else if filling.left() > 0 && !self.are_removals_noted().await {
-            Ok(())
+            Err(PeerFault::NoIndex)
         } else {
             link.read(&named, &mut filling).await
         };
-        let copied = filling.kept() - before;
+        let (copied, wanted) = (filling.kept() - before, filling.left());
         let published = filling.publish();
+        self.metrics.pulled(copied as u64, started.elapsed());
         let fault = read.err();
-        self.metrics.pulled(copied as u64, asked.elapsed());
-        self.metrics.lease_in_ended(fault.as_ref().map_or(PeerLeaseEnd::Whole, end_of));
-        self.release(peer, link, fault.as_ref()).await;
+        counted.end = match &fault {
+            Some(fault) => end_of(fault),
+            None if copied > 0 || wanted > 0 => PeerLeaseEnd::Whole,
+            None => PeerLeaseEnd::GivenUp,
+        };
+        drop(counted);
+        self.release(&address, link, fault.as_ref()).await;
         let told = published.ok_or_else(Error::closed)?.await?;
         let fault = fault.map(|fault| fault.to_string());
         Ok(Pulled { lease: told.lease, blocks: told.blocks, copied, fault })
     }
 
-    /// What a lower tier here has need not come from a peer.
-    async fn bring_ours(&self, chain: Chain<'_>, info: RequestInfo) -> Result<()> {
+    /// What a lower tier here has need not come from a peer. Returns how many leading blocks the
+    /// host tier has then.
+    async fn bring_ours(&self, chain: Chain<'_>, info: RequestInfo) -> Result<usize> {
         let lease = self.core.lease(chain, RequestInfo { has_asked: true, ..info });
-        if lease.blocks(Tier::Host) < lease.held().longest() {
-            self.core.transfer(Class::Load, Tier::Host, lease).await?;
+        if lease.blocks(Tier::Host) >= lease.held().longest() {
+            return Ok(lease.blocks(Tier::Host));
         }
-        Ok(())
+        Ok(self.core.transfer(Class::Load, Tier::Host, lease).await?.blocks)
     }
 
     /// As for a backend that writes a slot: see `Journal::after_removals`.
     async fn are_removals_noted(&self) -> bool {
         let (told, noted) = oneshot::channel();
         self.core.after_removals(Tier::Host, move || _ = told.send(()));
-        noted.await.is_ok()
+        timeout(self.limit, noted).await.is_ok_and(|noted| noted.is_ok())
     }
 
-    /// Ends a lease at its holder, who hears how; the connection waits for its next use, if nothing
-    /// is left in it.
-    async fn release(&self, peer: String, mut link: PeerLink, fault: Option<&PeerFault>) {
+    /// Ends a lease at its holder, which hears how. The connection waits for its next use unless
+    /// something of this one may be left in it.
+    async fn release(&self, address: &str, mut link: PeerLink, fault: Option<&PeerFault>) {
         let end = match fault {
             None => ReadEnd::Whole,
-            Some(PeerFault::Ended(_)) => ReadEnd::GivenUp,
-            // Blocks are still on their way: the next answer would be taken for another.
-            Some(PeerFault::Wrong) => {
-                let _ = link.release(ReadEnd::Wrong).await;
-                return;
-            }
-            Some(PeerFault::Link(_)) => return,
+            Some(PeerFault::Wrong) => ReadEnd::Wrong,
+            Some(PeerFault::Behind | PeerFault::NoIndex) => ReadEnd::GivenUp,
+            Some(PeerFault::Link(_) | PeerFault::Ended(_)) => return,
         };
-        if link.release(end).await.is_ok() {
-            self.keep(peer, link);
+        if timeout(self.limit, link.release(end)).await.is_ok_and(|sent| sent.is_ok()) {
+            self.keep(address, link);
         }
     }
 }
@@ -208,11 +262,9 @@ impl Reader {
 fn end_of(fault: &PeerFault) -> PeerLeaseEnd {
     match fault {
         PeerFault::Wrong => PeerLeaseEnd::Wrong,
-        PeerFault::Ended(LeaseEnd::Expired) | PeerFault::Link(BrokenLink::Late) => {
-            PeerLeaseEnd::Expired
-        }
-        PeerFault::Ended(LeaseEnd::Busy) => PeerLeaseEnd::Busy,
-        PeerFault::Ended(LeaseEnd::Void | LeaseEnd::OtherEpoch) => PeerLeaseEnd::Void,
+        PeerFault::Behind | PeerFault::NoIndex => PeerLeaseEnd::GivenUp,
+        PeerFault::Ended(why) => (*why).into(),
+        PeerFault::Link(BrokenLink::Late) => PeerLeaseEnd::Expired,
         PeerFault::Link(_) => PeerLeaseEnd::Gone,
     }
 }

@@ -12,7 +12,10 @@ use kvbm_tiers::Tier;
 use proptest::prelude::*;
 use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf, duplex};
 use tokio::sync::watch;
+use tokio::task::AbortHandle;
+use tokio::time::timeout;
 
+use super::discovery::{PeerAddress, PeerList};
 use super::greeting::tests::member;
 use super::greeting::{Credentials, PeerSecret};
 use super::holder::{Holder, LeasedBlocks};
@@ -21,10 +24,12 @@ use super::reader::{PeerLease, Reader};
 use crate::api::blocking::Blocks;
 use crate::api::manager::{Manager, Options};
 use crate::error::Error;
-use crate::names::hash::{BlockHash, Chain};
+use crate::names::hash::BlockHash;
 use crate::sync::Mutex;
 use crate::table::RequestInfo;
 
+/// Nothing is there: a new connection to it fails.
+const ADDRESS: &str = "127.0.0.1:1";
 const BLOCK: usize = 512;
 const SLOTS: u32 = 24;
 const TTL: Duration = Duration::from_secs(10);
@@ -85,11 +90,13 @@ impl Worker {
 
     fn reader(&self) -> Reader {
         let (core, memory) = self.manager().host_tier().unwrap();
+        let mut known = PeerList::default();
+        known.insert(PeerAddress::new("there", ADDRESS).unwrap());
         Reader {
             core: Arc::clone(core),
             memory: Arc::clone(memory),
             credentials: Arc::clone(&self.credentials),
-            known: watch::channel(Arc::default()).1,
+            known: watch::channel(Arc::new(known)).1,
             waiting: Mutex::default(),
             limit: TTL,
             metrics: core.metrics().peers().clone(),
@@ -220,27 +227,37 @@ struct Pair {
     leased: Arc<LeasedBlocks>,
     lease: Option<PeerLease>,
     incarnation: u64,
+    tasks: Vec<AbortHandle>,
 }
 
 impl Pair {
     async fn new() -> Self {
         let (there, here) = (Worker::new("there", 1).await, Worker::new("here", 2).await);
         let (reader, leased) = (here.reader(), Arc::new(LeasedBlocks::new(SLOTS as usize / 2)));
-        Self { there, here, reader, leased, lease: None, incarnation: 2 }
+        Self { there, here, reader, leased, lease: None, incarnation: 2, tasks: Vec::new() }
     }
 
     async fn lease(&mut self, chain: &[BlockHash], fault: Fault) {
         self.lease = None;
+        let is_new = !matches!(fault, Fault::None) || self.reader.waiting.lock().is_empty();
+        if is_new && !self.connect(fault).await {
+            return;
+        }
+        let leased = self.reader.lease("there".to_owned(), chain.to_vec(), RequestInfo::default());
+        self.lease = leased.await.ok();
+    }
+
+    async fn connect(&mut self, fault: Fault) -> bool {
         let (ours, theirs) = duplex(1 << 10);
         let holder = self.there.holder(&self.leased);
         let stream = FaultyStream { stream: theirs, fault, sent: 0 };
-        tokio::spawn(async move { holder.serve(stream).await });
-        let Ok(link) = PeerLink::over(Box::new(ours), &self.reader.credentials).await else {
-            return;
-        };
-        self.reader.waiting.lock().insert("there".to_owned(), vec![link]);
-        let leased = self.reader.lease("there".to_owned(), chain.to_vec(), RequestInfo::default());
-        self.lease = leased.await.ok();
+        let task = tokio::spawn(async move { holder.serve(stream, || {}).await });
+        self.tasks.push(task.abort_handle());
+        let met = timeout(TTL, PeerLink::over(Box::new(ours), &self.reader.credentials)).await;
+        let Ok(Ok(link)) = met else { return false };
+        self.reader.waiting.lock().clear();
+        self.reader.keep(ADDRESS, link);
+        true
     }
 
     async fn pull(&mut self) -> usize {
@@ -265,6 +282,7 @@ impl Pair {
             Step::ResetHere => reset(&self.here),
             Step::Restart => {
                 self.incarnation += 1;
+                self.tasks.drain(..).for_each(|task| task.abort());
                 self.there = Worker::new("there", self.incarnation).await;
             }
         }
@@ -276,6 +294,7 @@ impl Pair {
     /// Nothing is left over, and everything works again.
     async fn heals(&mut self) {
         self.lease = None;
+        self.reader.waiting.lock().clear();
         tokio::time::sleep(2 * TTL).await;
         assert_eq!(self.leased.blocks(), 0, "leases are left");
         let epoch = 1 + self.there.manager().epoch().max(self.here.manager().epoch());
@@ -302,7 +321,7 @@ fn reset(worker: &Worker) {
 
 fn simulated<T>(work: impl Future<Output = T>) -> T {
     let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build();
     runtime.unwrap().block_on(work)
 }
 

@@ -122,7 +122,7 @@ impl PeerList {
     }
 
     /// Adds a peer, or moves it. False: the list is full.
-    pub(super) fn insert(&mut self, peer: PeerAddress) -> bool {
+    pub(in crate::peers) fn insert(&mut self, peer: PeerAddress) -> bool {
         let has_room = self.len() < MAX_PEERS || self.addresses.contains_key(&peer.name);
         if has_room {
             self.addresses.insert(peer.name, peer.address);
