@@ -62,7 +62,7 @@ fn the_page_lists_exactly_the_metrics_of_the_registry() {
 #[test]
 fn series_are_few_whatever_happens() {
     /// Of values that a label has. One directory, rank and cache group: each more adds its own.
-    const VALUES: [(&str, usize); 15] = [
+    const VALUES: [(&str, usize); 16] = [
         ("tier", 5),
         ("state", 6),
         ("reason", 10),
@@ -76,6 +76,7 @@ fn series_are_few_whatever_happens() {
         ("verdict", 2),
         ("budget", 3),
         ("kind", 7),
+        ("end", 7),
         ("group", 1),
         // Eight that the settings name, and all others together.
         ("tenant", 9),
@@ -156,7 +157,7 @@ fn described() -> BTreeMap<String, Row> {
 /// A registry shows a metric with labels from its first event on: everything has to happen once.
 fn exported() -> BTreeMap<String, Row> {
     let everyday = everyday();
-    let families = [everyday, mishaps(), spent(), unwritable(), ranks(), half_a_disk(), tenants()]
+    let families = [everyday, mishaps(), spent(), unwritable(), ranks(), half_a_disk(), tenants(), peers()]
         .into_iter()
         .flat_map(|registry| registry.gather());
     families.map(|family| (family.name().to_owned(), row(&family))).collect()
@@ -191,6 +192,26 @@ fn everyday() -> Registry {
     drop(manager.lease(&chain(1)));
     // Gauges are asked for while the manager is there.
     registry.gather();
+    registry
+}
+
+/// Others may read here, and none has.
+fn peers() -> Registry {
+    let registry = Registry::new();
+    let mut settings = engine::settings(4096, 8, 8);
+    (settings.peers.enabled, settings.peers.port) = (true, 0);
+    let fingerprint = kvbm::Fingerprint {
+        model: "model".to_owned(),
+        weights: "weights".to_owned(),
+        block_tokens: 16,
+        ..kvbm::Fingerprint::default()
+    };
+    let options = Options {
+        registry: registry.clone(),
+        fingerprint: Some(fingerprint),
+        ..Options::default()
+    };
+    drop(engine::block_on(Manager::open(settings, options)).unwrap());
     registry
 }
 

@@ -49,6 +49,18 @@ fn embedding((prompt_tokens, request): (Vec<u32>, RequestId), generated_tokens: 
     Ok(())
 }
 
+/// docs/peers.md
+async fn peers(manager: Manager, chain: Vec<BlockHash>) -> Tried {
+    let peers = manager.peers().expect("peers.enabled is set");
+    let lease = peers.lease("10.0.0.1/6890", &chain, RequestInfo::default()).await?;
+    println!("{} blocks are only there", lease.only_there());
+    let pulled = peers.pull(lease).await?;
+    // They are in the host tier now. `fault` says why some are missing, if some are.
+    println!("{} came, {:?}", pulled.copied, pulled.fault);
+    let loaded = manager.load(pulled.lease).await?;
+    Ok(())
+}
+
 /// docs/embedding.md
 async fn names(settings: Settings) -> Tried {
     let fingerprint = Fingerprint {
