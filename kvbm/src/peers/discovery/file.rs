@@ -63,7 +63,8 @@ impl WatchedFile {
 
     /// What the file says, or why it cannot be told. `None`: what it said before.
     fn look(&mut self) -> Option<Result<FileContents, String>> {
-        let stamp = fs::metadata(&self.path).ok().filter(Metadata::is_file).map(Stamp::of);
+        let file = fs::metadata(&self.path).ok().filter(Metadata::is_file);
+        let stamp = file.as_ref().map(Stamp::of);
         let has_changed = stamp != self.stamp;
         if !has_changed && !self.is_unsettled {
             return None;
@@ -87,7 +88,7 @@ struct Stamp {
 }
 
 impl Stamp {
-    fn of(file: Metadata) -> Self {
+    fn of(file: &Metadata) -> Self {
         Self {
             inode: (file.dev(), file.ino()),
             size: file.size(),

@@ -98,7 +98,7 @@ impl PeerSource {
                 list.send_replace(Arc::new(fixed(addresses)?));
                 runtime.spawn(async move {
                     let _kept = list;
-                    pending().await
+                    pending::<()>().await;
                 })
             }
             Self::File(path) => runtime.spawn(file::watch(path.clone(), list)),

@@ -93,10 +93,13 @@ impl<T: Transport> Announcer<T> {
 
     /// Has the entry be there, under a lease that lives.
     async fn renew(&mut self) -> Result<Lease, EtcdFailure> {
-        let held = self.lease;
-        let lease = match held {
-            Some(lease) if self.keep_alive(lease).await? => lease,
-            _ => self.grant().await?,
+        let kept = match self.lease {
+            Some(lease) => self.keep_alive(lease).await?.then_some(lease),
+            None => None,
+        };
+        let lease = match kept {
+            Some(lease) => lease,
+            None => self.grant().await?,
         };
         let holder = self.holder().await?;
         let is_displaced = self.was_announced && holder.is_some_and(|holder| holder != lease.id);

@@ -72,7 +72,7 @@ impl Transport for Http {
             token.set_sensitive(true);
             request = request.header(AUTHORIZATION, token);
         }
-        // A member without a leader refuses, so that another is asked.
+        // A member that lost the others refuses then, and ends a watch that would be silent.
         let request = request.header("Grpc-Metadata-hasleader", "true");
         request.send().await.map_err(described)
     }

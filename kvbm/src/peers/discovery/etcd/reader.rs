@@ -19,8 +19,8 @@ use crate::peers::discovery::address::{PeerList, quoted};
 use crate::peers::discovery::complaint::Complaints;
 use crate::peers::discovery::publish;
 
-/// etcd says something every ten minutes. An etcd that hangs is left after this; one whose machine
-/// vanished is noticed before, by TCP.
+/// etcd says something every ten minutes, so a member that hangs is left after this. One that lost
+/// the others says so, and one whose machine vanished is noticed by TCP.
 const MAX_SILENCE: Duration = Duration::from_mins(11);
 /// What is read, in messages.
 const SOURCE: &str = "etcd";

@@ -39,8 +39,8 @@ struct State {
     leases_granted: i64,
     events: Vec<Event>,
     watchers: Vec<Watcher>,
-    /// Watches of members that fell silent.
-    stalled: Vec<Watcher>,
+    /// Watches of members that fell silent, and what they know of.
+    stalled: Vec<(i64, Watcher)>,
     faults: BTreeMap<String, Fault>,
     calls: Vec<Received>,
     user: Option<(String, String)>,
@@ -119,20 +119,23 @@ impl FakeEtcd {
         self.0.lock().unwrap()
     }
 
-    /// Ends what was wrong with a member, or breaks it; watches of a broken member end or hang.
+    /// Breaks a member, or mends it. Watches of a member that is silent go on when it is mended;
+    /// those of any other broken one end.
     pub(super) fn set_fault(&self, member: &str, fault: Option<Fault>) {
         let mut state = self.state();
-        let (broken, others) = std::mem::take(&mut state.watchers)
-            .into_iter()
-            .partition(|watch| watch.member == member);
-        state.watchers = others;
-        if fault == Some(Fault::Silent) {
-            state.stalled.extend::<Vec<_>>(broken);
-        }
-        match fault {
-            Some(fault) => state.faults.insert(member.to_owned(), fault),
-            None => state.faults.remove(member),
+        let Some(fault) = fault else {
+            state.faults.remove(member);
+            return state.wake_watches(member);
         };
+        let watchers = std::mem::take(&mut state.watchers);
+        let (broken, others): (Vec<_>, _) =
+            watchers.into_iter().partition(|watch| watch.member == member);
+        state.watchers = others;
+        if fault == Fault::Silent {
+            let since = state.revision;
+            state.stalled.extend(broken.into_iter().map(|watch| (since, watch)));
+        }
+        state.faults.insert(member.to_owned(), fault);
     }
 
     /// Starts again without its data.
@@ -229,6 +232,20 @@ impl State {
         let event = Event { revision: self.revision, key, json };
         self.watchers.retain(|watch| watch.tell(&event));
         self.events.push(event);
+    }
+
+    fn wake_watches(&mut self, member: &str) {
+        let stalled = std::mem::take(&mut self.stalled);
+        let (woken, others): (Vec<_>, _) =
+            stalled.into_iter().partition(|(_, watch)| watch.member == member);
+        self.stalled = others;
+        for (known, watch) in woken {
+            self.events
+                .iter()
+                .filter(|event| event.revision > known)
+                .for_each(|event| _ = watch.tell(event));
+            self.watchers.push(watch);
+        }
     }
 
     fn end_lease(&mut self, lease: i64) {
@@ -342,7 +359,7 @@ impl Transport for FakeEtcd {
         match fault {
             Some(Fault::Away) => Err("connection refused".into()),
             Some(Fault::Silent) => std::future::pending().await,
-            Some(Fault::Says(status, body)) => Ok(FakeAnswer::whole(status, body)),
+            Some(Fault::Says(status, body)) => Ok(FakeAnswer::whole(status, &body)),
             None => Ok(self.answered(member, path, &call)),
         }
     }
@@ -373,7 +390,7 @@ impl FakeEtcd {
         let answer = state.answer(path, &request);
         state.leases.values().for_each(|lease| self.end_leases_at(lease.ends));
         match answer {
-            Ok(answer) => FakeAnswer::whole(200, format!("{answer}\n")),
+            Ok(answer) => FakeAnswer::whole(200, &format!("{answer}\n")),
             Err(refusal) => FakeAnswer::refused(refusal),
         }
     }
@@ -387,7 +404,7 @@ pub(super) struct FakeAnswer {
 
 impl FakeAnswer {
     /// In two pieces, wherever that cuts it.
-    fn whole(status: u16, body: String) -> Self {
+    fn whole(status: u16, body: &str) -> Self {
         let (send, pieces) = unbounded_channel();
         let (first, second) = body.as_bytes().split_at(body.len() / 2);
         for piece in [first, second] {
@@ -397,7 +414,10 @@ impl FakeAnswer {
     }
 
     fn refused((status, code, message): Refusal) -> Self {
-        Self::whole(status, json!({"error": message, "code": code, "message": message}).to_string())
+        Self::whole(
+            status,
+            &json!({"error": message, "code": code, "message": message}).to_string(),
+        )
     }
 }
 

@@ -29,6 +29,7 @@ async fn served(etcd: FakeEtcd) -> String {
 /// Answers one request, and goes on until all of the answer is sent, or its reader is gone.
 async fn answer(etcd: FakeEtcd, mut stream: TcpStream) -> std::io::Result<()> {
     let (head, body) = request(&mut stream).await?;
+    assert!(head.contains("grpc-metadata-hasleader: true"), "{head}");
     let path = head.split(' ').nth(1).unwrap_or_default();
     let token = head.lines().find_map(|line| line.strip_prefix("authorization: "));
     let call = Call { url: format!("{MEMBER}{path}"), token, body };

@@ -99,18 +99,18 @@ impl Etcd {
         EtcdSource { ttl: TTL, ..EtcdSource::new(vec![self.client.clone()], "prod") }
     }
 
-    fn gateway(&self, source: &EtcdSource) -> Gateway<Http> {
-        Gateway::new(source, Http::new().unwrap()).unwrap()
-    }
-
     async fn ask(&self, path: &str, request: Value) -> Result<Value, EtcdFailure> {
-        self.gateway(&self.source()).ask(path, &request).await
+        gateway(&self.source()).ask(path, &request).await
     }
 
     async fn put(&self, name: &str, value: &str) {
         let key = Base64::from(format!("kvbm/prod/peers/{name}").as_str());
         self.ask("/v3/kv/put", json!({"key": key, "value": Base64::from(value)})).await.unwrap();
     }
+}
+
+fn gateway(source: &EtcdSource) -> Gateway<Http> {
+    Gateway::new(source, Http::new().unwrap()).unwrap()
 }
 
 fn free_url() -> String {
@@ -197,8 +197,8 @@ async fn a_real_etcd_has_bad_entries_and_compactions() {
         start_revision: Int64(1),
         progress_notify: true,
     };
-    let mut gateway = etcd.gateway(&source);
-    let mut changes = gateway.listen("/v3/watch", &WatchRequest { create_request }).await.unwrap();
+    let mut asking = gateway(&source);
+    let mut changes = asking.listen("/v3/watch", &WatchRequest { create_request }).await.unwrap();
     let mut answer = WatchAnswer::default();
     while !answer.canceled {
         answer = changes.next(LATE).await.unwrap();
@@ -241,7 +241,7 @@ async fn a_real_etcd_asks_for_a_user() {
     for (source, said) in
         [(etcd.source(), "user name is empty"), (user("wrong"), "does not take \"kvbm\"")]
     {
-        let asked = etcd.gateway(&source).ask::<Value>("/v3/kv/range", &range).await;
+        let asked = gateway(&source).ask::<Value>("/v3/kv/range", &range).await;
         let text = asked.unwrap_err().to_string();
         assert!(text.contains(said) && text.contains(&etcd.client), "{text}");
     }
