@@ -46,7 +46,7 @@ fn a_frame_opens_its_own_region_only() {
     assert_eq!(theirs.label(), "emulated device");
 }
 
-/// What the kernel says of the region's pages: KiB that are mapped, KiB in huge pages.
+/// What the kernel says of the region's pages: bytes that are mapped, bytes in huge pages.
 fn pages(region: &DramRegion) -> [u64; 2] {
     let start = region.base().addr().get();
     let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
@@ -184,7 +184,7 @@ const LARGE: u32 = 256;
 fn nobody_awaits_mapping_of_small_pages_and_blocks_are_right() {
     let Some(home) = shm() else { return };
     write_all(&attach_large(home.path()), 1);
-    let is_early = |region: &DramRegion| pages(region)[0] < u64::from(LARGE) << 10;
+    let is_early = |region: &DramRegion| pages(region)[0] < u64::from(LARGE) << 20;
     let region = attach_large(home.path());
     assert!(region.mapper.is_some(), "somebody waited for it");
     assert_eq!(written(&region, 1), (0..LARGE).collect::<Vec<_>>());
@@ -193,7 +193,7 @@ fn nobody_awaits_mapping_of_small_pages_and_blocks_are_right() {
     let region = attach_large(home.path());
     let started = clock::now();
     while is_early(&region) {
-        assert!(started.elapsed() < Duration::from_secs(30), "{:?} KiB are mapped", pages(&region));
+        assert!(started.elapsed() < Duration::from_secs(30), "{:?} bytes are mapped", pages(&region));
         std::thread::sleep(Duration::from_millis(5));
     }
     let _frames = write_all(&region, 9);
