@@ -1,11 +1,14 @@
 //! Regions in memory: the host tier, and the device tier where there is no GPU.
 //!
 //! Memory is the process's own and goes with it, or lies, in part, in a file on tmpfs or hugetlbfs:
-//! then the next process attaches to it and finds every byte where it was.
+//! then the next process attaches to it and finds every byte where it was. Or it lies in a memfd,
+//! which other processes may map for reading.
 
 #![expect(unsafe_code, reason = "maps memory")]
 
 mod file;
+mod mapping;
+mod memfd;
 mod pages;
 
 use std::fs::File;
@@ -17,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use memmap2::{Advice, MmapMut, MmapRaw};
+use memmap2::{Advice, MmapRaw};
 
 use crate::checksum::{Checksums, checksum};
 use crate::copy::{CopyError, SlotId, SlotRef, Tier};
@@ -27,11 +30,14 @@ use crate::fork::MakerProcess;
 use crate::frame::{Frame, FramePool, Loan, PoolId};
 use crate::geometry::Geometry;
 use crate::memory::{Memory, forget_checksum};
+use crate::peers::SharedMemory;
 use crate::verify::corrupt;
 use file::MemoryFile;
-use pages::{HUGE_PAGE, PageKind, PageMapper, available_memory, huge_bytes, prefault};
+use pages::{HUGE_PAGE, PageKind, available_memory, huge_bytes, prefault};
 
 pub use file::{Mount, MountKind};
+pub(crate) use mapping::map_for_reading;
+pub(crate) use pages::PageMapper;
 
 /// What to change when memory in a file cannot be had.
 pub(crate) static SETTINGS: SettingNames = SettingNames {
@@ -68,6 +74,18 @@ pub struct DramRegion {
     pool_given: AtomicBool,
     /// What its first slots lie in, if these outlive the process. After the mapping.
     file: Option<MemoryFile>,
+    /// What all of its slots lie in, if other processes may map them.
+    shared: Option<SharedMemory>,
+}
+
+/// What slots lie in.
+enum Backing {
+    /// Memory of this process alone.
+    Private,
+    /// The first ones in a file, the others in private memory.
+    File(MemoryFile),
+    /// All in a memfd, which other processes may map.
+    Memfd,
 }
 
 /// Where slots lie that outlive their process.
@@ -109,6 +127,17 @@ impl DramRegion {
         Self::open(Tier::Device, options)
     }
 
+    /// A host tier that other processes of this host may map for reading: see
+    /// [`shareable`](Self::shareable). Its memory comes back when this process and all readers have
+    /// unmapped it.
+    ///
+    /// # Errors
+    /// `NoSpace`: the system has not that much memory to give. `Unavailable`: it makes no memfd, or
+    /// seals none for readers (before Linux 5.1).
+    pub fn shareable_host(options: DramOptions) -> Result<Self, SetupError> {
+        Self::build(Tier::Host, options, Backing::Memfd)
+    }
+
     /// A host tier whose first slots are found again after the end of the process, however that
     /// comes. The file is `kvbm-<namespace>.memory`, of exactly the size of these slots (on
     /// hugetlbfs rounded up to whole pages), which is all there before this returns. Waits up to 15
@@ -131,19 +160,21 @@ impl DramRegion {
         place: &PersistOptions,
         patience: Duration,
     ) -> Result<Self, SetupError> {
-        Self::build(Tier::Host, options, Some(MemoryFile::open(place, options, patience)?))
+        let file = MemoryFile::open(place, options, patience)?;
+        Self::build(Tier::Host, options, Backing::File(file))
     }
 
     pub(crate) fn open(tier: Tier, options: DramOptions) -> Result<Self, SetupError> {
-        Self::build(tier, options, None)
+        Self::build(tier, options, Backing::Private)
     }
 
-    fn build(
-        tier: Tier,
-        options: DramOptions,
-        file: Option<MemoryFile>,
-    ) -> Result<Self, SetupError> {
+    fn build(tier: Tier, options: DramOptions, backing: Backing) -> Result<Self, SetupError> {
         let DramOptions { geometry, huge_pages, fault_threads } = options;
+        let (file, is_shared) = match backing {
+            Backing::Private => (None, false),
+            Backing::File(file) => (Some(file), false),
+            Backing::Memfd => (None, true),
+        };
         let too_large = |why: &str| too_large(tier, geometry.bytes(), why);
         let private = geometry.bytes().saturating_sub(file.as_ref().map_or(0, MemoryFile::bytes));
         if let Some(available) = available_memory().filter(|&available| private as u64 > available)
@@ -154,8 +185,9 @@ impl DramRegion {
             (geometry.bytes().max(file.bytes()), file.page_bytes().max(HUGE_PAGE))
         });
         let (mut map, base) =
-            reserve(bytes, alignment, huge_pages).map_err(|error| too_large(&error))?;
+            mapping::reserve(bytes, alignment, huge_pages).map_err(|error| too_large(&error))?;
         file.iter().try_for_each(|file| file.map_over(&mut map, base, huge_pages))?;
+        let shared = is_shared.then(|| memfd::map_over(&mut map, base, options)).transpose()?;
         // Before anything registers the pages, and before they are there.
         if let Err(error) = map.advise(Advice::DontFork) {
             tracing::warn!(%error, "{}: forks will copy it, and be slow", label(tier));
@@ -163,10 +195,9 @@ impl DramRegion {
         let map = Arc::new(MmapRaw::from(map));
         let there = file.as_ref().map_or(0, MemoryFile::bytes);
         let later = file.as_ref().is_some_and(|file| !file.may_be_huge());
+        let fresh = if is_shared && huge_pages { PageKind::Shmem } else { PageKind::Private };
         prefault(&map, base, if later { 0 } else { there }, fault_threads, PageKind::There)
-            .and_then(|()| {
-                prefault(&map, base + there, bytes - there, fault_threads, PageKind::Private)
-            })
+            .and_then(|()| prefault(&map, base + there, bytes - there, fault_threads, fresh))
             .map_err(|error| too_large(&error.to_string()))?;
         let mapper = later.then(|| PageMapper::start(Arc::clone(&map), base, there)).transpose();
         let mapper = mapper.map_err(|error| no_thread(tier, error))?;
@@ -193,6 +224,7 @@ impl DramRegion {
             pool,
             pool_given,
             file,
+            shared,
         })
     }
 
@@ -200,6 +232,13 @@ impl DramRegion {
     /// it goes with this process.
     pub fn persists(&self) -> Option<(&Path, bool)> {
         self.file.as_ref().map(|file| (file.path(), file.was_there()))
+    }
+
+    /// What another process needs to map the slots for reading; `None`: this is no
+    /// [`shareable_host`](Self::shareable_host). Memory in a file is none either: the kernel does
+    /// not seal files that have names, and a reader of one that is cut off is killed.
+    pub const fn shareable(&self) -> Option<&SharedMemory> {
+        self.shared.as_ref()
     }
 
     /// What it is, in reports: `host memory`, `emulated device`.
@@ -245,6 +284,13 @@ impl DramRegion {
         forget_checksum(self, frame.slot());
         // SAFETY: as for `write`; a slot has `stride` bytes.
         Some(unsafe { std::slice::from_raw_parts_mut(slot.as_ptr(), self.stride()) })
+    }
+
+    /// The block in the frame's slot, all of it, was written by a way that summed it.
+    pub(crate) fn record_checksum(&self, frame: &Frame, crc: u32) {
+        if let Some(checksums) = &self.checksums {
+            checksums.record(frame.slot(), crc);
+        }
     }
 
     /// The block in the frame's slot was written by way of [`write`](Self::write), all of it: where
@@ -309,7 +355,8 @@ impl Drop for DramRegion {
 // SAFETY: the mapping belongs to the region, never moves, starts the slots on a huge page boundary
 // and is longer than they need by what that takes. Its bytes are handed out to holders of frames
 // only. A file behind it is of its full size and locked, and closed to other users: only programs
-// bound by the same rules can cut it off or change it.
+// bound by the same rules can cut it off or change it. A memfd behind it is sealed against both;
+// processes that map it can read it, and nothing else.
 unsafe impl Memory for DramRegion {
     fn tier(&self) -> Tier {
         self.tier
@@ -333,17 +380,6 @@ unsafe impl Memory for DramRegion {
         // SAFETY: no mapping of ours lies at address zero.
         unsafe { NonNull::new_unchecked(first) }
     }
-}
-
-/// Addresses for `bytes` bytes, and where in them the first boundary lies; no memory yet.
-fn reserve(bytes: usize, alignment: usize, huge_pages: bool) -> Result<(MmapMut, usize), String> {
-    let all = bytes.checked_add(alignment).ok_or("no such address")?;
-    let map = MmapMut::map_anon(all).map_err(|error| error.to_string())?;
-    if huge_pages && let Err(error) = map.advise(Advice::HugePage) {
-        tracing::debug!(%error, "no huge pages");
-    }
-    let base = map.as_ptr().align_offset(alignment);
-    Ok((map, base))
 }
 
 const fn label(tier: Tier) -> &'static str {

@@ -68,4 +68,6 @@ pub enum SetupErrorKind {
     Unavailable,
     /// The medium failed.
     Io,
+    /// What another process offers could harm this one. Do without it.
+    Untrusted,
 }

@@ -8,6 +8,7 @@
 //! | region | slots lie in | reached by |
 //! |---|---|---|
 //! | [`DramRegion`] | memory: the host tier, which may outlive the process, or an emulated device | [`MemcpyBackend`] |
+//! | [`PeerMemory`] | the host tier of another process of this host, to be read | itself |
 //! | [`DeviceRegion`] | a GPU's memory, or an engine's own tensors, in pieces | `cuda::CudaBackend`, [`MemcpyBackend`] |
 //! | [`DiskRegion`] | slot files, one per directory | [`UringBackend`], [`ThreadsBackend`], `cuda::GdsBackend` |
 //! | [`object`] | segments in an object store | its own backend |
@@ -61,6 +62,7 @@ pub mod numa;
 #[cfg(feature = "nvtx")]
 pub mod nvtx;
 pub mod object;
+pub mod peers;
 pub mod ranks;
 #[cfg(any(test, feature = "baselines"))]
 pub mod raw;
@@ -89,6 +91,7 @@ pub use index::{IndexChange, IndexEntry, IndexOptions, KeptIndex, Recovered, Tie
 pub use media_layer::MediaLayer;
 pub use memcpy::MemcpyBackend;
 pub use memory::{DeviceRegion, Memory, Space};
+pub use peers::{PeerMemory, SharedMemory, receive_memory, send_memory};
 pub use sealed::Sealed;
 pub use transform::{Layout, Transform};
 pub use verified_once::VerifiedOnce;

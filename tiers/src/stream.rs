@@ -5,12 +5,15 @@
 //! not, which saves a third of the traffic. With that the copy and the checksum together take less
 //! time than `memcpy` does.
 
-#![cfg_attr(target_arch = "x86_64", expect(unsafe_code, reason = "instructions of the processor"))]
+#![expect(unsafe_code, reason = "instructions of the processor, memory of other processes")]
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{
-    __m128i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_stream_si128,
+    __m128i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_store_si128,
+    _mm_stream_si128,
 };
+
+use crate::geometry::ALIGNMENT;
 
 /// Bytes that are moved together: a cache line.
 const LINE: usize = 64;
@@ -70,6 +73,78 @@ fn copy_lines(from: &[u8], to: &mut [u8]) {
     to.copy_from_slice(from);
 }
 
+/// Bytes that [`copy_page`] moves: slots are whole pages.
+pub(crate) const PAGE_BYTES: usize = ALIGNMENT;
+
+/// A page in the caches.
+#[repr(C, align(64))]
+pub(crate) struct Page(pub(crate) [u8; PAGE_BYTES]);
+
+impl Default for Page {
+    fn default() -> Self {
+        Self([0; PAGE_BYTES])
+    }
+}
+
+/// Copies a page that another process may write meanwhile to two places: `to`, past the caches as
+/// [`copy`] does, and `seen`. Both get the same bytes, since each byte is read once.
+///
+/// # Safety
+/// `from` is the start of a page that is mapped as long as this runs.
+///
+/// # Panics
+/// If `to` starts amid a cache line.
+pub(crate) unsafe fn copy_page(from: *const u8, to: &mut [u8; PAGE_BYTES], seen: &mut Page) {
+    assert!(to.as_ptr().addr().is_multiple_of(LINE), "a slot starts on a page boundary");
+    let (to, seen) = (to.as_mut_ptr(), seen.0.as_mut_ptr());
+    for line in (0..PAGE_BYTES).step_by(LINE) {
+        // SAFETY: the line lies within all three pages, each of which starts at a line.
+        unsafe { copy_line_twice(from.add(line), to.add(line), seen.add(line)) };
+    }
+}
+
+/// # Safety
+/// All three are lines: `from` is mapped, the others are the caller's alone.
+#[cfg(target_arch = "x86_64")]
+#[expect(clippy::cast_ptr_alignment, reason = "lines are aligned to more")]
+unsafe fn copy_line_twice(from: *const u8, to: *mut u8, seen: *mut u8) {
+    let (from, to, seen) = (from.cast::<__m128i>(), to.cast::<__m128i>(), seen.cast::<__m128i>());
+    // SAFETY: SSE2 is part of x86-64. A prefetch may name any address. The rest is as the caller
+    // promises. Volatile: the compiler must not read again what may have changed.
+    unsafe {
+        _mm_prefetch::<_MM_HINT_T0>(from.cast::<i8>().wrapping_add(AHEAD_BYTES));
+        let first = from.read_volatile();
+        let second = from.add(1).read_volatile();
+        let third = from.add(2).read_volatile();
+        let fourth = from.add(3).read_volatile();
+        _mm_stream_si128(to, first);
+        _mm_stream_si128(to.add(1), second);
+        _mm_stream_si128(to.add(2), third);
+        _mm_stream_si128(to.add(3), fourth);
+        _mm_store_si128(seen, first);
+        _mm_store_si128(seen.add(1), second);
+        _mm_store_si128(seen.add(2), third);
+        _mm_store_si128(seen.add(3), fourth);
+    }
+}
+
+/// # Safety
+/// All three are lines: `from` is mapped, the others are the caller's alone.
+#[cfg(not(target_arch = "x86_64"))]
+#[expect(clippy::cast_ptr_alignment, reason = "lines are aligned to more")]
+unsafe fn copy_line_twice(from: *const u8, to: *mut u8, seen: *mut u8) {
+    let (from, to, seen) = (from.cast::<u64>(), to.cast::<u64>(), seen.cast::<u64>());
+    for word in 0..LINE / size_of::<u64>() {
+        // SAFETY: the word lies within the line; the rest is as the caller promises. Volatile: the
+        // compiler must not read again what may have changed.
+        unsafe {
+            let read = from.add(word).read_volatile();
+            to.add(word).write(read);
+            seen.add(word).write(read);
+        }
+    }
+}
+
 /// Orders all copies of this thread before whatever it does next.
 pub(crate) fn finish() {
     // SAFETY: SSE is part of x86-64.
@@ -84,6 +159,16 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn a_page_arrives_at_both_places() {
+        let [mut from, mut to, mut seen] = std::array::from_fn(|_| Page::default());
+        from.0.iter_mut().zip(0_u32..).for_each(|(byte, at)| *byte = (at * 31 / 8) as u8);
+        // SAFETY: pages of this test's own.
+        unsafe { copy_page(from.0.as_ptr(), &mut to.0, &mut seen) };
+        finish();
+        assert!(to.0 == from.0 && seen.0 == from.0);
+    }
 
     proptest! {
         #[test]

@@ -7,12 +7,12 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use memmap2::{Advice, MmapMut, MmapRaw};
+use memmap2::{MmapMut, MmapRaw};
 use rustix::fs::FallocateFlags;
-use rustix::mm::{MapFlags, ProtFlags, mmap};
 
+use super::mapping::{map_over, reserve};
 use super::pages::{HUGE_PAGE, PageKind, available_memory, prefault};
-use super::{DramOptions, PersistOptions, SETTINGS, reserve};
+use super::{DramOptions, PersistOptions, SETTINGS};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::{
     KeptFile, LockWait, LockedFile, OwnDirectory, check_size, check_space, checked_namespace,
@@ -161,26 +161,6 @@ impl FileMaking<'_> {
         let what = "lacks pages that it had: somebody has cut holes into it; remove the file";
         Err(self.site.error(SetupErrorKind::Invalid, what))
     }
-}
-
-/// Maps a file over private memory that nothing uses.
-fn map_over(
-    map: &mut MmapMut,
-    base: usize,
-    file: &File,
-    bytes: usize,
-    huge_pages: bool,
-) -> io::Result<()> {
-    let access = ProtFlags::READ | ProtFlags::WRITE;
-    let start = map[base..base + bytes].as_mut_ptr().cast();
-    // SAFETY: the range lies within a mapping that is borrowed mutably, and no reference into it is
-    // left.
-    unsafe { mmap(start, bytes, access, MapFlags::SHARED | MapFlags::FIXED, file, 0)? };
-    // Hugetlbfs needs no advice and takes none.
-    if huge_pages && let Err(error) = map.advise_range(Advice::HugePage, base, bytes) {
-        tracing::debug!(%error, "no huge pages in a file");
-    }
-    Ok(())
 }
 
 /// The file system that a directory lies on, if it is one in memory.

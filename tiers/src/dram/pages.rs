@@ -20,6 +20,8 @@ pub(super) enum PageKind {
     New,
     /// Of a file that has them all: they are mapped, several at a time, and what is in them stays.
     There,
+    /// Of a memfd, zeroed. Most systems give it small pages, and huge ones for the asking.
+    Shmem,
 }
 
 /// Makes all pages present, each thread its share of huge pages.
@@ -48,6 +50,10 @@ pub(super) fn prefault(
 
 fn populate(map: &MmapRaw, from: usize, bytes: usize, pages: PageKind) -> io::Result<()> {
     let advice = match pages {
+        PageKind::Shmem => {
+            collapse(map, from, bytes)?;
+            Advice::PopulateWrite
+        }
         PageKind::Private | PageKind::New => Advice::PopulateWrite,
         // Three times as fast, and shared pages can still be written: nothing waits for first
         // writes to them.
@@ -62,13 +68,31 @@ fn populate(map: &MmapRaw, from: usize, bytes: usize, pages: PageKind) -> io::Re
     }
 }
 
+/// Has the kernel make huge pages of a range as far as it can. It looks only where a page is
+/// mapped already, and does some work for each call.
+fn collapse(map: &MmapRaw, from: usize, bytes: usize) -> io::Result<()> {
+    for huge_page in (from..from + bytes).step_by(HUGE_PAGE) {
+        populate(map, huge_page, ALIGNMENT, PageKind::Private)?;
+    }
+    // SAFETY: the range lies within the mapping, and what is in its pages stays.
+    let made =
+        unsafe { libc::madvise(map.as_mut_ptr().add(from).cast(), bytes, libc::MADV_COLLAPSE) };
+    if made != 0 {
+        // Before Linux 6.1, or where memory lies in pieces.
+        tracing::debug!(error = %io::Error::last_os_error(), "small pages in memory that others may read");
+    }
+    Ok(())
+}
+
 /// `None`: a page without memory behind it would end the process.
 fn touch(map: &MmapRaw, from: usize, bytes: usize, pages: PageKind) -> Option<()> {
     for offset in (from..from + bytes).step_by(ALIGNMENT) {
         match pages {
             // SAFETY: the page lies within the mapping, which nothing uses yet; other threads write
             // others.
-            PageKind::Private => unsafe { map.as_mut_ptr().add(offset).write_volatile(0) },
+            PageKind::Private | PageKind::Shmem => unsafe {
+                map.as_mut_ptr().add(offset).write_volatile(0);
+            },
             // SAFETY: the page lies within the mapping, and its file has it.
             PageKind::There => drop(unsafe { map.as_ptr().add(offset).read_volatile() }),
             PageKind::New => return None,
@@ -81,7 +105,7 @@ fn touch(map: &MmapRaw, from: usize, bytes: usize, pages: PageKind) -> Option<()
 /// s/GiB, and a restart is to serve from its first moment. A thread that reaches a page first maps
 /// it itself. It ends with this handle.
 #[derive(Debug)]
-pub(super) struct PageMapper {
+pub(crate) struct PageMapper {
     is_over: Arc<AtomicBool>,
     _thread: ServiceThread,
 }
@@ -91,7 +115,7 @@ pub(super) struct PageMapper {
 const STEP: usize = HUGE_PAGE;
 
 impl PageMapper {
-    pub(super) fn start(map: Arc<MmapRaw>, from: usize, bytes: usize) -> io::Result<Self> {
+    pub(crate) fn start(map: Arc<MmapRaw>, from: usize, bytes: usize) -> io::Result<Self> {
         let is_over = Arc::new(AtomicBool::new(false));
         let told = Arc::clone(&is_over);
         let work = move || {

@@ -46,7 +46,7 @@ fn a_frame_opens_its_own_region_only() {
     assert_eq!(theirs.label(), "emulated device");
 }
 
-/// What the kernel says of the region's pages: KiB that are mapped, KiB in huge pages.
+/// What the kernel says of the region's pages: bytes that are mapped, bytes in huge pages.
 fn pages(region: &DramRegion) -> [u64; 2] {
     let start = region.base().addr().get();
     let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
@@ -66,7 +66,7 @@ fn is_not_mapped(page: NonNull<u8>) -> bool {
 /// With a ring, whose registered memory the kernel would copy at the fork.
 #[test]
 fn a_fork_copies_nothing_of_the_pool() {
-    for open in [DramRegion::host, DramRegion::emulated_device] {
+    for open in [DramRegion::host, DramRegion::emulated_device, DramRegion::shareable_host] {
         let region = open(options(64, 1 << 20)).unwrap();
         let ring = crate::disk::ring::build(1).inspect_err(|error| skip("uring", error)).ok();
         let _parts =
@@ -106,10 +106,28 @@ fn a_child_that_drops_the_pool_unmaps_nothing() {
 
 #[test]
 fn more_memory_than_there_is_names_the_setting() {
-    let error = DramRegion::host(options(1 << 20, 1 << 30)).unwrap_err();
-    assert_eq!(error.kind(), SetupErrorKind::NoSpace);
-    assert!(error.to_string().contains("DYN_KVBM_CPU_CACHE_GB"), "{error}");
+    for open in [DramRegion::host, DramRegion::shareable_host] {
+        let error = open(options(1 << 20, 1 << 30)).unwrap_err();
+        assert_eq!(error.kind(), SetupErrorKind::NoSpace);
+        assert!(error.to_string().contains("DYN_KVBM_CPU_CACHE_GB"), "{error}");
+    }
 }
+
+#[test]
+fn memory_that_others_may_read_has_huge_pages_if_asked() {
+    let geometry = Geometry::new(17, 1 << 20).unwrap();
+    let open = |huge_pages| {
+        let options = DramOptions { geometry, huge_pages, fault_threads: 2 };
+        DramRegion::shareable_host(options).unwrap()
+    };
+    assert_eq!(open(false).huge_bytes(), 0);
+    let region = open(true);
+    assert_eq!(pages(&region)[0], 17 << 20, "all of it is there");
+    if region.huge_bytes() < 16 << 20 {
+        skip("shmem huge pages", &"before Linux 6.1, or memory lies in pieces");
+    }
+}
+
 /// A directory in memory.
 fn shm() -> Option<TempDir> {
     let made = Mount::of(Path::new("/dev/shm")).map_err(|error| error.to_string()).and_then(|_| {
@@ -184,7 +202,7 @@ const LARGE: u32 = 256;
 fn nobody_awaits_mapping_of_small_pages_and_blocks_are_right() {
     let Some(home) = shm() else { return };
     write_all(&attach_large(home.path()), 1);
-    let is_early = |region: &DramRegion| pages(region)[0] < u64::from(LARGE) << 10;
+    let is_early = |region: &DramRegion| pages(region)[0] < u64::from(LARGE) << 20;
     let region = attach_large(home.path());
     assert!(region.mapper.is_some(), "somebody waited for it");
     assert_eq!(written(&region, 1), (0..LARGE).collect::<Vec<_>>());
@@ -193,7 +211,11 @@ fn nobody_awaits_mapping_of_small_pages_and_blocks_are_right() {
     let region = attach_large(home.path());
     let started = clock::now();
     while is_early(&region) {
-        assert!(started.elapsed() < Duration::from_secs(30), "{:?} KiB are mapped", pages(&region));
+        assert!(
+            started.elapsed() < Duration::from_secs(30),
+            "{:?} bytes are mapped",
+            pages(&region)
+        );
         std::thread::sleep(Duration::from_millis(5));
     }
     let _frames = write_all(&region, 9);

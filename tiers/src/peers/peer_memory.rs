@@ -1,0 +1,123 @@
+//! The mapping of a peer's memory, and copies from it.
+
+#![expect(unsafe_code, reason = "copies slots that another process writes")]
+
+use std::io;
+use std::sync::Arc;
+
+use memmap2::MmapRaw;
+
+use super::SharedMemory;
+use crate::checksum::RunningChecksum;
+use crate::copy::{CopyError, SlotId};
+use crate::dram::{DramRegion, PageMapper, map_for_reading};
+use crate::error::{SetupError, SetupErrorKind};
+use crate::fork::ProcessBound;
+use crate::frame::Frame;
+use crate::geometry::Geometry;
+use crate::memory::Memory;
+use crate::stream::{self, PAGE_BYTES, Page};
+
+/// The host tier of another process, mapped for reading. It stays readable when that process dies,
+/// and its memory stays taken until this is dropped.
+///
+/// The other process writes it whenever it likes, so no reference is ever had to its bytes: they
+/// are copied, and what arrived is summed.
+#[derive(Debug)]
+pub struct PeerMemory {
+    /// Before the mapping, which it has as well until its thread ends.
+    _mapper: PageMapper,
+    map: ProcessBound<Arc<MmapRaw>>,
+    /// From the mapping's start to the first slot.
+    base: usize,
+    geometry: Geometry,
+}
+
+impl PeerMemory {
+    /// Maps what another process handed over. Its pages, which are there, are mapped in the
+    /// background.
+    ///
+    /// # Errors
+    /// `Untrusted`: it is not as a [`DramRegion::shareable_host`] makes it, and reading it could
+    /// kill this process or take memory. `Unavailable`: the system has no addresses or no thread
+    /// for it.
+    pub fn map(memory: &SharedMemory) -> Result<Self, SetupError> {
+        memory.check()?;
+        let (geometry, bytes) = (memory.geometry(), memory.geometry().bytes());
+        let refused = |error: io::Error| {
+            let message = format!("cannot map {} MiB of a peer: {error}", bytes >> 20);
+            SetupError::caused(SetupErrorKind::Unavailable, message, error)
+        };
+        let (map, base) = map_for_reading(memory.file(), bytes).map_err(refused)?;
+        let map = Arc::new(map);
+        let mapper = PageMapper::start(Arc::clone(&map), base, bytes).map_err(refused)?;
+        Ok(Self { _mapper: mapper, map: ProcessBound::new(map), base, geometry })
+    }
+
+    /// How the peer's memory is cut into slots.
+    pub const fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    /// Copies the block in a slot of the peer's into a slot of ours. The peer may write its slot
+    /// meanwhile: the checksum that comes back is that of the bytes which arrived, whatever they
+    /// are. The caller compares it with that of the block that it wants.
+    ///
+    /// The region remembers the checksum, as it does of other blocks that arrive.
+    ///
+    /// # Errors
+    /// `Refused`: the peer has no such slot, the frame is not the region's, or their blocks differ
+    /// in size. Nothing was copied.
+    pub fn copy_into(
+        &self,
+        from: SlotId,
+        to: &DramRegion,
+        frame: &mut Frame,
+    ) -> Result<u32, CopyError> {
+        let source = self.slot(from).ok_or_else(|| {
+            CopyError::refused(format!(
+                "a peer with {} slots has no {from:?}",
+                self.geometry.slots()
+            ))
+        })?;
+        let block_bytes = self.geometry.block_bytes();
+        if to.geometry().block_bytes() != block_bytes {
+            let message =
+                format!("a peer has blocks of {block_bytes} bytes, unlike {}", to.label());
+            return Err(CopyError::refused(message));
+        }
+        let ours = frame.slot_ref();
+        let slot = to.write_slot(frame);
+        let slot =
+            slot.ok_or_else(|| CopyError::refused(format!("{ours} is not in this region")))?;
+        // SAFETY: a slot is `stride` mapped bytes that start on a page boundary, and its block is
+        // no longer. The kernel keeps them there, as their file is sealed.
+        let checksum = unsafe { copy_pages(source, block_bytes, slot) };
+        to.record_checksum(frame, checksum);
+        Ok(checksum)
+    }
+
+    /// Where a slot starts; `None`: there is no such slot.
+    pub(super) fn slot(&self, slot: SlotId) -> Option<*const u8> {
+        let offset = self.geometry.offset(slot)?;
+        Some(self.map.as_ptr().wrapping_add(self.base + offset))
+    }
+}
+
+/// Copies a block page by page, and sums what arrived of each while it is in the first caches.
+/// Bytes behind the block's last, which mean nothing, are copied as far as its last page goes.
+///
+/// # Safety
+/// From `from` on, a page boundary, lie the pages of a block of `block_bytes` bytes, mapped as long
+/// as this runs.
+unsafe fn copy_pages(from: *const u8, block_bytes: usize, to: &mut [u8]) -> u32 {
+    let (mut sum, mut arrived) = (RunningChecksum::new(), Page::default());
+    let pages = to.as_chunks_mut::<PAGE_BYTES>().0;
+    for (start, page) in (0..block_bytes).step_by(PAGE_BYTES).zip(pages) {
+        // SAFETY: the page starts within the block, so it is one of those that the caller names.
+        unsafe { stream::copy_page(from.add(start), page, &mut arrived) };
+        sum.add(&arrived.0[..PAGE_BYTES.min(block_bytes - start)]);
+    }
+    stream::finish();
+    sum.value()
+}
