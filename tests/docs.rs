@@ -62,7 +62,7 @@ fn the_page_lists_exactly_the_metrics_of_the_registry() {
 #[test]
 fn series_are_few_whatever_happens() {
     /// Of values that a label has. One directory, rank and cache group: each more adds its own.
-    const VALUES: [(&str, usize); 16] = [
+    const VALUES: [(&str, usize); 17] = [
         ("tier", 5),
         ("state", 6),
         ("reason", 10),
@@ -77,6 +77,7 @@ fn series_are_few_whatever_happens() {
         ("budget", 3),
         ("kind", 7),
         ("end", 7),
+        ("way", 2),
         ("group", 1),
         // Eight that the settings name, and all others together.
         ("tenant", 9),

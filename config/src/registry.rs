@@ -711,6 +711,12 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "The share of the host tier that may be leased to other workers at a time.",
     ),
     key(
+        "peers.shared_memory",
+        Flag(|s| &mut s.peers.shared_memory),
+        &[own("DYN_KVBM_PEERS_SHARED_MEMORY")],
+        "Let workers of the same host and user map the host tier for reading, in place of TCP. Not with `host.persist`.",
+    ),
+    key(
         "nixl.backends",
         Toggles(|s| &mut s.nixl.backends),
         &[upstream("DYN_KVBM_NIXL_BACKEND_", "Names may hold `_`, so GDS_MT can be set.")],

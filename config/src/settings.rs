@@ -663,6 +663,8 @@ pub struct PeerSettings {
     pub lease_ttl_ms: u64,
     /// The share of the host tier that may be leased to others.
     pub lease_share: f64,
+    /// Let workers of the same host and user map the host tier for reading.
+    pub shared_memory: bool,
 }
 
 impl PeerSettings {
@@ -686,6 +688,7 @@ impl Default for PeerSettings {
             secret: None,
             lease_ttl_ms: 10_000,
             lease_share: 0.25,
+            shared_memory: true,
         }
     }
 }
@@ -706,6 +709,7 @@ impl fmt::Debug for PeerSettings {
             .field("secret", &self.secret.as_ref().map(|_| SECRET_SET))
             .field("lease_ttl_ms", &self.lease_ttl_ms)
             .field("lease_share", &self.lease_share)
+            .field("shared_memory", &self.shared_memory)
             .finish()
     }
 }

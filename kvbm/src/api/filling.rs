@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvbm_tiers::{DramRegion, Tier};
+use kvbm_tiers::{DramRegion, Frame, Tier};
 
 use crate::api::lease::Lease;
 use crate::api::transfer::{Transfer, Transferred};
@@ -61,6 +61,15 @@ impl<'a> FillingSlots<'a> {
     pub(crate) fn next(&mut self) -> Option<&mut [u8]> {
         let (reserved, _) = self.slots.as_mut()?;
         self.memory.write(reserved.frames.get_mut(self.filled)?)
+    }
+
+    /// Has `copy` write the [next](Self::next) slot.
+    pub(crate) fn copy<T>(
+        &mut self,
+        copy: impl FnOnce(&DramRegion, &mut Frame) -> Option<T>,
+    ) -> Option<T> {
+        let (reserved, _) = self.slots.as_mut()?;
+        copy(self.memory, reserved.frames.get_mut(self.filled)?)
     }
 
     /// The [next](Self::next) slot is written. Returns the checksum of its block.

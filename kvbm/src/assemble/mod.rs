@@ -300,6 +300,7 @@ impl OpenedRegions {
         });
         let open = || match &kept {
             Some(place) => DramRegion::persistent(options, place),
+            None if settings.peers.enabled && settings.peers.shared_memory => shareable(options),
             None => DramRegion::host(options),
         };
         let node = self.gpu.as_ref().and_then(|gpu| gpu.numa_node());
@@ -623,6 +624,17 @@ impl DiskEnds {
     fn ring(&self) -> Result<UringBackend, SetupError> {
         UringBackend::new(Arc::clone(&self.end.memory), Arc::clone(&self.region), self.depth)
     }
+}
+
+/// A host tier that neighbours may map, where the system can have one.
+fn shareable(options: DramOptions) -> Result<DramRegion, SetupError> {
+    DramRegion::shareable_host(options).or_else(|error| match error.kind() {
+        SetupErrorKind::Unavailable => {
+            tracing::warn!(%error, "workers of this host read the host tier by TCP (peers.shared_memory)");
+            DramRegion::host(options)
+        }
+        _ => Err(error),
+    })
 }
 
 fn no_directory(dirs: &[PathBuf]) -> Error {

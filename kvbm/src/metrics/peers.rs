@@ -50,6 +50,24 @@ impl PeerLeaseEnd {
     }
 }
 
+/// How blocks come from a peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PeerWay {
+    /// Over the connection.
+    Tcp,
+    /// By a copy from a neighbour's memory, of which the neighbour does not hear.
+    SharedMemory,
+}
+
+impl PeerWay {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::SharedMemory => "shared_memory",
+        }
+    }
+}
+
 const IN: &str = "received";
 const OUT: &str = "sent";
 
@@ -72,7 +90,7 @@ pub(crate) struct PeerMetrics {
 
 impl PeerMetrics {
     pub(super) fn new(b: &MetricsBuilder<'_>, block_bytes: u64) -> Result<Self> {
-        let way = ["direction"];
+        let way = ["direction", "way"];
         let seconds = HistogramOpts::new(
             "kvbm_peer_pull_seconds",
             "Time from the first request for blocks to the arrival of the last.",
@@ -109,23 +127,24 @@ impl PeerMetrics {
             PeerLeaseEnd::ALL.iter().for_each(|end| {
                 self.leases.with_label_values(&[direction, end.name()]);
             });
-            self.moved(direction, 0);
+            self.moved(direction, PeerWay::Tcp, 0);
         }
     }
 
-    fn moved(&self, direction: &str, blocks: u64) {
-        self.blocks.with_label_values(&[direction]).inc_by(blocks);
-        self.bytes.with_label_values(&[direction]).inc_by(blocks * self.block_bytes);
+    fn moved(&self, direction: &str, way: PeerWay, blocks: u64) {
+        let way = [direction, way.name()];
+        self.blocks.with_label_values(&way).inc_by(blocks);
+        self.bytes.with_label_values(&way).inc_by(blocks * self.block_bytes);
     }
 
     /// So many blocks came, so long after they were asked for.
-    pub(crate) fn pulled(&self, blocks: u64, took: Duration) {
-        self.moved(IN, blocks);
+    pub(crate) fn pulled(&self, way: PeerWay, blocks: u64, took: Duration) {
+        self.moved(IN, way, blocks);
         self.pull_seconds.observe(took.as_secs_f64());
     }
 
     pub(crate) fn sent(&self, blocks: u64) {
-        self.moved(OUT, blocks);
+        self.moved(OUT, PeerWay::Tcp, blocks);
     }
 
     /// A lease at a peer that was asked for.

@@ -103,7 +103,7 @@ async fn meet(
 
 async fn welcomed(stream: &mut (impl AsyncRead + Unpin)) -> Result<Member, BrokenLink> {
     match receive(stream).await? {
-        ToReader::Welcome(member) => Ok(member),
+        ToReader::Welcome(member) => Ok(*member),
         ToReader::Refused(why) => Err(BrokenLink::refused(&why)),
         _ => Err(BrokenLink::Unexpected("an answer before a welcome")),
     }
@@ -133,7 +133,7 @@ impl Credentials {
         stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     ) -> Result<Member, BrokenLink> {
         let proof = meet(stream, self.secret.as_ref(), Some(&self.member)).await?;
-        send(stream, &ToHolder::Join(Join { proof, member: self.member.clone() })).await?;
+        send(stream, &ToHolder::Join(Box::new(Join { proof, member: self.member.clone() }))).await?;
         let member = welcomed(stream).await?;
         self.check(&member).map(|()| member)
     }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use kvbm_policies::Hints;
-use kvbm_tiers::{DramRegion, Loan, Memory, Tier, checksum::checksum};
+use kvbm_tiers::{DramRegion, Loan, Memory, SlotId, Tier, checksum::checksum};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::bytes::BytesMut;
@@ -21,8 +21,8 @@ use tokio_util::codec::{FramedRead, LengthDelimitedCodec};
 use super::greeting::{Credentials, random};
 use super::probes::gap_behind;
 use super::protocol::{
-    BrokenLink, Hello, Join, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, MAX_PROBES, Member, Probe,
-    ReadEnd, ReadRequest, ToHolder, ToReader, decode, requests, send, shortened,
+    BrokenLink, Hello, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, MAX_PROBES, Member, Probe,
+    ReadEnd, ReadRequest, SlotRun, ToHolder, ToReader, decode, requests, send, shortened,
 };
 use crate::api::allocation::LentSlot;
 use crate::api::lease::Lease;
@@ -60,7 +60,7 @@ pub(super) async fn welcome<S: AsyncRead + AsyncWrite + Unpin>(
     let mut link = FramedRead::new(stream, requests());
     match admit(&mut link, credentials).await {
         Ok(member) => {
-            send(link.get_mut(), &ToReader::Welcome(credentials.member.clone())).await?;
+            send(link.get_mut(), &ToReader::Welcome(Box::new(credentials.member.clone()))).await?;
             Ok((member, link))
         }
         Err(why) => {
@@ -79,7 +79,7 @@ async fn admit<S: AsyncRead + AsyncWrite + Unpin>(
     let ours = random().map_err(|error| BrokenLink::Refused(error.to_string()))?;
     send(link.get_mut(), &ToReader::Challenge(credentials.challenge(&reader, ours))).await?;
     let (proof, member) = match decode(&next(link).await?)? {
-        ToHolder::Join(Join { proof, member }) => (proof, Some(member)),
+        ToHolder::Join(join) => (join.proof, Some(join.member)),
         ToHolder::Look(proof) => (proof, None),
         _ => return Err(BrokenLink::Unexpected("it asks before it says who it is")),
     };
@@ -193,7 +193,7 @@ impl Holder {
         let is_known =
             |probe: &&Probe| self.core.table().is_known_at(probe.last(), probe.blocks as usize);
         let Some(found) = request.probes.iter().rev().find(is_known) else {
-            return Ok((self.answer(0, Vec::new()), None));
+            return Ok((self.answer(0, &[], request), None));
         };
         if !request.is_last && gap_behind(found.blocks as usize, &lengths).is_some() {
             return Ok((ToReader::Between(found.blocks), None));
@@ -201,7 +201,7 @@ impl Holder {
         match self.core.chain_ending_with(found.last(), found.blocks as usize) {
             Some(chain) => Ok(self.lease_chain(chain, request).await),
             // It left just now.
-            None => Ok((self.answer(0, Vec::new()), None)),
+            None => Ok((self.answer(0, &[], request), None)),
         }
     }
 
@@ -222,9 +222,10 @@ impl Holder {
         let info = RequestInfo { hints, has_asked: true, ..RequestInfo::default() };
         let lease = self.brought_to_host(self.core.lease(Chain::from(&chain), info)).await;
         let Some(lease) = lease else { return self.refusal(LeaseEnd::Void) };
-        let checksums = self.checksums(&lease, &chain, before).await;
-        let named = before..before + checksums.len();
-        let (answer, until) = (self.answer(named.end, checksums), Instant::now() + self.ttl);
+        let blocks = self.named_blocks(&lease, &chain, before).await;
+        let named = before..before + blocks.len();
+        let answer = self.answer(named.end, &blocks, request);
+        let until = Instant::now() + self.ttl;
         let counted = self.metrics.lease_out();
         (answer, Some(HeldLease { lease, chain, named, until, counted, _share: share }))
     }
@@ -239,35 +240,50 @@ impl Holder {
         brought.ok().map(|brought| brought.lease)
     }
 
-    fn answer(&self, blocks: usize, checksums: Vec<u32>) -> ToReader {
-        let checksums = checksums.into_iter().map(u32::to_le_bytes).collect();
-        let (epoch, blocks) = (self.core.table().epoch(), blocks as u32);
-        let ttl_ms = self.ttl.as_millis().try_into().unwrap_or(u32::MAX);
-        ToReader::Leased(LeaseAnswer { epoch, blocks, ttl_ms, checksums })
+    fn answer(
+        &self,
+        blocks: usize,
+        named: &[(SlotId, u32)],
+        request: &LeaseRequest,
+    ) -> ToReader {
+        let asked = if request.wants_slots { named } else { &[] };
+        ToReader::Leased(LeaseAnswer {
+            epoch: self.core.table().epoch(),
+            blocks: blocks as u32,
+            ttl_ms: self.ttl.as_millis().try_into().unwrap_or(u32::MAX),
+            checksums: named.iter().map(|(_, crc)| crc.to_le_bytes()).collect(),
+            slots: SlotRun::all(asked.iter().map(|(slot, _)| *slot)),
+        })
     }
 
-    /// Of the leased blocks behind the first `before`, up to the first that is not as it should be.
-    async fn checksums(&self, lease: &Lease, chain: &[BlockHash], before: usize) -> Vec<u32> {
+    /// Slots and checksums of the leased blocks behind the first `before`, up to the first that is
+    /// not as it should be.
+    async fn named_blocks(
+        &self,
+        lease: &Lease,
+        chain: &[BlockHash],
+        before: usize,
+    ) -> Vec<(SlotId, u32)> {
         let chain = Chain::from(chain);
-        let mut checksums = Vec::new();
+        let mut named = Vec::new();
         for part in parts(before..lease.blocks(Tier::Host)) {
-            let lent =
-                LentSlot::leading(&self.core, Tier::Host, lease, chain, part.clone());
-            let sums = lent.loans().iter().map_while(|loan| self.checksum(loan));
-            checksums.extend(sums);
-            let (position, has_changed) =
-                (before + checksums.len(), lent.loans().len() > checksums.len() + before - part.start);
+            let lent = LentSlot::leading(&self.core, Tier::Host, lease, chain, part.clone());
+            let found = lent.loans().len();
+            let sums = lent.loans().iter().map(|loan| Some((loan.slot(), self.checksum(loan)?)));
+            let known: Vec<_> = sums.map_while(|sum| sum).collect();
             drop(lent);
-            if has_changed {
-                self.core.lent_is_corrupt(Tier::Host, chain, position);
+            if known.len() < found {
+                self.core.lent_is_corrupt(Tier::Host, chain, part.start + known.len());
             }
-            if position < part.end {
+            let is_whole = known.len() == part.len();
+            named.extend(known);
+            if !is_whole {
                 break;
             }
             // Sums take a while, and others have this thread too.
             tokio::task::yield_now().await;
         }
-        checksums
+        named
     }
 
     /// `None`: an earlier process left the block, and it has changed.

@@ -2,8 +2,10 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
+use kvbm_tiers::{PeerMemory, SlotId};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
@@ -11,8 +13,8 @@ use tokio::time::{Instant, timeout_at};
 use super::greeting::Credentials;
 use super::probes;
 use super::protocol::{
-    BrokenLink, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, Probe, ReadEnd, ReadRequest,
-    ToHolder, ToReader, receive, send,
+    BrokenLink, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, Member, Probe, ReadEnd,
+    ReadRequest, SlotRun, ToHolder, ToReader, receive, send,
 };
 use crate::api::filling::FillingSlots;
 use crate::names::hash::BlockHash;
@@ -27,7 +29,12 @@ pub(super) trait PeerStream: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<S: AsyncRead + AsyncWrite + Unpin + Send> PeerStream for S {}
 
 /// A connection to a holder that has let us in.
-pub(super) struct PeerLink(Box<dyn PeerStream>);
+pub(super) struct PeerLink {
+    stream: Box<dyn PeerStream>,
+    pub(super) holder: Member,
+    /// The holder's host tier, if that is a neighbour's.
+    pub(super) memory: Option<Arc<PeerMemory>>,
+}
 
 /// What a reader wants of a chain.
 pub(super) struct Wanted<'a> {
@@ -45,6 +52,8 @@ pub(super) struct Wanted<'a> {
 pub(super) struct NamedBlocks {
     pub(super) before: usize,
     pub(super) checksums: Vec<u32>,
+    /// Where they lie in a neighbour's memory.
+    slots: Vec<SlotId>,
     pub(super) ttl: Duration,
 }
 
@@ -87,8 +96,8 @@ impl PeerLink {
         mut stream: Box<dyn PeerStream>,
         credentials: &Credentials,
     ) -> Result<Self, BrokenLink> {
-        credentials.greet(&mut stream).await?;
-        Ok(Self(stream))
+        let holder = credentials.greet(&mut stream).await?;
+        Ok(Self { stream, holder, memory: None })
     }
 
     /// Leases what is there: two messages if that is all that is wanted or nothing, else four.
@@ -123,21 +132,37 @@ impl PeerLink {
             held: wanted.before as u32,
             probes: lengths.iter().map(probe).collect(),
             is_last,
+            wants_slots: self.memory.is_some(),
         };
-        send(&mut self.0, &ToHolder::Lease(request)).await?;
-        receive(&mut self.0).await
+        send(&mut self.stream, &ToHolder::Lease(request)).await?;
+        receive(&mut self.stream).await
     }
 
-    /// Reads blocks into slots, as many as there are, and keeps those that are what their checksums
+    /// Brings blocks into slots, as many as there are, and keeps those that are what their checksums
     /// say. Everything behind one that does not come is left.
-    pub(super) async fn read(
+    pub(super) async fn bring(
         &mut self,
         named: &NamedBlocks,
+        until: Instant,
         filling: &mut FillingSlots<'_>,
     ) -> Result<(), PeerFault> {
         if filling.kept() < named.before {
             return Err(PeerFault::Behind);
         }
+        if Instant::now() >= until {
+            return Err(PeerFault::Ended(LeaseEnd::Expired));
+        }
+        match &self.memory {
+            Some(memory) => copy(memory, named, until, filling).await,
+            None => self.read(named, filling).await,
+        }
+    }
+
+    async fn read(
+        &mut self,
+        named: &NamedBlocks,
+        filling: &mut FillingSlots<'_>,
+    ) -> Result<(), PeerFault> {
         let wanted = filling.kept()..filling.kept() + filling.left();
         let Some(block_bytes) = filling.next().map(|slot| slot.len()) else { return Ok(()) };
         let mut parts = parts(wanted, (READ_BYTES / block_bytes).max(1));
@@ -149,7 +174,7 @@ impl PeerLink {
                 let request = ReadRequest { first: part.start as u32, count: part.len() as u32 };
                 // Counted from before it is asked for.
                 let until = Instant::now() + named.ttl;
-                let sent = timeout_at(until, send(&mut self.0, &ToHolder::Read(request))).await;
+                let sent = timeout_at(until, send(&mut self.stream, &ToHolder::Read(request))).await;
                 sent.unwrap_or(Err(BrokenLink::Late))?;
                 asked.push_back((request, until));
             }
@@ -180,7 +205,7 @@ impl PeerLink {
         for _ in 0..request.count {
             let expected = named.checksums.get(filling.kept() - named.before).copied();
             let slot = filling.next().ok_or(BrokenLink::Unexpected("there is no slot for a block"))?;
-            self.0.read_exact(slot).await?;
+            self.stream.read_exact(slot).await?;
             is_wrong = is_wrong || expected.is_none() || filling.written() != expected;
             if !is_wrong {
                 filling.keep();
@@ -190,7 +215,7 @@ impl PeerLink {
     }
 
     async fn expect(&mut self, request: ReadRequest) -> Result<(), PeerFault> {
-        match receive(&mut self.0).await? {
+        match receive(&mut self.stream).await? {
             ToReader::Blocks(blocks) if blocks == request => Ok(()),
             ToReader::Ended(why) => Err(PeerFault::Ended(why)),
             _ => Err(BrokenLink::Unexpected("other blocks than were asked for").into()),
@@ -208,7 +233,7 @@ impl PeerLink {
         for request in left {
             if self.expect(request).await.is_ok() {
                 for _ in 0..request.count {
-                    self.0.read_exact(&mut block).await?;
+                    self.stream.read_exact(&mut block).await?;
                 }
             }
         }
@@ -217,8 +242,37 @@ impl PeerLink {
 
     /// The lease is not needed any more.
     pub(super) async fn release(&mut self, end: ReadEnd) -> Result<(), BrokenLink> {
-        send(&mut self.0, &ToHolder::Release(end)).await
+        send(&mut self.stream, &ToHolder::Release(end)).await
     }
+}
+
+/// Copies blocks from a neighbour's memory. The neighbour may write them meanwhile, once the lease
+/// is over: then they are not what their checksums say.
+async fn copy(
+    memory: &PeerMemory,
+    named: &NamedBlocks,
+    until: Instant,
+    filling: &mut FillingSlots<'_>,
+) -> Result<(), PeerFault> {
+    let part = (READ_BYTES / memory.geometry().block_bytes()).max(1);
+    while filling.left() > 0 {
+        if Instant::now() >= until {
+            return Err(PeerFault::Ended(LeaseEnd::Expired));
+        }
+        for _ in 0..part.min(filling.left()) {
+            let place = filling.kept() - named.before;
+            let known = named.slots.get(place).zip(named.checksums.get(place));
+            let (&slot, &expected) = known.ok_or(PeerFault::Wrong)?;
+            let arrived = filling.copy(|region, frame| memory.copy_into(slot, region, frame).ok());
+            if arrived != Some(expected) {
+                return Err(PeerFault::Wrong);
+            }
+            filling.keep();
+        }
+        // Others have this thread too.
+        tokio::task::yield_now().await;
+    }
+    Ok(())
 }
 
 /// What an answer names, if it is one to what was wanted.
@@ -233,7 +287,8 @@ fn named(wanted: &Wanted<'_>, answer: &LeaseAnswer) -> Result<NamedBlocks, PeerF
     let checksums = answer.checksums.iter().map(|crc| u32::from_le_bytes(*crc)).collect();
     // A peer does not say how long we wait at most.
     let ttl = Duration::from_millis(answer.ttl_ms.into()).min(wanted.limit);
-    Ok(NamedBlocks { before, checksums, ttl })
+    let slots = SlotRun::slots(&answer.slots, answer.checksums.len());
+    Ok(NamedBlocks { before, checksums, slots, ttl })
 }
 
 fn parts(of: Range<usize>, blocks: usize) -> impl Iterator<Item = Range<usize>> {

@@ -13,6 +13,7 @@
 //! | `holder` | gives leases, and sends what they name |
 //! | `link` | a reader's connection |
 //! | `reader` | reads what others hold |
+//! | `neighbour` | the memory of workers on the same host |
 //! | `look` | what peers show of themselves, to people |
 
 pub(crate) mod discovery;
@@ -20,6 +21,7 @@ mod greeting;
 mod holder;
 mod link;
 mod look;
+mod neighbour;
 mod probes;
 mod protocol;
 mod reader;
@@ -42,6 +44,7 @@ use tokio::task::AbortHandle;
 use self::discovery::{EtcdSource, PeerAddress, PeerAnnouncement, PeerSource, PeerWatch};
 use self::greeting::{Credentials, PeerSecret, random};
 use self::holder::{Holder, LeasedBlocks};
+use self::neighbour::Neighbours;
 use self::protocol::Member;
 use self::reader::Reader;
 use crate::api::manager::Options;
@@ -65,6 +68,7 @@ const MAX_STRANGERS: usize = 64;
 /// The pause after a connection that could not be accepted: there are no descriptors left, most
 /// often.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+const TIDY_PAUSE: Duration = Duration::from_secs(10);
 
 /// An address that is ours: connections wait until they are served.
 #[derive(Debug)]
@@ -199,15 +203,18 @@ impl Peers {
         let source = source(&listener.settings);
         let PeerListener { socket, address, settings, secret, fingerprint } = listener;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve peers", error);
+        let incarnation = u64::from_le_bytes(random()?);
         let runtime = PeerRuntime::new().map_err(refused)?;
         let entered = runtime.runtime().enter();
         let socket = tokio::net::TcpListener::from_std(socket).map_err(refused)?;
+        let asked = memory.shareable().map(|_| neighbour::listen(incarnation)).transpose();
+        let asked = asked.map_err(refused)?;
         drop(entered);
         let watch = source.watch(&runtime.handle())?;
         let announcement = source.announce(&own, &runtime.handle())?;
         let member = Member {
             name: own.name().to_owned(),
-            incarnation: u64::from_le_bytes(random()?),
+            incarnation,
             block_bytes: memory.block_bytes() as u64,
             fingerprint,
         };
@@ -229,16 +236,21 @@ impl Peers {
             credentials,
             known: watch.peers(),
             waiting: Mutex::default(),
+            neighbours: Neighbours::default(),
             limit: holder.ttl,
             metrics: core.metrics().peers().clone(),
         };
-        let handle = runtime.handle();
+        let (reader, handle) = (Arc::new(reader), runtime.handle());
+        if let Some((memory, asked)) = memory.shareable().zip(asked) {
+            handle.spawn(neighbour::hand_out(asked, memory.clone()));
+        }
+        handle.spawn(tidy(Arc::clone(&reader)));
         let (stop, stopped) = oneshot::channel();
         let serve = move || serve(&runtime, socket, holder, announcement, stopped);
         let thread = spawn("kvbm-peers", serve).map_err(refused)?;
         tracing::info!(name = own.name(), %address, "peers read here");
         Ok(Self {
-            reader: Arc::new(reader),
+            reader,
             leased,
             name: own.name().to_owned(),
             address,
@@ -262,7 +274,8 @@ impl Peers {
     pub fn known(&self) -> Vec<(String, String)> {
         let known = self.watch.peers();
         let known = known.borrow();
-        known.iter().map(|(name, address)| (name.to_owned(), address.to_owned())).collect()
+        let others = known.iter().filter(|(name, _)| *name != self.name);
+        others.map(|(name, address)| (name.to_owned(), address.to_owned())).collect()
     }
 
     /// Blocks that are leased to others now.
@@ -365,6 +378,14 @@ fn serve(
             announcement.withdraw().await;
         }
     });
+}
+
+/// Lets go of what is not used, now and then.
+async fn tidy(reader: Arc<Reader>) {
+    loop {
+        tokio::time::sleep(TIDY_PAUSE).await;
+        reader.tidy();
+    }
 }
 
 async fn accept(socket: tokio::net::TcpListener, holder: Arc<Holder>) {

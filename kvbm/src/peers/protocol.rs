@@ -11,6 +11,7 @@
 //! What comes from the stream is not trusted: it may end anywhere and hold anything. A frame is
 //! refused by its length before memory is set aside for it.
 
+use kvbm_tiers::SlotId;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio_util::codec::LengthDelimitedCodec;
@@ -25,8 +26,9 @@ const MAGIC: u32 = u32::from_le_bytes(*b"kvbp");
 
 /// Bytes of the longest message to a holder.
 pub(super) const MAX_REQUEST: usize = 16 << 10;
-/// Bytes of the longest message to a reader: an answer that names 2^18 blocks.
-const MAX_ANSWER: usize = (1 << 20) + 256;
+/// Bytes of the longest message to a reader: an answer that names 2^18 blocks, each in a run of its
+/// own.
+const MAX_ANSWER: usize = (3 << 20) + 256;
 /// Blocks of the longest chain that is leased at a time.
 pub(super) const MAX_BLOCKS: u32 = 1 << 18;
 /// Hashes in one request: with them it stays below 256 bytes.
@@ -64,7 +66,7 @@ impl BrokenLink {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum ToHolder {
     Hello(Hello),
-    Join(Join),
+    Join(Box<Join>),
     Lease(LeaseRequest),
     Read(ReadRequest),
     /// The lease is not needed any more.
@@ -78,7 +80,7 @@ pub(super) enum ToHolder {
 pub(super) enum ToReader {
     Refused(String),
     Challenge(Challenge),
-    Welcome(Member),
+    Welcome(Box<Member>),
     /// So many of the chain's leading blocks are here, and not as many as the next probe says: ask
     /// between them. Nothing is leased yet.
     Between(u32),
@@ -137,6 +139,8 @@ pub(super) struct LeaseRequest {
     pub(super) probes: Vec<Probe>,
     /// Lease the longest of them that is there, even if it could be a longer one.
     pub(super) is_last: bool,
+    /// The reader has mapped the holder's memory, and asks where in it they lie.
+    pub(super) wants_slots: bool,
 }
 
 /// A prefix of a chain: its length in blocks, and the hash of its last block, which commits to all
@@ -158,7 +162,13 @@ pub(super) struct LeaseAnswer {
     pub(super) ttl_ms: u32,
     /// The crc32c of each block behind those that the reader has.
     pub(super) checksums: Vec<[u8; 4]>,
+    /// Where they lie, if that was asked for.
+    pub(super) slots: Vec<SlotRun>,
 }
+
+/// Blocks that lie in successive slots: the first slot, and how many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct SlotRun([u8; 4], [u8; 4]);
 
 /// Blocks of the lease that are wanted now, by their positions in the chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -216,6 +226,28 @@ impl Hello {
             Ok(_) => Err("it asks before it says who it is".to_owned()),
             Err(error) => Err(error.to_string()),
         }
+    }
+}
+
+impl SlotRun {
+    pub(super) fn all(slots: impl Iterator<Item = SlotId>) -> Vec<Self> {
+        let mut runs: Vec<(u32, u32)> = Vec::new();
+        for SlotId(slot) in slots {
+            match runs.last_mut() {
+                Some((first, count)) if first.checked_add(*count) == Some(slot) => *count += 1,
+                _ => runs.push((slot, 1)),
+            }
+        }
+        runs.into_iter().map(|(first, count)| Self(first.to_le_bytes(), count.to_le_bytes())).collect()
+    }
+
+    /// The slots of several runs, `most` at most.
+    pub(super) fn slots(runs: &[Self], most: usize) -> Vec<SlotId> {
+        let slots = runs.iter().flat_map(|Self(first, count)| {
+            let first = u32::from_le_bytes(*first);
+            first..first.saturating_add(u32::from_le_bytes(*count))
+        });
+        slots.take(most).map(SlotId).collect()
     }
 }
 
@@ -302,6 +334,7 @@ mod tests {
             held: MAX_BLOCKS,
             probes: (1..=probes).map(probe).collect(),
             is_last: true,
+            wants_slots: true,
         })
     }
 
@@ -312,13 +345,16 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_takes_four_bytes_a_block() {
+    fn an_answer_takes_four_bytes_a_block_and_eight_a_run() {
         let answer = |blocks: u32| {
             let checksums = vec![[255; 4]; blocks as usize];
-            let leased = LeaseAnswer { epoch: u64::MAX, blocks, ttl_ms: u32::MAX, checksums };
+            let slots = SlotRun::all((0..blocks).map(|n| SlotId(u32::MAX - 2 * n)));
+            assert_eq!(SlotRun::slots(&slots, usize::MAX).len(), blocks as usize);
+            let (epoch, ttl_ms) = (u64::MAX, u32::MAX);
+            let leased = LeaseAnswer { epoch, blocks, ttl_ms, checksums, slots };
             postcard::to_extend(&ToReader::Leased(leased), vec![0; 4]).unwrap().len()
         };
-        assert!(answer(512) <= 256 + 4 * 512);
+        assert!(answer(512) <= 256 + (4 + 8) * 512);
         assert!(answer(MAX_BLOCKS) <= MAX_ANSWER);
     }
 

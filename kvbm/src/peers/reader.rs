@@ -16,11 +16,12 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::discovery::PeerList;
 use super::greeting::Credentials;
 use super::link::{NamedBlocks, PeerFault, PeerLink, Wanted};
-use super::protocol::{BrokenLink, LeaseEnd, ReadEnd};
+use super::neighbour::Neighbours;
+use super::protocol::{BrokenLink, ReadEnd};
 use crate::api::filling::FillingSlots;
 use crate::api::lease::Lease;
 use crate::error::{Error, Result};
-use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics};
+use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics, PeerWay};
 use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::Core;
 use crate::sync::Mutex;
@@ -39,6 +40,7 @@ pub(super) struct Reader {
     pub(super) known: watch::Receiver<Arc<PeerList>>,
     /// By address.
     pub(super) waiting: Mutex<HashMap<String, Vec<WaitingLink>>>,
+    pub(super) neighbours: Neighbours,
     /// How long it waits for an answer, at most.
     pub(super) limit: Duration,
     pub(super) metrics: PeerMetrics,
@@ -61,7 +63,7 @@ pub struct PeerLease {
     info: RequestInfo,
     /// What the blocks are blocks of.
     namespace: NamespaceId,
-    named: NamedBlocks,
+    pub(super) named: NamedBlocks,
     /// It was asked for then.
     asked: Instant,
     counted: CountedLease,
@@ -153,6 +155,7 @@ impl Reader {
             }
         }
         let mut link = PeerLink::connect(address, &self.credentials).await?;
+        link.memory = self.neighbours.memory_of(&link.holder).await;
         let leased = link.lease(wanted).await;
         self.keep_refused(address, link, leased)
     }
@@ -176,10 +179,8 @@ impl Reader {
     }
 
     fn waiting_link(&self, address: &str) -> Option<PeerLink> {
-        let mut waiting = self.waiting.lock();
-        let links = waiting.get_mut(address)?;
-        links.retain(|waiting| waiting.since.elapsed() < MAX_WAIT);
-        links.pop().map(|waiting| waiting.link)
+        self.tidy();
+        self.waiting.lock().get_mut(address)?.pop().map(|waiting| waiting.link)
     }
 
     pub(super) fn keep(&self, address: &str, link: PeerLink) {
@@ -190,6 +191,15 @@ impl Reader {
         if links.len() < MAX_WAITING {
             links.push(WaitingLink { link, since: Instant::now() });
         }
+    }
+
+    /// Lets go of connections that were not used for long, and so of neighbours' memory.
+    pub(super) fn tidy(&self) {
+        let mut waiting = self.waiting.lock();
+        waiting.retain(|_, links| {
+            links.retain(|waiting| waiting.since.elapsed() < MAX_WAIT);
+            !links.is_empty()
+        });
     }
 
     /// Brings what a lease names into the host tier.
@@ -204,17 +214,16 @@ impl Reader {
             return Err(Error::stale());
         }
         let (before, started) = (filling.kept(), Instant::now());
-        let read = if asked.elapsed() > named.ttl {
-            Err(PeerFault::Ended(LeaseEnd::Expired))
-        } else if filling.left() > 0 && !self.are_removals_noted().await {
+        let brought = if filling.left() > 0 && !self.are_removals_noted().await {
             Err(PeerFault::NoIndex)
         } else {
-            link.read(&named, &mut filling).await
+            link.bring(&named, asked + named.ttl, &mut filling).await
         };
         let (copied, wanted) = (filling.kept() - before, filling.left());
         let published = filling.publish();
-        self.metrics.pulled(copied as u64, started.elapsed());
-        let fault = read.err();
+        let way = if link.memory.is_some() { PeerWay::SharedMemory } else { PeerWay::Tcp };
+        self.metrics.pulled(way, copied as u64, started.elapsed());
+        let fault = brought.err();
         counted.end = match &fault {
             Some(fault) => end_of(fault),
             None if copied > 0 || wanted > 0 => PeerLeaseEnd::Whole,

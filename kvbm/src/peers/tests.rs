@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvbm_policies::EvictionKind;
 use kvbm_settings::{Capacity, Settings};
-use kvbm_tiers::Tier;
+use kvbm_tiers::{PeerMemory, Tier};
 use proptest::prelude::*;
 use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf, duplex};
 use tokio::sync::watch;
@@ -20,6 +20,7 @@ use super::greeting::tests::member;
 use super::greeting::{Credentials, PeerSecret};
 use super::holder::{Holder, LeasedBlocks};
 use super::link::PeerLink;
+use super::neighbour::Neighbours;
 use super::reader::{PeerLease, Reader};
 use crate::api::blocking::Blocks;
 use crate::api::manager::{Manager, Options};
@@ -46,7 +47,9 @@ impl Worker {
         settings.host.capacity = Some(Capacity::Blocks(SLOTS.into()));
         settings.host.huge_pages = false;
         settings.eviction = EvictionKind::Lru;
-        let manager = Manager::open(settings, Options::default()).await.unwrap();
+        // Its memory can be mapped. Tests serve others over links of their own.
+        settings.peers.enabled = true;
+        let manager = Manager::assemble(settings, &Options::default(), "").await.unwrap();
         let blocks = Blocks::of(Arc::new(manager)).unwrap();
         let secret = Some(PeerSecret::new("0123456789abcdef"));
         Self { blocks, credentials: Arc::new(Credentials { member: member(name, incarnation), secret }) }
@@ -98,6 +101,7 @@ impl Worker {
             credentials: Arc::clone(&self.credentials),
             known: watch::channel(Arc::new(known)).1,
             waiting: Mutex::default(),
+            neighbours: Neighbours::default(),
             limit: TTL,
             metrics: core.metrics().peers().clone(),
         }
@@ -230,13 +234,15 @@ struct Pair {
     tasks: Vec<AbortHandle>,
     /// Why there is no lease.
     said: Option<String>,
+    /// The reader has mapped the holder's memory.
+    are_neighbours: bool,
 }
 
 impl Pair {
     async fn new() -> Self {
         let (there, here) = (Worker::new("there", 1).await, Worker::new("here", 2).await);
         let (reader, leased) = (here.reader(), Arc::new(LeasedBlocks::new(SLOTS as usize / 2)));
-        Self { there, here, reader, leased, lease: None, incarnation: 2, tasks: Vec::new(), said: None }
+        Self { there, here, reader, leased, lease: None, incarnation: 2, tasks: Vec::new(), said: None, are_neighbours: false }
     }
 
     async fn lease(&mut self, chain: &[BlockHash], fault: Fault) {
@@ -260,7 +266,12 @@ impl Pair {
         let task = tokio::spawn(async move { holder.serve(stream, || {}).await });
         self.tasks.push(task.abort_handle());
         let met = timeout(TTL, PeerLink::over(Box::new(ours), &self.reader.credentials)).await;
-        let Ok(Ok(link)) = met else { return false };
+        let Ok(Ok(mut link)) = met else { return false };
+        if self.are_neighbours {
+            let (_, memory) = self.there.manager().host_tier().unwrap();
+            let mapped = PeerMemory::map(memory.shareable().unwrap()).unwrap();
+            link.memory = Some(Arc::new(mapped));
+        }
         self.reader.waiting.lock().clear();
         self.reader.keep(ADDRESS, link);
         true
@@ -338,9 +349,12 @@ fn cases() -> u32 {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases()))]
     #[test]
-    fn a_reader_never_has_a_wrong_byte_and_everything_works_again(steps in steps()) {
+    fn a_reader_never_has_a_wrong_byte_and_everything_works_again(
+        steps in steps(),
+        are_neighbours: bool,
+    ) {
         simulated(async {
-            let mut pair = Pair::new().await;
+            let mut pair = Pair { are_neighbours, ..Pair::new().await };
             for step in &steps {
                 pair.step(step).await;
             }
@@ -426,6 +440,32 @@ fn workers_of_different_epochs_give_each_other_nothing() {
         pair.lease(&wanted, Fault::None).await;
         reset(&pair.there);
         assert_eq!(pair.pull().await, 0, "a reset ended it");
+        pair.heals().await;
+    });
+}
+
+/// What deployed systems answer with wrong tokens: the lease is over, the holder gave its blocks'
+/// slots to others, and then the reader reads.
+#[test]
+fn blocks_that_were_reused_after_their_lease_are_not_taken_for_those_that_it_named() {
+    simulated(async {
+        let mut pair = Pair { are_neighbours: true, ..Pair::new().await };
+        for n in 0..1_000 {
+            let wanted = [BlockHash::from_u128(1 << 80 | n)];
+            pair.there.compute(&wanted);
+            pair.lease(&wanted, Fault::None).await;
+            let lease = pair.lease.as_mut().unwrap();
+            assert_eq!(lease.only_there(), 1);
+            // Its own clock fails: it takes the lease for one that goes on.
+            lease.named.ttl = Duration::from_hours(1);
+            tokio::time::sleep(TTL + Duration::from_secs(1)).await;
+            assert_eq!(pair.there.manager().admin().evict(Tier::Host, 1), 1);
+            let others: Vec<_> =
+                (0..u128::from(SLOTS)).map(|at| BlockHash::from_u128(1 << 90 | n << 8 | at)).collect();
+            pair.there.compute(&others);
+            assert_eq!((pair.pull().await, pair.here.check(&wanted)), (0, 0));
+            pair.there.manager().admin().evict(Tier::Host, SLOTS as usize);
+        }
         pair.heals().await;
     });
 }
