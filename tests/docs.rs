@@ -158,9 +158,10 @@ fn described() -> BTreeMap<String, Row> {
 /// A registry shows a metric with labels from its first event on: everything has to happen once.
 fn exported() -> BTreeMap<String, Row> {
     let everyday = everyday();
-    let families = [everyday, mishaps(), spent(), unwritable(), ranks(), half_a_disk(), tenants(), peers()]
-        .into_iter()
-        .flat_map(|registry| registry.gather());
+    let families =
+        [everyday, mishaps(), spent(), unwritable(), ranks(), half_a_disk(), tenants(), peers()]
+            .into_iter()
+            .flat_map(|registry| registry.gather());
     families.map(|family| (family.name().to_owned(), row(&family))).collect()
 }
 

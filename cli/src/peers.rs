@@ -26,7 +26,10 @@ impl Peers {
                     peers.etcd"
                 .to_owned();
         }
-        let mut table = output::table(&["peer", "address", "model, or what is wrong", "block", "fingerprint"], 5);
+        let mut table = output::table(
+            &["peer", "address", "model, or what is wrong", "block", "fingerprint"],
+            5,
+        );
         for peer in &self.peers {
             table.add_row(row(peer));
         }

@@ -47,8 +47,8 @@ pub use reference::reference_markdown;
 pub use settings::{
     AdmissionMode, DeviceBackend, DeviceSettings, DiskBackend, DiskSettings, EncryptionSettings,
     FlushSettings, HostSettings, HybridSettings, MAX_BLOCK_BYTES, MAX_DISK_THREADS,
-    MAX_TIER_BLOCKS, MetricsSettings, NixlSettings, ObjectBackend, ObjectSettings, OlderEpoch, PeerSettings,
-    Settings, TraceSettings, TransferSettings,
+    MAX_TIER_BLOCKS, MetricsSettings, NixlSettings, ObjectBackend, ObjectSettings, OlderEpoch,
+    PeerSettings, Settings, TraceSettings, TransferSettings,
 };
 pub use validate::MIN_TOKEN_BYTES;
 pub use value::{Capacity, InvalidValue, WriteBudget, format_size, parse_size};

@@ -133,7 +133,8 @@ impl Credentials {
         stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     ) -> Result<Member, BrokenLink> {
         let proof = meet(stream, self.secret.as_ref(), Some(&self.member)).await?;
-        send(stream, &ToHolder::Join(Box::new(Join { proof, member: self.member.clone() }))).await?;
+        send(stream, &ToHolder::Join(Box::new(Join { proof, member: self.member.clone() })))
+            .await?;
         let member = welcomed(stream).await?;
         self.check(&member).map(|()| member)
     }
@@ -154,7 +155,8 @@ impl Credentials {
         member: Option<&Member>,
     ) -> Result<(), BrokenLink> {
         let said = Said { side: Side::Reader, reader, holder, member };
-        let is_known = |secret: &PeerSecret| proof.is_some_and(|proof| secret.is_proved(&said, proof));
+        let is_known =
+            |secret: &PeerSecret| proof.is_some_and(|proof| secret.is_proved(&said, proof));
         if !self.secret.as_ref().is_none_or(is_known) {
             return Err(BrokenLink::Refused(unknown_secret()));
         }
@@ -270,14 +272,8 @@ pub(super) mod tests {
             (credentials(member("a", 1), Some("another secret 1")), "do not know the same secret"),
             (credentials(member("a", 1), None), "do not know the same secret"),
             (credentials(member("a", 2), secret), "the same worker"),
-            (
-                credentials(Member { block_bytes: 8192, ..member("a", 1) }, secret),
-                "block_bytes is",
-            ),
-            (
-                credentials(Member { fingerprint: other, ..member("a", 1) }, secret),
-                "dtype is",
-            ),
+            (credentials(Member { block_bytes: 8192, ..member("a", 1) }, secret), "block_bytes is"),
+            (credentials(Member { fingerprint: other, ..member("a", 1) }, secret), "dtype is"),
         ] {
             for said in meet(&reader, &holder).await {
                 let error = said.unwrap_err().to_string();

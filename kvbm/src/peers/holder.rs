@@ -240,12 +240,7 @@ impl Holder {
         brought.ok().map(|brought| brought.lease)
     }
 
-    fn answer(
-        &self,
-        blocks: usize,
-        named: &[(SlotId, u32)],
-        request: &LeaseRequest,
-    ) -> ToReader {
+    fn answer(&self, blocks: usize, named: &[(SlotId, u32)], request: &LeaseRequest) -> ToReader {
         let asked = if request.wants_slots { named } else { &[] };
         ToReader::Leased(LeaseAnswer {
             epoch: self.core.table().epoch(),
@@ -411,7 +406,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
             }
             for loan in lent.loans() {
                 let block = memory.read_loan(loan);
-                stream.write_all(block.ok_or(BrokenLink::Unexpected("a slot of other memory"))?).await?;
+                stream
+                    .write_all(block.ok_or(BrokenLink::Unexpected("a slot of other memory"))?)
+                    .await?;
             }
             self.holder.metrics.sent(part.len() as u64);
         }

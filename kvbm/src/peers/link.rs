@@ -174,7 +174,8 @@ impl PeerLink {
                 let request = ReadRequest { first: part.start as u32, count: part.len() as u32 };
                 // Counted from before it is asked for.
                 let until = Instant::now() + named.ttl;
-                let sent = timeout_at(until, send(&mut self.stream, &ToHolder::Read(request))).await;
+                let sent =
+                    timeout_at(until, send(&mut self.stream, &ToHolder::Read(request))).await;
                 sent.unwrap_or(Err(BrokenLink::Late))?;
                 asked.push_back((request, until));
             }
@@ -204,7 +205,8 @@ impl PeerLink {
         let mut is_wrong = false;
         for _ in 0..request.count {
             let expected = named.checksums.get(filling.kept() - named.before).copied();
-            let slot = filling.next().ok_or(BrokenLink::Unexpected("there is no slot for a block"))?;
+            let slot =
+                filling.next().ok_or(BrokenLink::Unexpected("there is no slot for a block"))?;
             self.stream.read_exact(slot).await?;
             is_wrong = is_wrong || expected.is_none() || filling.written() != expected;
             if !is_wrong {

@@ -64,8 +64,11 @@ pub async fn look_at_peers(settings: &Settings) -> Result<Vec<PeerReport>> {
         // It stays empty then.
         let _ = timeout(MAX_LIST, peers.changed()).await;
     }
-    let listed: Vec<_> =
-        peers.borrow().iter().map(|(name, address)| (name.to_owned(), address.to_owned())).collect();
+    let listed: Vec<_> = peers
+        .borrow()
+        .iter()
+        .map(|(name, address)| (name.to_owned(), address.to_owned()))
+        .collect();
     let asked = listed.into_iter().map(|(name, address)| report(name, address, secret.as_ref()));
     Ok(futures::future::join_all(asked).await)
 }
@@ -76,9 +79,7 @@ async fn report(name: String, address: String, secret: Option<&PeerSecret>) -> P
         look(&mut stream, secret).await
     };
     match timeout(MAX_ANSWER, asked).await.unwrap_or(Err(BrokenLink::Late)) {
-        Ok(member) => {
-            PeerReport { name, address, offer: Some(member.into()), problem: None }
-        }
+        Ok(member) => PeerReport { name, address, offer: Some(member.into()), problem: None },
         Err(why) => PeerReport { name, address, offer: None, problem: Some(why.to_string()) },
     }
 }

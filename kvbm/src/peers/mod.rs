@@ -57,9 +57,9 @@ use crate::secret::read_secret;
 use crate::sync::{JoinHandle, Mutex, spawn};
 use crate::table::RequestInfo;
 
+pub use self::look::{PeerOffer, PeerReport, look_at_peers};
 #[cfg(feature = "testing")]
 pub use self::protocol::read_in_every_way as read_peer_frame;
-pub use self::look::{PeerOffer, PeerReport, look_at_peers};
 pub use self::reader::{PeerLease, Pulled};
 
 /// Connections at a time, and those of them that have not said yet whose they are.

@@ -91,7 +91,11 @@ async fn map(holder: &Member) -> Option<PeerMemory> {
         Ok(memory) if memory.geometry().block_bytes() as u64 == holder.block_bytes => Some(memory),
         Ok(_) => None,
         Err(error) => {
-            tracing::warn!(holder = holder.name, error, "its memory is not mapped: blocks come by TCP");
+            tracing::warn!(
+                holder = holder.name,
+                error,
+                "its memory is not mapped: blocks come by TCP"
+            );
             None
         }
     }

@@ -238,7 +238,9 @@ impl SlotRun {
                 _ => runs.push((slot, 1)),
             }
         }
-        runs.into_iter().map(|(first, count)| Self(first.to_le_bytes(), count.to_le_bytes())).collect()
+        runs.into_iter()
+            .map(|(first, count)| Self(first.to_le_bytes(), count.to_le_bytes()))
+            .collect()
     }
 
     /// The slots of several runs, `most` at most.
@@ -348,7 +350,7 @@ mod tests {
     fn an_answer_takes_four_bytes_a_block_and_eight_a_run() {
         let answer = |blocks: u32| {
             let checksums = vec![[255; 4]; blocks as usize];
-            let slots = SlotRun::all((0..blocks).map(|n| SlotId(u32::MAX - 2 * n)));
+            let slots = SlotRun::all((0..blocks).map(|n| SlotId((1 << 30) - 2 * n)));
             assert_eq!(SlotRun::slots(&slots, usize::MAX).len(), blocks as usize);
             let (epoch, ttl_ms) = (u64::MAX, u32::MAX);
             let leased = LeaseAnswer { epoch, blocks, ttl_ms, checksums, slots };

@@ -131,7 +131,9 @@ impl Reader {
             }
             Err(fault) => {
                 counted.end = end_of(&fault);
-                Err(Error::unavailable(format!("the peer {peer} ({address}) gives no lease: {fault}")))
+                Err(Error::unavailable(format!(
+                    "the peer {peer} ({address}) gives no lease: {fault}"
+                )))
             }
         }
     }
@@ -150,7 +152,9 @@ impl Reader {
         if let Some(mut link) = self.waiting_link(address) {
             match link.lease(wanted).await {
                 // The peer has another process now, or ended the connection.
-                Err(PeerFault::Link(BrokenLink::Closed(_))) => drop(self.waiting.lock().remove(address)),
+                Err(PeerFault::Link(BrokenLink::Closed(_))) => {
+                    drop(self.waiting.lock().remove(address))
+                }
                 leased => return self.keep_refused(address, link, leased),
             }
         }
@@ -205,8 +209,9 @@ impl Reader {
     /// Brings what a lease names into the host tier.
     pub(super) async fn pull(&self, lease: PeerLease) -> Result<Pulled> {
         let blocks = lease.blocks();
-        let PeerLease { mut link, address, chain, info, namespace, named, asked, mut counted, .. } =
-            lease;
+        let PeerLease {
+            mut link, address, chain, info, namespace, named, asked, mut counted, ..
+        } = lease;
         let chain = Chain::from(&chain).prefix(blocks);
         let mut filling = FillingSlots::take(&self.core, &self.memory, chain, info)?;
         if filling.namespace() != Some(namespace) {

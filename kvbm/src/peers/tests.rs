@@ -52,7 +52,10 @@ impl Worker {
         let manager = Manager::assemble(settings, &Options::default(), "").await.unwrap();
         let blocks = Blocks::of(Arc::new(manager)).unwrap();
         let secret = Some(PeerSecret::new("0123456789abcdef"));
-        Self { blocks, credentials: Arc::new(Credentials { member: member(name, incarnation), secret }) }
+        Self {
+            blocks,
+            credentials: Arc::new(Credentials { member: member(name, incarnation), secret }),
+        }
     }
 
     fn manager(&self) -> &Manager {
@@ -158,7 +161,9 @@ impl AsyncWrite for FaultyStream {
         let mut bytes = bytes.to_vec();
         match self.fault {
             Fault::Flip(at) if (sent..end).contains(&at) => bytes[at - sent] ^= 1 << (at % 8),
-            Fault::Cut(at) if at < end => return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into())),
+            Fault::Cut(at) if at < end => {
+                return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+            }
             Fault::Hang(at) if at < end => return Poll::Pending,
             _ => {}
         }
@@ -242,7 +247,17 @@ impl Pair {
     async fn new() -> Self {
         let (there, here) = (Worker::new("there", 1).await, Worker::new("here", 2).await);
         let (reader, leased) = (here.reader(), Arc::new(LeasedBlocks::new(SLOTS as usize / 2)));
-        Self { there, here, reader, leased, lease: None, incarnation: 2, tasks: Vec::new(), said: None, are_neighbours: false }
+        Self {
+            there,
+            here,
+            reader,
+            leased,
+            lease: None,
+            incarnation: 2,
+            tasks: Vec::new(),
+            said: None,
+            are_neighbours: false,
+        }
     }
 
     async fn lease(&mut self, chain: &[BlockHash], fault: Fault) {
@@ -460,8 +475,9 @@ fn blocks_that_were_reused_after_their_lease_are_not_taken_for_those_that_it_nam
             lease.named.ttl = Duration::from_hours(1);
             tokio::time::sleep(TTL + Duration::from_secs(1)).await;
             assert_eq!(pair.there.manager().admin().evict(Tier::Host, 1), 1);
-            let others: Vec<_> =
-                (0..u128::from(SLOTS)).map(|at| BlockHash::from_u128(1 << 90 | n << 8 | at)).collect();
+            let others: Vec<_> = (0..u128::from(SLOTS))
+                .map(|at| BlockHash::from_u128(1 << 90 | n << 8 | at))
+                .collect();
             pair.there.compute(&others);
             assert_eq!((pair.pull().await, pair.here.check(&wanted)), (0, 0));
             pair.there.manager().admin().evict(Tier::Host, SLOTS as usize);

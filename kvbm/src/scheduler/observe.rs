@@ -58,7 +58,11 @@ impl Core {
     }
 
     /// The chain of `blocks` blocks that ends with this one. `None`: it is not known.
-    pub(crate) fn chain_ending_with(&self, last: BlockHash, blocks: usize) -> Option<Vec<BlockHash>> {
+    pub(crate) fn chain_ending_with(
+        &self,
+        last: BlockHash,
+        blocks: usize,
+    ) -> Option<Vec<BlockHash>> {
         let (mut chain, mut next) = (Vec::new(), last);
         while chain.len() < blocks {
             if !self.table().name_ancestors(next, blocks - chain.len(), &mut chain) {
