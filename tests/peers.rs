@@ -15,7 +15,7 @@ use kvbm_tests::rig::{chain, wait_until};
 use kvbm_tiers::testing::{fill_pattern, has_pattern};
 
 const BLOCK: u64 = 16 << 10;
-const SLOTS: u64 = 256;
+const SLOTS: u64 = 512;
 const TTL_MS: u64 = 1_000;
 const SECRET: &str = "the secret of these tests";
 /// What ends with an event, on a busy machine.
@@ -84,8 +84,10 @@ fn name_of(address: &str) -> String {
 fn process() {
     let Some((_, place)) = role() else { return };
     let place = place.to_str().unwrap();
-    let (port, addresses) = place.split_once(' ').unwrap();
-    let blocks = open(settings(port.parse().unwrap(), addresses), "1").unwrap();
+    let [port, addresses, way] = place.split(' ').collect::<Vec<_>>().try_into().unwrap();
+    let mut settings = settings(port.parse().unwrap(), addresses);
+    settings.peers.shared_memory = way == "memory";
+    let blocks = open(settings, "1").unwrap();
     let manager = Arc::clone(blocks.manager());
     say(&manager.peers().unwrap().address().to_string());
     for line in stdin().lines() {
@@ -116,21 +118,24 @@ fn process() {
 struct Worker {
     process: Process,
     address: String,
+    way: &'static str,
 }
 
 impl Worker {
-    fn start(port: u16, addresses: &str) -> Self {
-        let place = format!("{port} {addresses}");
+    /// Its blocks go to neighbours by shared `memory`, or by `tcp` as to others.
+    fn start(port: u16, addresses: &str, way: &'static str) -> Self {
+        let place = format!("{port} {addresses} {way}");
         let mut process = Process::start(module_path!(), "worker", Path::new(&place));
         let address = process.hear();
-        Self { process, address }
+        Self { process, address, way }
     }
 
     /// Another process in its place.
     fn again(self, addresses: &str) -> Self {
         let port = self.address.parse::<SocketAddr>().unwrap().port();
+        let way = self.way;
         self.process.kill();
-        Self::start(port, addresses)
+        Self::start(port, addresses, way)
     }
 
     /// The number that it says first.
@@ -151,10 +156,19 @@ impl Worker {
 }
 
 #[test]
+fn neighbours_read_each_other_and_outlive_each_other() {
+    read_each_other_and_outlive_each_other("memory");
+}
+
+#[test]
 fn workers_read_each_other_and_outlive_each_other() {
-    let [mut a, mut b] = [0, 0].map(|port| Worker::start(port, ""));
+    read_each_other_and_outlive_each_other("tcp");
+}
+
+fn read_each_other_and_outlive_each_other(way: &'static str) {
+    let [mut a, mut b] = [(); 2].map(|()| Worker::start(0, "", way));
     let list = format!("{},{}", a.address, b.address);
-    let [mut c, mut d] = [0, 0].map(|port| Worker::start(port, &list));
+    let [mut c, mut d] = [(); 2].map(|()| Worker::start(0, &list, way));
     for n in 0..8 {
         a.ask(&format!("compute {n} 16"));
         b.ask(&format!("compute {} 16", n + 8));
@@ -183,8 +197,8 @@ fn workers_read_each_other_and_outlive_each_other() {
 
 #[test]
 fn a_frozen_holder_costs_a_miss_and_goes_on_when_it_thaws() {
-    let mut a = Worker::start(0, "");
-    let mut c = Worker::start(0, &a.address);
+    let mut a = Worker::start(0, "", "memory");
+    let mut c = Worker::start(0, &a.address, "memory");
     a.ask("compute 1 16");
     assert_eq!(c.read(1, 8, &a.address), 8);
     a.process.stop();
@@ -197,8 +211,8 @@ fn a_frozen_holder_costs_a_miss_and_goes_on_when_it_thaws() {
 
 #[test]
 fn a_frozen_reader_keeps_no_block_beyond_the_time_of_its_lease() {
-    let mut a = Worker::start(0, "");
-    let mut c = Worker::start(0, &a.address);
+    let mut a = Worker::start(0, "", "tcp");
+    let mut c = Worker::start(0, &a.address, "tcp");
     a.ask("compute 1 64");
     c.process.tell(&format!("read 1 64 {}", name_of(&a.address)));
     c.process.stop();
@@ -213,18 +227,28 @@ fn a_frozen_reader_keeps_no_block_beyond_the_time_of_its_lease() {
     c.is_whole();
 }
 
-/// `KVBM_PEER_KILLS` says how many there are.
 #[test]
-fn either_side_is_killed_or_frozen_at_any_point() {
-    let kills = std::env::var("KVBM_PEER_KILLS").map_or(20, |kills| kills.parse().unwrap());
+fn either_neighbour_is_killed_or_frozen_at_any_point() {
+    either_side_is_killed_or_frozen_at_any_point("memory");
+}
+
+#[test]
+fn either_worker_is_killed_or_frozen_at_any_point() {
+    either_side_is_killed_or_frozen_at_any_point("tcp");
+}
+
+/// `KVBM_PEER_KILLS` says how often.
+fn either_side_is_killed_or_frozen_at_any_point(way: &'static str) {
+    let kills = std::env::var("KVBM_PEER_KILLS").map_or(10, |kills| kills.parse().unwrap());
     let mut random = fastrand::Rng::with_seed(7);
-    let mut a = Worker::start(0, "");
-    let mut c = Worker::start(0, &a.address);
+    let mut a = Worker::start(0, "", way);
+    let mut c = Worker::start(0, &a.address, way);
+    let mut incomplete = 0;
     for n in 0..kills {
-        a.ask(&format!("compute {n} 64"));
-        c.process.tell(&format!("read {n} 64 {}", name_of(&a.address)));
-        std::thread::sleep(Duration::from_micros(random.u64(0..8_000)));
+        a.ask(&format!("compute {n} 128"));
+        c.process.tell(&format!("read {n} 128 {}", name_of(&a.address)));
         let list = a.address.clone();
+        std::thread::sleep(Duration::from_micros(random.u64(0..1_500)));
         match random.u8(0..4) {
             0 => {
                 a = a.again("");
@@ -243,11 +267,12 @@ fn either_side_is_killed_or_frozen_at_any_point() {
                 c.process.hear();
             }
         }
-        c.ask(&format!("check {n} 64"));
-        a.ask(&format!("compute {n} 64"));
-        c.read(n, 64, &a.address);
-        assert_eq!(c.ask(&format!("check {n} 64")), 64, "then everything works again");
+        incomplete += usize::from(c.ask(&format!("check {n} 128")) < 128);
+        a.ask(&format!("compute {n} 128"));
+        c.read(n, 128, &a.address);
+        assert_eq!(c.ask(&format!("check {n} 128")), 128, "then everything works again");
     }
+    println!("{incomplete} of {kills} came in between");
     a.is_whole();
     c.is_whole();
 }
