@@ -25,19 +25,19 @@ done
 source tests/build.sh
 wants() { [[ $what == all || $what == "$1" ]]; }
 # The test itself says how often it came in between.
-nextest() { cargo nextest run --cargo-profile checked --no-capture "$@"; }
+nextest() { cargo nextest run --cargo-profile checked "${WHOLE[@]}" --no-capture -E "$1"; }
 
 done=()
 if wants kill; then
-    KVBM_PEER_KILLS=$((kills / 2)) nextest -p kvbm-tests -E 'test(killed_or_frozen_at_any_point)'
+    KVBM_PEER_KILLS=$((kills / 2)) nextest 'package(kvbm-tests) and test(killed_or_frozen_at_any_point)'
     done+=("\"kills\": $kills")
 fi
 if wants model; then
-    KVBM_PEER_CASES=$schedules nextest -p kvbm -E 'test(peers::tests::)'
+    KVBM_PEER_CASES=$schedules nextest 'package(kvbm) and test(peers::tests::)'
     done+=("\"schedules\": $schedules")
 fi
 if wants discovery; then
-    nextest -p kvbm -E 'test(peers::discovery::)'
+    nextest 'package(kvbm) and test(peers::discovery::)'
     done+=('"discovery": true')
 fi
 printf '{%s}\n' "$(IFS=,; echo "${done[*]}")"

@@ -153,7 +153,7 @@ impl Reader {
             match link.lease(wanted).await {
                 // The peer has another process now, or ended the connection.
                 Err(PeerFault::Link(BrokenLink::Closed(_))) => {
-                    drop(self.waiting.lock().remove(address))
+                    self.waiting.lock().remove(address);
                 }
                 leased => return self.keep_refused(address, link, leased),
             }
