@@ -309,6 +309,11 @@ impl RoutedTask {
         !self.halfway && self.stop.is_some()
     }
 
+    /// The task, with what it holds: the one that is left names its slots, and nothing more.
+    pub(super) fn take(&mut self) -> Self {
+        Self { stop: self.stop.take(), order: self.order.take(), ..*self }
+    }
+
     pub(super) const fn has_staging(&self) -> bool {
         matches!(self.stop, Some(BounceStop::Staging(_)))
     }

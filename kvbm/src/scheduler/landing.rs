@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvbm_tiers::{BlockKey, Completion, CopyError, CopyErrorKind, Tier};
 
 use super::Core;
-use super::batch::{OverdueTask, ReportedTasks, TaskBatch};
+use super::batch::{ReportedTasks, TaskBatch};
 use super::dispatch::RoutedTask;
 use super::engine::EndedOrder;
 use crate::names::hash::Chain;
@@ -121,19 +121,19 @@ impl Core {
     }
 
     /// Overdue copies ended after all: their slots are free, and their medium moves.
-    fn came_back(self: &Arc<Self>, batch: &TaskBatch, overdue: Vec<OverdueTask>) {
+    fn came_back(self: &Arc<Self>, batch: &TaskBatch, overdue: Vec<RoutedTask>) {
         if overdue.is_empty() {
             return;
         }
-        overdue.iter().for_each(|OverdueTask { task, .. }| {
+        overdue.iter().for_each(|RoutedTask { task, .. }| {
             self.health.directory_came_back([task.from, task.to]);
         });
         self.metrics.came_back(batch.route, overdue.len() as u64);
-        self.land(overdue.iter().map(|OverdueTask { task, .. }| task.ended(Outcome::Returned)));
+        self.land(overdue.iter().map(|RoutedTask { task, .. }| task.ended(Outcome::Returned)));
         let mut staging = self.sending.staging.lock();
         overdue
             .into_iter()
-            .filter_map(|overdue| overdue.staging)
+            .filter_map(|mut overdue| overdue.take_staging())
             .for_each(|frame| staging.regain(frame));
         drop(staging);
         // This neither closes the breaker nor counts as a failure: only a probe tells whether the
