@@ -24,7 +24,16 @@ pub(crate) struct CopyThreads {
     queue: ProcessBound<Sender<Arc<ThreadBatch>>>,
     layered: Arc<LayeredBatches>,
     threads: Vec<ServiceThread>,
-    grain: usize,
+    grains: Grains,
+}
+
+/// How many operations go together, of one batch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grains {
+    /// What a thread takes at a time.
+    pub(crate) taken: usize,
+    /// What a thread reports at a time, or all that it has taken if it finds no more.
+    pub(crate) reported: usize,
 }
 
 /// Executes one operation, or a share of it, to its end.
@@ -55,8 +64,7 @@ impl Share {
 struct ThreadBatch {
     ops: Vec<CopyOp>,
     done: Done,
-    /// How many operations a thread takes at a time.
-    grain: usize,
+    grains: Grains,
     next: AtomicUsize,
     layered: Option<LayeredState>,
 }
@@ -85,17 +93,17 @@ struct LayeredState {
 }
 
 impl CopyThreads {
-    /// `grain`: how many operations a thread takes at a time.
     pub(crate) fn start(
         name: &str,
         threads: usize,
-        grain: usize,
+        grains: Grains,
         execute: &Arc<ExecuteFn>,
     ) -> io::Result<Self> {
         let (queue, batches) = crossbeam_channel::unbounded();
-        let (grain, layered) = (grain.max(1), Arc::<LayeredBatches>::default());
+        let layered = Arc::<LayeredBatches>::default();
+        let grains = Grains { taken: grains.taken.max(1), ..grains };
         let mut pool =
-            Self { queue: ProcessBound::new(queue), layered, threads: Vec::new(), grain };
+            Self { queue: ProcessBound::new(queue), layered, threads: Vec::new(), grains };
         for number in 0..threads.max(1) {
             let (batches, execute) = (batches.clone(), Arc::clone(execute));
             let layered = Arc::clone(&pool.layered);
@@ -107,7 +115,7 @@ impl CopyThreads {
 
     /// Copies whole blocks, one after the other, or `layers` of them.
     pub(crate) fn submit(&self, ops: Vec<CopyOp>, layers: Option<Layers>, done: Done) {
-        let batch = Arc::new(ThreadBatch::new(ops, layers, self.grain, done));
+        let batch = Arc::new(ThreadBatch::new(ops, layers, self.grains, done));
         self.layered.add(&batch);
         for _ in 0..batch.units().min(self.threads.len()) {
             // One message per helper and not per operation: each takes a grain of what is left when
@@ -134,14 +142,10 @@ impl LayeredBatches {
         match &batch.layered {
             Some(layered) => {
                 while let Some((batch, unit)) = self.next_unit(&layered.layers) {
-                    batch.copy(unit, execute);
+                    batch.copy_layer(unit, execute);
                 }
             }
-            None => {
-                while let Some(unit) = batch.next_unit() {
-                    batch.copy(unit, execute);
-                }
-            }
+            None => batch.copy_blocks(execute),
         }
     }
 
@@ -158,16 +162,16 @@ impl LayeredBatches {
 }
 
 impl ThreadBatch {
-    fn new(ops: Vec<CopyOp>, layers: Option<Layers>, grain: usize, done: Done) -> Self {
+    fn new(ops: Vec<CopyOp>, layers: Option<Layers>, grains: Grains, done: Done) -> Self {
         // A layer of a block is less work than the block.
-        let grain = grain * layers.as_ref().map_or(1, |layers| usize::from(layers.count()));
-        let grains = ops.len().div_ceil(grain);
-        let layered = layers.map(|layers| LayeredState::new(layers, grains));
-        Self { ops, done, grain, next: AtomicUsize::new(0), layered }
+        let taken = grains.taken * layers.as_ref().map_or(1, |layers| usize::from(layers.count()));
+        let count = ops.len().div_ceil(taken);
+        let layered = layers.map(|layers| LayeredState::new(layers, count));
+        Self { ops, done, grains: Grains { taken, ..grains }, next: AtomicUsize::new(0), layered }
     }
 
     fn grains(&self) -> usize {
-        self.ops.len().div_ceil(self.grain)
+        self.ops.len().div_ceil(self.grains.taken)
     }
 
     /// What there is to take.
@@ -191,25 +195,28 @@ impl ThreadBatch {
         self.layered.as_ref().is_some_and(|layered| layered.layers.are_of_load(load))
     }
 
-    fn copy(&self, unit: usize, execute: &ExecuteFn) {
-        match &self.layered {
-            Some(layered) => self.copy_layer(layered, unit, execute),
-            None => self.copy_blocks(unit, execute),
-        }
-    }
-
     fn ops_of(&self, grain: usize) -> impl Iterator<Item = (usize, &CopyOp)> {
-        let first = grain * self.grain;
-        (first..).zip(self.ops[first..].iter().take(self.grain))
+        let first = grain * self.grains.taken;
+        (first..).zip(self.ops[first..].iter().take(self.grains.taken))
     }
 
-    fn copy_blocks(&self, grain: usize, execute: &ExecuteFn) {
-        let ended =
-            self.ops_of(grain).map(|(index, op)| (index, caught(op, Share::WHOLE, execute)));
-        self.done.report(ended.collect());
+    /// Copies whole blocks until none is left to take.
+    fn copy_blocks(&self, execute: &ExecuteFn) {
+        let mut ended = Vec::new();
+        let most = self.grains.reported.min(self.ops.len());
+        while let Some(grain) = self.next_unit() {
+            ended.reserve(most - ended.len());
+            let copy = |(index, op)| (index, caught(op, Share::WHOLE, execute));
+            ended.extend(self.ops_of(grain).map(copy));
+            if ended.len() >= self.grains.reported {
+                self.done.report(std::mem::take(&mut ended));
+            }
+        }
+        self.done.report(ended);
     }
 
-    fn copy_layer(&self, layered: &LayeredState, unit: usize, execute: &ExecuteFn) {
+    fn copy_layer(&self, unit: usize, execute: &ExecuteFn) {
+        let Some(layered) = &self.layered else { return };
         let (layer, grain) = (unit / self.grains(), unit % self.grains());
         let share = Share { number: layer as u16, of: layered.layers.shares() };
         for (index, op) in self.ops_of(grain) {
@@ -257,8 +264,12 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::copy::{SlotId, SlotRef, Tier};
+    use crate::copy::{Completion, SlotId, SlotRef, Tier};
     use crate::testing::{each, order};
+
+    fn grains(taken: usize) -> Grains {
+        Grains { taken, reported: 4 * taken }
+    }
 
     /// Two threads that panic for the slot 1.
     fn pool() -> CopyThreads {
@@ -266,7 +277,7 @@ mod tests {
             assert!(op.from.slot != SlotId(1), "as the test wants");
             Ok(())
         });
-        CopyThreads::start("test", 2, 2, &execute).unwrap()
+        CopyThreads::start("test", 2, grains(2), &execute).unwrap()
     }
 
     fn ops() -> Vec<CopyOp> {
@@ -295,17 +306,17 @@ mod tests {
         let (pool, panics) = (pool(), Done::panics());
         for _ in 0..3 {
             let (report, reports) = mpsc::channel();
-            pool.submit(
-                ops(),
-                None,
-                each(move |op, _| {
-                    assert!(op % 8 != 0, "as the test wants");
-                    report.send(op).unwrap();
-                }),
-            );
+            let done = Done::new(move |ended: Vec<Completion>| {
+                report.send(ended.len()).unwrap();
+                panic!("as the test wants");
+            });
+            pool.submit(ops(), None, done);
             let deadline = Duration::from_secs(10);
-            let ended = std::iter::from_fn(|| reports.recv_timeout(deadline).ok()).count();
-            assert_eq!(ended, 64 - 2 * 8, "two blocks are reported together");
+            let reports: Vec<_> =
+                std::iter::from_fn(|| reports.recv_timeout(deadline).ok()).collect();
+            assert_eq!(reports.iter().sum::<usize>(), 64);
+            // Each thread may find no more before it has eight.
+            assert!((8..=9).contains(&reports.len()), "eight blocks are reported together");
         }
         assert!(Done::panics() >= panics + 3 * 8);
     }
@@ -318,7 +329,7 @@ mod tests {
             log.lock().push((share.number, op.from.slot.0));
             Ok(())
         });
-        let pool = CopyThreads::start("test", 1, 1, &execute).unwrap();
+        let pool = CopyThreads::start("test", 1, grains(1), &execute).unwrap();
         let arrived = Arc::new(Mutex::new(Vec::new()));
         let (layers, so_far) = (Arc::clone(&arrived), Arc::clone(&copied));
         let layers = Layers::new(NonZeroU16::new(4).unwrap(), move |layer, _| {
@@ -352,7 +363,7 @@ mod tests {
             log.push((share.number, op.from.slot.0));
             Ok(())
         });
-        let pool = CopyThreads::start("test", 1, 1, &execute).unwrap();
+        let pool = CopyThreads::start("test", 1, grains(1), &execute).unwrap();
         let arrived = Arc::new(Mutex::new(Vec::new()));
         let layers = Arc::clone(&arrived);
         let count = NonZeroU16::new(3).unwrap();
@@ -380,7 +391,7 @@ mod tests {
             assert!((share.number, op.from.slot.0) != (2, 5), "as the test wants");
             Ok(())
         });
-        let pool = CopyThreads::start("test", 2, 2, &execute).unwrap();
+        let pool = CopyThreads::start("test", 2, grains(2), &execute).unwrap();
         for _ in 0..3 {
             let arrived = Arc::new(Mutex::new(Vec::new()));
             let layers = Arc::clone(&arrived);

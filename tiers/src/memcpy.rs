@@ -5,13 +5,15 @@
 use std::sync::Arc;
 
 use crate::backend::{Backend, Fences, submit_unfenced};
-use crate::batch::{CopyThreads, ExecuteFn};
+use crate::batch::{CopyThreads, ExecuteFn, Grains};
 use crate::copy::{CopyOp, Done, Route};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::memory::{CpuMemories, DeviceRegion, Memory};
 
 /// What a thread copies before it looks for the next work: enough to make the look negligible.
 const GRAIN_BYTES: usize = 256 << 10;
+/// What it reports together: to land blocks costs far less a block where they are more.
+const REPORT_BYTES: usize = 1 << 20;
 
 /// A pool of threads that copies blocks between regions of memory, and within one.
 #[derive(Debug)]
@@ -51,13 +53,14 @@ impl MemcpyBackend {
         block_bytes: usize,
         threads: usize,
     ) -> Result<Self, SetupError> {
-        let grain = GRAIN_BYTES / block_bytes;
+        let grains =
+            Grains { taken: GRAIN_BYTES / block_bytes, reported: REPORT_BYTES / block_bytes };
         let (routes, memories) = (memories.routes(), Arc::new(memories));
         let between = Arc::clone(&memories);
         // SAFETY: executes submitted operations only, whose submitter answers for their slots.
         let copy: Arc<ExecuteFn> =
             Arc::new(move |op: &CopyOp, part| unsafe { between.copy(op, part) });
-        let threads = CopyThreads::start("kvbm-copy", threads, grain, &copy).map_err(|error| {
+        let threads = CopyThreads::start("kvbm-copy", threads, grains, &copy).map_err(|error| {
             let message =
                 "cannot start copy threads; lower transfer.copy_threads (DYN_KVBM_TRANSFER_COPY_THREADS)";
             SetupError::caused(SetupErrorKind::Unavailable, message, error)

@@ -206,17 +206,8 @@ impl CpuMemories {
         Some(NonNull::slice_from_raw_parts(start, region.block_bytes()))
     }
 
-    /// Where a part of a block lies, and how many bytes it has.
-    fn end(
-        &self,
-        slot: SlotRef,
-        part: Share,
-    ) -> Result<(CopyEnd<impl Iterator<Item = Segment> + '_>, usize), CopyError> {
-        let place = self.0[slot.tier.index()].as_ref().ok_or_else(|| no_such_slot(slot))?;
-        let bytes = part.of_bytes(place.block_bytes());
-        let length = bytes.len();
-        let end = place.end(slot.slot, bytes).ok_or_else(|| no_such_slot(slot))?;
-        Ok((end, length))
+    fn part(&self, slot: SlotRef) -> Result<&MemoryPart, CopyError> {
+        self.0[slot.tier.index()].as_ref().ok_or_else(|| no_such_slot(slot))
     }
 
     /// Whether blocks of this tier are summed as they arrive, and so must arrive whole.
@@ -231,7 +222,12 @@ impl CpuMemories {
     /// The caller answers for what [`Backend::submit`](crate::Backend::submit) asks of its callers.
     pub(crate) unsafe fn copy(&self, op: &CopyOp, part: Share) -> Result<(), CopyError> {
         debug_assert!(part.is_whole() || !self.are_summed(op.to.tier), "a part has no checksum");
-        let ((from, bytes), (to, _)) = (self.end(op.from, part)?, self.end(op.to, part)?);
+        let (from, to) = (self.part(op.from)?, self.part(op.to)?);
+        // Blocks of all memories have one size.
+        let share = part.of_bytes(from.block_bytes());
+        let bytes = share.len();
+        let from = from.end(op.from.slot, share.clone()).ok_or_else(|| no_such_slot(op.from))?;
+        let to = to.end(op.to.slot, share).ok_or_else(|| no_such_slot(op.to))?;
         if (op.from.tier, op.from.slot) == (op.to.tier, op.to.slot) {
             let message = format!("{} cannot be copied onto itself", op.from);
             return Err(CopyError::refused(message));

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvbm_tiers::{Completion, CopyError, CopyOp, Frame, Route, Tier};
+use kvbm_tiers::{Completion, CopyError, CopyOp, Route, Tier};
 use tracing::Span;
 
 use super::dispatch::RoutedTask;
 use super::errand::InternalCopy;
 use crate::sync::{AtomicUsize, Mutex};
-use crate::task::{Class, CopyTask};
+use crate::task::Class;
 
 /// Tasks handed to a backend together. Each counts as ended once: when it completes or when it is
 /// overdue.
@@ -26,7 +26,7 @@ pub(super) struct TaskBatch {
     /// When one of its copies last completed.
     progress: AtomicUptime,
     /// One lock for all: copies that end together are handled together.
-    tasks: Mutex<Vec<TaskState>>,
+    tasks: Mutex<BatchTasks>,
     left: AtomicUsize,
     /// Open until the medium has finished all of it.
     _span: Span,
@@ -49,19 +49,26 @@ impl AtomicUptime {
     }
 }
 
-#[derive(Debug)]
+/// The tasks of a batch, and the state of each.
+#[derive(Debug, Default)]
+struct BatchTasks {
+    all: Vec<RoutedTask>,
+    states: Vec<TaskState>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TaskState {
-    Working(RoutedTask),
-    Overdue(OverdueTask),
+    Working,
+    /// It was given up; the medium may still touch its slots.
+    Overdue,
     Ended,
 }
 
-/// A task that was given up.
-#[derive(Debug)]
-pub(super) struct OverdueTask {
-    pub(super) task: CopyTask,
-    /// The staging slot that the medium may still touch.
-    pub(super) staging: Option<Frame>,
+impl BatchTasks {
+    fn working(&self) -> impl Iterator<Item = &RoutedTask> {
+        let tasks = self.all.iter().zip(&self.states);
+        tasks.filter(|(_, state)| **state == TaskState::Working).map(|(task, _)| task)
+    }
 }
 
 /// What a backend's report contains.
@@ -70,7 +77,7 @@ pub(super) struct ReportedTasks {
     /// Tasks that are still awaited, each with the result of its copy.
     pub(super) tasks: Vec<(RoutedTask, Result<(), CopyError>)>,
     /// Tasks that were given up.
-    pub(super) overdue: Vec<OverdueTask>,
+    pub(super) overdue: Vec<RoutedTask>,
     /// Operations that were reported before: the backend breaks its contract.
     pub(super) twice: Vec<usize>,
 }
@@ -82,9 +89,9 @@ impl TaskBatch {
             ReportedTasks { tasks: Vec::with_capacity(ended.len()), ..ReportedTasks::default() };
         let mut tasks = self.tasks.lock();
         for (op, result) in ended {
-            match std::mem::replace(&mut tasks[op], TaskState::Ended) {
-                TaskState::Working(task) => reported.tasks.push((task, result)),
-                TaskState::Overdue(overdue) => reported.overdue.push(overdue),
+            match std::mem::replace(&mut tasks.states[op], TaskState::Ended) {
+                TaskState::Working => reported.tasks.push((tasks.all[op].take(), result)),
+                TaskState::Overdue => reported.overdue.push(tasks.all[op].take()),
                 TaskState::Ended => reported.twice.push(op),
             }
         }
@@ -95,41 +102,24 @@ impl TaskBatch {
     /// at this moment waits until the table knows.
     pub(super) fn give_up<T>(&self, tell: impl FnOnce(&[&RoutedTask]) -> T) -> T {
         let mut tasks = self.tasks.lock();
-        let working = tasks.iter().filter_map(|state| match state {
-            TaskState::Working(task) => Some(task),
-            // Its completion came first.
-            _ => None,
-        });
-        let told = tell(&working.collect::<Vec<_>>());
-        for state in &mut *tasks {
-            match std::mem::replace(state, TaskState::Ended) {
-                TaskState::Working(mut task) => {
-                    *state = TaskState::Overdue(OverdueTask {
-                        staging: task.take_staging(),
-                        task: task.task,
-                    });
-                }
-                other => *state = other,
-            }
-        }
+        let told = tell(&tasks.working().collect::<Vec<_>>());
+        // The completions of others came first.
+        let working = tasks.states.iter_mut().filter(|state| **state == TaskState::Working);
+        working.for_each(|state| *state = TaskState::Overdue);
         told
     }
 
     /// Whether the medium works on a copy that is not overdue.
     pub(super) fn is_working(&self) -> bool {
         self.errand.as_ref().is_some_and(InternalCopy::is_working)
-            || self.tasks.lock().iter().any(|state| matches!(state, TaskState::Working(_)))
+            || self.tasks.lock().working().next().is_some()
     }
 
     /// Copies that the medium works on and that are not overdue.
     pub(super) fn working(&self) -> Vec<CopyOp> {
         let errand =
             self.errand.iter().filter(|errand| errand.is_working()).map(|errand| *errand.op());
-        let task = |state: &TaskState| match state {
-            TaskState::Working(task) => Some(task.op()),
-            _ => None,
-        };
-        errand.chain(self.tasks.lock().iter().filter_map(task)).collect()
+        errand.chain(self.tasks.lock().working().map(RoutedTask::op)).collect()
     }
 
     /// How long ago one of its copies last completed.
@@ -186,7 +176,10 @@ impl BatchesInFlight {
             started: now,
             progress: AtomicUptime::default(),
             left: AtomicUsize::new(tasks.len()),
-            tasks: Mutex::new(tasks.into_iter().map(TaskState::Working).collect()),
+            tasks: Mutex::new(BatchTasks {
+                states: vec![TaskState::Working; tasks.len()],
+                all: tasks,
+            }),
             _span: span,
             errand: None,
         })

@@ -276,8 +276,8 @@ impl DiskDirectories {
 
 impl MediaHealth {
     /// Copies arrived.
-    pub(super) fn directories_answer(&self, ops: impl Iterator<Item = CopyOp>, now: Duration) {
-        let mut dirs: Vec<_> = ops.filter_map(|op| self.directories.of(&op)).collect();
+    pub(super) fn directories_answer(&self, slots: impl Iterator<Item = SlotRef>, now: Duration) {
+        let mut dirs: Vec<_> = slots.filter_map(|slot| self.directories.of_slot(slot)).collect();
         dirs.sort_unstable();
         dirs.dedup();
         let hanging = dirs.into_iter().flat_map(|dir| self.directories.succeeded(dir, now));

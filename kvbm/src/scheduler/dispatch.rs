@@ -153,9 +153,10 @@ impl TaskTurns<'_> {
     }
 
     fn is_open(&mut self, route: Route) -> bool {
-        let core = self.core;
-        let known = self.open.filter(|&(of, _)| of == route);
-        self.open.insert(known.unwrap_or_else(|| (route, core.health.breakers.is_open(route)))).1
+        match self.open {
+            Some((of, is_open)) if of == route => is_open,
+            _ => self.open.insert((route, self.core.health.breakers.is_open(route))).1,
+        }
     }
 }
 
@@ -263,8 +264,8 @@ impl RoutedTask {
     /// The order that the next copy keeps. One that does not touch the engine's memory need not
     /// wait for it.
     pub(super) fn order(&self) -> Option<&Arc<EngineOrder>> {
-        let (from, to) = self.route();
-        self.order.as_ref().filter(|_| from == Tier::Device || to == Tier::Device)
+        let touches_engine = |(from, to): Route| from == Tier::Device || to == Tier::Device;
+        self.order.as_ref().filter(|_| touches_engine(self.route()))
     }
 
     /// The next copy to make. The staging slot must have been taken by now.
@@ -306,6 +307,11 @@ impl RoutedTask {
     /// Whether another copy follows the present one.
     pub(super) const fn has_second_leg(&self) -> bool {
         !self.halfway && self.stop.is_some()
+    }
+
+    /// The task, with what it holds: the one that is left names its slots, and nothing more.
+    pub(super) fn take(&mut self) -> Self {
+        Self { stop: self.stop.take(), order: self.order.take(), ..*self }
     }
 
     pub(super) const fn has_staging(&self) -> bool {

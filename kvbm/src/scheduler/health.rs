@@ -79,7 +79,8 @@ impl MediaHealth {
                     now.saturating_sub(batch.started),
                     alike.len() as u64,
                 );
-                self.directories_answer(alike.iter().map(|(task, _)| task.op()), now);
+                let on_disk = alike.iter().filter_map(|(task, _)| task.slot_on_disk());
+                self.directories_answer(on_disk, now);
                 self.breakers.succeeded(batch.route, batch.is_probe, now);
             }
             for (task, result) in alike {

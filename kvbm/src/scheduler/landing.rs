@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvbm_tiers::{BlockKey, Completion, CopyError, CopyErrorKind, Tier};
 
 use super::Core;
-use super::batch::{OverdueTask, ReportedTasks, TaskBatch};
+use super::batch::{ReportedTasks, TaskBatch};
 use super::dispatch::RoutedTask;
 use super::engine::EndedOrder;
 use crate::names::hash::Chain;
@@ -20,27 +20,25 @@ impl Core {
     pub(super) fn copies_ended(self: &Arc<Self>, batch: &TaskBatch, completions: Vec<Completion>) {
         let now = self.clock.uptime();
         self.health.batches.progressed(batch, now);
-        let ReportedTasks { tasks, overdue, twice } = batch.take(completions);
+        let ReportedTasks { mut tasks, overdue, twice } = batch.take(completions);
         if !twice.is_empty() {
             tracing::error!(route = ?batch.route, ops = ?twice, "a backend reported copies twice");
         }
         self.health.judge(batch, &tasks, now);
         let left = tasks.len();
-        let (mut going_on, mut ended) = (Vec::new(), Vec::with_capacity(left));
-        for (task, result) in tasks {
-            match result {
-                Ok(()) if task.has_second_leg() => {
-                    going_on.push(RoutedTask { halfway: true, ..task });
-                }
-                Ok(()) => ended.push((task, Outcome::Arrived)),
-                Err(error) => {
-                    let outcome = why_broken(&task, &error);
-                    ended.push((task, outcome));
-                }
-            }
-        }
+        let goes_on = |(task, result): &mut (RoutedTask, Result<(), _>)| {
+            result.is_ok() && task.has_second_leg()
+        };
+        let going_on = tasks.extract_if(.., goes_on);
+        let going_on = going_on.map(|(task, _)| RoutedTask { halfway: true, ..task }).collect();
         self.came_back(batch, overdue);
-        self.land_all(&self.outcomes(ended));
+        let ended = tasks.iter_mut().map(|(task, result)| {
+            let broken = result.as_ref().err().map(|error| why_broken(task, error));
+            (task, broken.unwrap_or(Outcome::Arrived))
+        });
+        let results = self.outcomes(ended);
+        drop(tasks);
+        self.land_all(&results);
         self.tasks_left(batch, left, going_on);
     }
 
@@ -64,13 +62,16 @@ impl Core {
     }
 
     /// Outcomes of tasks that no medium has any more; frees their staging slots.
-    fn outcomes(&self, ended: Vec<(RoutedTask, Outcome)>) -> Vec<TaskResult> {
+    fn outcomes<'a>(
+        &self,
+        ended: impl Iterator<Item = (&'a mut RoutedTask, Outcome)>,
+    ) -> Vec<TaskResult> {
         let mut frames = Vec::new();
-        let outcome = |(mut task, outcome): (RoutedTask, Outcome)| {
+        let outcome = |(task, outcome): (&mut RoutedTask, Outcome)| {
             frames.extend(task.take_staging());
             task.task.ended(outcome)
         };
-        let results = ended.into_iter().map(outcome).collect();
+        let results = ended.map(outcome).collect();
         if !frames.is_empty() {
             self.sending.staging.lock().give_back(frames);
         }
@@ -78,13 +79,15 @@ impl Core {
     }
 
     /// Drops tasks before their first or second leg.
-    pub(super) fn drop_tasks(self: &Arc<Self>, tasks: Vec<RoutedTask>) {
+    pub(super) fn drop_tasks(self: &Arc<Self>, mut tasks: Vec<RoutedTask>) {
         if !tasks.is_empty() {
-            let dropped = tasks.into_iter().map(|task| {
+            let dropped = tasks.iter_mut().map(|task| {
                 let halfway = task.halfway;
                 (task, Outcome::Failed { halfway, defect: None })
             });
-            self.land_all(&self.outcomes(dropped.collect()));
+            let results = self.outcomes(dropped);
+            drop(tasks);
+            self.land_all(&results);
         }
     }
 
@@ -118,19 +121,19 @@ impl Core {
     }
 
     /// Overdue copies ended after all: their slots are free, and their medium moves.
-    fn came_back(self: &Arc<Self>, batch: &TaskBatch, overdue: Vec<OverdueTask>) {
+    fn came_back(self: &Arc<Self>, batch: &TaskBatch, overdue: Vec<RoutedTask>) {
         if overdue.is_empty() {
             return;
         }
-        overdue.iter().for_each(|OverdueTask { task, .. }| {
+        overdue.iter().for_each(|RoutedTask { task, .. }| {
             self.health.directory_came_back([task.from, task.to]);
         });
         self.metrics.came_back(batch.route, overdue.len() as u64);
-        self.land(overdue.iter().map(|OverdueTask { task, .. }| task.ended(Outcome::Returned)));
+        self.land(overdue.iter().map(|RoutedTask { task, .. }| task.ended(Outcome::Returned)));
         let mut staging = self.sending.staging.lock();
         overdue
             .into_iter()
-            .filter_map(|overdue| overdue.staging)
+            .filter_map(|mut overdue| overdue.take_staging())
             .for_each(|frame| staging.regain(frame));
         drop(staging);
         // This neither closes the breaker nor counts as a failure: only a probe tells whether the

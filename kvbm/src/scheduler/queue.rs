@@ -167,10 +167,14 @@ impl RouteQueues {
             let mut tasks = Vec::with_capacity(limit.min(waiting.len()));
             let mut dropped = Vec::new();
             while tasks.len() < limit {
-                match waiting.front_mut().filter(is_of_batch).map(&mut turn) {
-                    Some(TaskTurn::Send) => tasks.extend(waiting.pop_front()),
-                    Some(TaskTurn::Drop) => dropped.extend(waiting.pop_front()),
+                let taken = match waiting.front_mut().filter(is_of_batch).map(&mut turn) {
+                    Some(TaskTurn::Send) => &mut tasks,
+                    Some(TaskTurn::Drop) => &mut dropped,
                     Some(TaskTurn::Wait) | None => break,
+                };
+                // Pushed, not chained: a task is large, and would be moved once more.
+                if let Some(task) = waiting.pop_front() {
+                    taken.push(task);
                 }
             }
             // If all were dropped nothing is in flight, and nothing would end the batch.

@@ -16,7 +16,8 @@ use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
 use super::budget::Budget;
 use super::flush_queue::DirtyBlock;
 use super::index::RecordId;
-use super::tier::TierSlot;
+use super::record::BlockRecords;
+use super::tier::{TierSlot, TierTable};
 use super::{MissReason, RequestContext, Table};
 use crate::observe::events::RemoveReason;
 
@@ -41,10 +42,11 @@ impl Table {
         above: Option<RecordId>,
         budget: &mut Budget,
     ) -> Result<Frame, NoSlot> {
-        if self.tier(tier).pool.free() == 0 {
+        let mut home = self.home(tier, above);
+        if !self.tier(tier).has_room(home) && self.tier(tier).pool.free() == 0 {
             self.sweep_tier(tier, SWEPT, budget);
+            home = self.home(tier, above);
         }
-        let home = self.home(tier, above);
         // One for one, except a few slots that wait for chains of their own directory: nothing
         // leaves in vain.
         while !self.tier(tier).has_room(home) {
@@ -71,8 +73,12 @@ impl Table {
     /// most room is, and so do branches if that is much more.
     fn home(&self, tier: Tier, above: Option<RecordId>) -> usize {
         let held = self.tier(tier);
-        let (pool, emptiest) = (&held.pool, held.pool.emptiest_shard());
-        let above = above.filter(|_| pool.shards() > 1).map(|above| self.records.at(above));
+        let pool = &held.pool;
+        if pool.shards() == 1 {
+            return 0;
+        }
+        let emptiest = pool.emptiest_shard();
+        let above = above.map(|above| self.records.at(above));
         let Some(above) = above.filter(|above| above.has_or_awaits(tier)) else { return emptiest };
         let (slot, rows) = (above.slot(tier), pool.total() / pool.shards() as u32);
         let home = pool.shard_of(slot);
@@ -205,41 +211,45 @@ impl Table {
         self.tier_mut(tier).lose_child(slot).then_some(BlockId(slot.0))
     }
 
+    /// The tier that is flushed into `tier`, if it has a block, and the block's slot there.
+    pub(super) fn above(
+        &mut self,
+        tier: Tier,
+        record: RecordId,
+    ) -> Option<(&mut TierTable, SlotId, &BlockRecords)> {
+        // Only tiers above it are.
+        let mut above = self.tiers[..tier.index()].iter_mut().flatten();
+        let above = above.find(|above| above.flush_to == Some(tier))?;
+        let known = self.records.at(record);
+        let slot = known.resident().has(above.tier).then(|| known.slot(above.tier))?;
+        Some((above, slot, &self.records))
+    }
+
     /// A block that left or missed `tier` need not go there before the tier above may evict it.
     pub(super) fn skip_flush_above(&mut self, tier: Tier, record: RecordId) {
-        let known = *self.records.at(record);
-        for above in self.tiers.iter_mut().flatten().filter(|above| above.flush_to == Some(tier)) {
-            if known.resident().has(above.tier) {
-                let slot = known.slot(above.tier);
-                above.at_mut(slot).skip_flush();
-                above.reconsider(slot);
-            }
+        if let Some((above, slot, _)) = self.above(tier, record) {
+            above.at_mut(slot).skip_flush();
+            above.reconsider(slot);
         }
     }
 
     /// Writes a good copy above of what `tier` has lost there again.
     pub(super) fn flush_again(&mut self, tier: Tier, record: RecordId) {
-        let (known, since_ms) = (*self.records.at(record), self.now_ms);
-        for above in self.tiers.iter_mut().flatten().filter(|above| above.flush_to == Some(tier)) {
-            if known.resident().has(above.tier) {
-                let slot = known.slot(above.tier);
-                above.at_mut(slot).want_flush();
-                let info = above.last_user(slot, &self.records);
-                above.queue(DirtyBlock { slot, record, since_ms, info });
-            }
+        let since_ms = self.now_ms;
+        if let Some((above, slot, records)) = self.above(tier, record) {
+            above.at_mut(slot).want_flush();
+            let info = above.last_user(slot, records);
+            above.queue(DirtyBlock { slot, record, since_ms, info });
         }
     }
 
     /// The copy of a block into `tier` failed: it is retried later from where it was to come, and
     /// may leave there until then.
     pub(super) fn retry_above(&mut self, tier: Tier, record: RecordId) {
-        let (known, since_ms) = (*self.records.at(record), self.now_ms);
-        for above in self.tiers.iter_mut().flatten().filter(|above| above.flush_to == Some(tier)) {
-            if known.resident().has(above.tier) {
-                let slot = known.slot(above.tier);
-                let info = above.last_user(slot, &self.records);
-                above.retry_later(DirtyBlock { slot, record, since_ms, info }, since_ms);
-            }
+        let since_ms = self.now_ms;
+        if let Some((above, slot, records)) = self.above(tier, record) {
+            let info = above.last_user(slot, records);
+            above.retry_later(DirtyBlock { slot, record, since_ms, info }, since_ms);
         }
     }
 }

@@ -172,7 +172,7 @@ impl FlushQueue {
 
     fn number(&self, slot: SlotId) -> Option<u32> {
         let number = *self.numbers.get(slot.0 as usize)?;
-        let block = self.entries.get(number)?.block;
+        let block = self.entries.get(number)?.block.as_ref();
         block.is_some_and(|block| block.slot == slot).then_some(number)
     }
 

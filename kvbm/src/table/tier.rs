@@ -21,7 +21,8 @@ pub struct TierSpec {
     pub pool: FramePool,
     /// Ranks its leaves for eviction.
     pub policy: Box<dyn Eviction>,
-    /// The tier into which its blocks are flushed before they may be evicted.
+    /// The tier below into which its blocks are flushed before they may be evicted, and those of no
+    /// other tier.
     pub flush_to: Option<Tier>,
     /// Which of its blocks go down, and when; `None`: all of them, soon.
     pub admission: Option<Box<dyn Admission>>,
@@ -215,9 +216,11 @@ impl TierTable {
     /// Whether a block of a chain that lies in the directory `home` has room, there or in one with
     /// more free slots than it keeps for its own chains.
     pub(super) fn has_room(&self, home: usize) -> bool {
-        let spare = (self.pool.total() as usize / self.pool.shards() / SPARE).min(MAX_SPARE);
-        let most = self.pool.free_in(self.pool.emptiest_shard()) as usize;
-        self.pool.free_in(home) > 0 || (self.pool.shards() > 1 && most > spare)
+        let has_spare = || {
+            let spare = (self.pool.total() as usize / self.pool.shards() / SPARE).min(MAX_SPARE);
+            self.pool.free_in(self.pool.emptiest_shard()) as usize > spare
+        };
+        self.pool.free_in(home) > 0 || (self.pool.shards() > 1 && has_spare())
     }
 
     pub(super) fn at(&self, slot: SlotId) -> &TierSlot {

@@ -173,8 +173,7 @@ impl KnownBlocks {
         let resident = path.resident_blocks();
         let is_there = |&at: &u32| resident.get(at as usize) == Some(&block.0);
         let guess = depth.checked_sub(path.start).filter(is_there);
-        // Owners say the true depth. Without it (`remove`, some tests) it is looked for, from the
-        // tail.
+        // Owners say the true depth. Without it, as in some tests, it is looked for, from the tail.
         let at = guess.or_else(|| (0..path.resident).rev().find(is_there))?;
         Some(NodeId { path: id, depth: path.start + at })
     }
@@ -193,33 +192,34 @@ impl KnownBlocks {
         let mut returned = 0;
         for (revived, &block) in inserted.iter().enumerate() {
             let tag = tag(forest.key(block));
-            let Some(ghost) = self.ghosts.find(tag).filter(|&ghost| self.follows(known, ghost))
-            else {
+            let Some((ghost, last)) = self.ghost_below(known, tag) else {
                 return (known, revived, returned);
             };
-            let last = self.segment(ghost).map(|(_, segment)| segment.used);
             // What this request itself used last has left and come back meanwhile: that is no
             // return.
-            returned += u32::from(last != own || own.is_none());
-            self.ghosts.revive(tag);
-            self.path_mut(ghost.path).revive(block);
+            returned += u32::from(own != Some(last));
+            let path = self.path_mut(ghost.path);
+            let is_first = path.resident == 0;
+            path.revive(block);
+            self.ghosts.revive(is_first.then_some(tag));
             self.place(block, ghost.path);
             known = Some(ghost);
         }
         (known, inserted.len(), returned)
     }
 
-    /// Whether `ghost` is the first ghost of its path, next below `node`, and not old enough to be
-    /// forgotten.
-    fn follows(&self, node: Option<NodeId>, ghost: NodeId) -> bool {
-        let path = self.path(ghost.path);
-        let above = match path.resident {
-            0 => path.parent,
-            _ => Some(NodeId { depth: ghost.depth - 1, ..ghost }),
+    /// The ghost of this tag that is next below `node`, the first of its path's, and not old enough
+    /// to be forgotten; and whose use of it was the last.
+    fn ghost_below(&self, node: Option<NodeId>, tag: u32) -> Option<(NodeId, UseId)> {
+        let fresh = |ghost: NodeId| {
+            let (_, segment) = self.segment(ghost)?;
+            (self.age_ms(&segment) <= GHOST_MS).then_some((ghost, segment.used))
         };
-        let is_fresh =
-            || self.segment(ghost).is_some_and(|(_, segment)| self.age_ms(&segment) <= GHOST_MS);
-        path.start + path.resident == ghost.depth && above == node && is_fresh()
+        let below = node.map(|node| NodeId { depth: node.depth + 1, ..node });
+        let in_its_path =
+            below.filter(|&at| self.path(at.path).first_ghost() == Some((at.depth, tag)));
+        let of_another = || self.ghosts.find(tag).filter(|at| self.path(at.path).parent == node);
+        in_its_path.and_then(fresh).or_else(|| of_another().and_then(fresh))
     }
 
     fn place(&mut self, block: BlockId, path: PathId) {
@@ -441,18 +441,17 @@ impl KnownBlocks {
     /// A resident block, which is a leaf and whose content `key` names, became a ghost. Returns the
     /// path whose last resident block is of another segment now.
     pub(super) fn remove(&mut self, block: BlockId, key: u64) -> Option<PathId> {
-        // A removal does not say the block's depth; the search from the tail finds a leaf at once.
-        let NodeId { path: id, depth } = self.find(block, u32::MAX)?;
+        let id = self.path_of(block)?;
         self.home[block.0 as usize] = NOWHERE;
-        let path = self.path_mut(id);
-        debug_assert_eq!(depth + 1, path.start + path.resident, "only leaves leave");
-        let tag = tag(key);
+        debug_assert_eq!(self.last_block(id), Some(block), "only leaves leave");
+        let (path, tag) = (self.path_mut(id), tag(key));
         path.lose_tail(tag);
-        let above = if path.resident == 0 { path.parent.map(|node| node.path) } else { Some(id) };
+        let (depth, is_first) = (path.start + path.resident, path.resident == 0);
+        let above = if is_first { path.parent.map(|node| node.path) } else { Some(id) };
         let (start, segment) = self.segment(NodeId { path: id, depth })?;
         let age_ms = self.age_ms(&segment);
         self.resident -= 1;
-        self.ghosts.add(tag, NodeId { path: id, depth });
+        self.ghosts.add(is_first.then_some((tag, NodeId { path: id, depth })));
         // Too old for a ghost. Where that is a long tail, `advance` forgets it step by step.
         if age_ms > GHOST_MS && self.path(id).ghosts() as usize <= MAX_FORGOTTEN {
             self.truncate(id, depth, age_ms);

@@ -104,6 +104,12 @@ impl RadixPath {
         self.counts.extend(blocks.len() as u32);
     }
 
+    /// The depth and the tag of the first ghost.
+    pub(super) fn first_ghost(&self) -> Option<(u32, u32)> {
+        let tag = self.names.get(self.resident as usize)?;
+        Some((self.start + self.resident, *tag))
+    }
+
     /// The first ghost is resident again, as `block`.
     pub(super) fn revive(&mut self, block: BlockId) {
         self.names[self.resident as usize] = block.0;
@@ -293,9 +299,11 @@ pub(super) const GHOST_MS: u64 = 900_000;
 /// Ghosts beyond two for each resident block are too many.
 const SPARE_GHOSTS: usize = 65_536;
 
-/// Where each ghost is known, and when those of each path are to be forgotten.
+/// How many ghosts there are, and when those of each path are to be forgotten.
 #[derive(Debug, Default)]
 pub(super) struct PathGhosts {
+    /// Where the first one of each path without resident blocks is. Paths with some tell what
+    /// follows these.
     by_tag: ShardedMap<NodeId>,
     count: usize,
     /// The paths that end in ghosts.
@@ -313,24 +321,26 @@ pub(super) struct GhostExpiry {
 }
 
 impl PathGhosts {
+    /// A ghost that is the first one of its path.
     pub(super) fn find(&self, tag: u32) -> Option<NodeId> {
         self.by_tag.get(tag.into()).copied()
     }
 
-    pub(super) fn add(&mut self, tag: u32, node: NodeId) {
+    /// One more; its tag and its place if it is the first one of its path.
+    pub(super) fn add(&mut self, first: Option<(u32, NodeId)>) {
         self.count += 1;
         // Another ghost may have the same 32 bits: it is not found any more then, as if it were
         // forgotten.
-        self.by_tag.insert(tag.into(), node);
+        first.into_iter().for_each(|(tag, node)| self.by_tag.insert(tag.into(), node));
     }
 
-    /// The block came back.
-    pub(super) fn revive(&mut self, tag: u32) {
+    /// A block came back; its tag if it was the first one of its path.
+    pub(super) fn revive(&mut self, first: Option<u32>) {
         self.count -= 1;
-        self.by_tag.remove(tag.into());
+        first.into_iter().for_each(|tag| _ = self.by_tag.remove(tag.into()));
     }
 
-    /// The ghost at `node` is forgotten. Another block may have its tag by now.
+    /// The ghost at `node` is forgotten. Another one may have its tag by now.
     pub(super) fn forget(&mut self, tag: u32, node: NodeId) {
         self.count -= 1;
         if self.find(tag) == Some(node) {

@@ -12,7 +12,7 @@ use crossbeam_channel::Sender;
 use rustix::event::EventfdFlags;
 
 use crate::backend::Backend;
-use crate::batch::{CopyThreads, ExecuteFn};
+use crate::batch::{CopyThreads, ExecuteFn, Grains};
 use crate::copy::{CopyError, CopyOp, Done, Route};
 use crate::disk::DiskRegion;
 use crate::disk::ring::{self, DiskRing, RingBatch};
@@ -162,8 +162,9 @@ impl ThreadsBackend {
         transfer::check_fit(&*memory, &disk)?;
         let routes = transfer::routes(memory.tier());
         let execute: Arc<ExecuteFn> = Arc::new(move |op: &CopyOp, _| execute(op, &*memory, &disk));
+        let each = Grains { taken: 1, reported: 1 };
         let threads =
-            CopyThreads::start("kvbm-disk", depth as usize, 1, &execute).map_err(|error| {
+            CopyThreads::start("kvbm-disk", depth as usize, each, &execute).map_err(|error| {
                 let message =
                     "cannot start disk threads; lower disk.queue_depth (DYN_KVBM_DISK_QUEUE_DEPTH)";
                 SetupError::caused(SetupErrorKind::Unavailable, message, error)

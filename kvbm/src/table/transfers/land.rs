@@ -67,8 +67,9 @@ impl Table {
         let mut arrived: Vec<TransferId> = Vec::new();
         for TaskResult { task, outcome } in results {
             let (id, block) = (task.id.transfer, task.id.block as usize);
-            let kept = self.transfers.at_mut(id).and_then(|transfer| transfer.kept_block(block));
-            let kept = kept.filter(|_| task.via.is_some());
+            // The block stays in the slot that it passes.
+            let passed = task.via.and_then(|_| self.transfers.at_mut(id));
+            let kept = passed.and_then(|transfer| transfer.kept_block(block));
             match outcome {
                 Outcome::Arrived => {
                     for (id, block) in kept.into_iter().chain([(id, block)]) {
@@ -219,7 +220,9 @@ impl Table {
         let arrived = &mut transfer.blocks[block];
         debug_assert_eq!(arrived.state, BlockState::Coming, "a block arrived twice");
         arrived.state = BlockState::Arrived;
-        arrived.frame = frame.or(arrived.frame.take());
+        if frame.is_some() {
+            arrived.frame = frame;
+        }
         debug_assert_eq!(
             arrived.frame.as_ref().map(Frame::slot),
             arrived.record().map(|_| arrived.slot),
@@ -273,15 +276,17 @@ impl Table {
     fn came_home(&mut self, id: TransferId, block: usize) {
         let Some(transfer) = self.transfers.at_mut(id) else { return };
         transfer.away -= 1;
+        let is_last = transfer.away == 0;
         // An open transfer may get more blocks that read the same sources.
-        let sources =
-            if transfer.away == 0 && !transfer.is_open { transfer.sources.take() } else { None };
+        let sources = if is_last && !transfer.is_open { transfer.sources.take() } else { None };
         let source = transfer.blocks[block].source.take();
         source.into_iter().for_each(|slot| self.unpin(Tier::Host, slot));
-        sources.into_iter().for_each(|pins| self.release(pins));
-        // One whose foreign copies failed waits for its own before it begins anew.
-        self.end_if_done(id);
-        self.forget_if_home(id);
+        if is_last {
+            sources.into_iter().for_each(|pins| self.release(pins));
+            // One whose foreign copies failed waits for its own before it begins anew.
+            self.end_if_done(id);
+            self.forget_if_home(id);
+        }
     }
 
     /// Publishes what is ready of a transfer, as far as the hold goes. Then transfers that hang on
@@ -410,14 +415,10 @@ impl Table {
 
     /// `record` reached `tier`: it is clean now in a tier that waited for that before evicting it.
     fn mark_clean_above(&mut self, tier: Tier, record: RecordId) {
-        let known = *self.records.at(record);
-        for above in self.tiers.iter_mut().flatten().filter(|above| above.flush_to == Some(tier)) {
-            if known.resident().has(above.tier) {
-                above.flush_succeeded();
-                let slot = known.slot(above.tier);
-                above.turned_away = above.turned_away.filter(|block| block.slot != slot);
-                above.reconsider(slot);
-            }
+        if let Some((above, slot, _)) = self.above(tier, record) {
+            above.flush_succeeded();
+            above.turned_away = above.turned_away.filter(|block| block.slot != slot);
+            above.reconsider(slot);
         }
     }
 

@@ -601,15 +601,15 @@ impl Table {
         // all of them in place. Flushing decides which blocks go down.
         let wanted = plan.wanted();
         let is_source = |tier: Tier| tier != to && (class != Class::Prefetch || tier > to);
-        let held = |tier: Tier| if is_source(tier) { pins.held().blocks(tier) } else { 0 };
+        let held = Tier::ALL.map(|tier| if is_source(tier) { pins.held().blocks(tier) } else { 0 });
         // Blocks in a withdrawn destination count as missing: they are refused.
         let is_in_use = !self.is_withdrawn(to);
         let mut trace = match plan.trace.take().filter(|trace| trace.quarantines == quarantines) {
             Some(trace) => trace,
             None => {
-                let longest =
-                    Tier::ALL.into_iter().rev().max_by_key(|&tier| held(tier)).unwrap_or(to);
-                let before = held(longest);
+                let by_blocks = |tier: &Tier| held[tier.index()];
+                let longest = Tier::ALL.into_iter().rev().max_by_key(by_blocks).unwrap_or(to);
+                let before = held[longest.index()];
                 let deepest = pins.deepest(longest).filter(|_| before > 0);
                 let at = deepest.map(|slot| self.tier(longest).at(slot).record);
                 TraceStep { longest, at, before, quarantines }
@@ -639,7 +639,7 @@ impl Table {
                 plan.set_room_aside(before + 1 - wanted.start);
                 let fastest = Tier::ALL
                     .into_iter()
-                    .find(|&tier| held(tier) > before)
+                    .find(|tier| held[tier.index()] > before)
                     .unwrap_or(trace.longest);
                 let from = self.slot_ref(fastest, record.slot(fastest));
                 plan.blocks.push(PlannedBlock {
