@@ -66,13 +66,14 @@ fn check(blocks: &Blocks, chain: &[BlockHash]) -> usize {
     blocks.get(chain, check).unwrap()
 }
 
-/// Brings a chain from a peer; returns how many blocks came, or why not.
-fn read(manager: &Manager, peer: &str, chain: &[BlockHash]) -> Result<usize, String> {
+/// Brings a chain from a peer; says how many blocks came, and why not more.
+fn read(manager: &Manager, peer: &str, chain: &[BlockHash]) -> String {
     let peers = manager.peers().unwrap();
     let lease = peers.lease(peer, chain, RequestInfo::default()).wait();
-    let pulled = lease.and_then(|lease| peers.pull(lease).wait());
-    let pulled = pulled.map_err(|error| error.to_string())?;
-    pulled.fault.map_or(Ok(pulled.copied), Err)
+    match lease.and_then(|lease| peers.pull(lease).wait()) {
+        Ok(pulled) => format!("{} {:?}", pulled.copied, pulled.fault),
+        Err(error) => format!("0 {error}"),
+    }
 }
 
 fn name_of(address: &str) -> String {
@@ -100,10 +101,7 @@ fn process() {
             "compute" => say(&compute(&blocks, &chain(n, length)).to_string()),
             "check" => say(&check(&blocks, &chain(n, length)).to_string()),
             "evict" => say(&manager.admin().evict(Tier::Host, n as usize).to_string()),
-            "read" => {
-                let read = read(&manager, words.next().unwrap(), &chain(n, length));
-                say(&read.map_or_else(|why| format!("0 {why}"), |blocks| blocks.to_string()));
-            }
+            "read" => say(&read(&manager, words.next().unwrap(), &chain(n, length))),
             "leased" => say(&manager.peers().unwrap().leased().to_string()),
             "audit" => {
                 let counts = manager.admin().counts(Tier::Host);

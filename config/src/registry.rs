@@ -714,7 +714,8 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "peers.shared_memory",
         Flag(|s| &mut s.peers.shared_memory),
         &[own("DYN_KVBM_PEERS_SHARED_MEMORY")],
-        "Let workers of the same host and user map the host tier for reading, in place of TCP. Not with `host.persist`.",
+        "Let workers of the same host and user map the host tier for reading, and map theirs, in place of TCP. Not with \
+         `host.persist`.",
     ),
     key(
         "nixl.backends",

@@ -5,6 +5,7 @@ pub(crate) mod nixl;
 pub(crate) mod observe;
 pub(crate) mod table;
 pub(crate) mod tiers;
+pub(crate) mod transfer;
 
 use clap::Subcommand;
 
@@ -19,6 +20,8 @@ pub(crate) enum Bench {
     Tiers(tiers::TiersArgs),
     /// Time saves and loads with and without metrics and spans
     Observe(observe::ObserveArgs),
+    /// Time blocks from another process, by each way, against memcpy
+    Transfer(transfer::TransferArgs),
     /// Time NIXL between two processes, and what our layer above it costs
     #[cfg(feature = "nixl")]
     Nixl(nixl::NixlArgs),
@@ -32,6 +35,10 @@ impl Bench {
             Self::Tiers(args) => global.show(&tiers::run(args)?, tiers::TiersReport::to_text),
             Self::Observe(args) => {
                 global.show(&observe::run(args)?, observe::ObserveReport::to_text)
+            }
+            Self::Transfer(args) => {
+                let Some(report) = transfer::run(args)? else { return Ok(()) };
+                global.show(&report, transfer::TransferReport::to_text)
             }
             #[cfg(feature = "nixl")]
             Self::Nixl(args) => {

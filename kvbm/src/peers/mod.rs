@@ -236,7 +236,7 @@ impl Peers {
             credentials,
             known: watch.peers(),
             waiting: Mutex::default(),
-            neighbours: Neighbours::default(),
+            neighbours: settings.shared_memory.then(Neighbours::default),
             limit: holder.ttl,
             metrics: core.metrics().peers().clone(),
         };

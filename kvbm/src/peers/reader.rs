@@ -40,7 +40,8 @@ pub(super) struct Reader {
     pub(super) known: watch::Receiver<Arc<PeerList>>,
     /// By address.
     pub(super) waiting: Mutex<HashMap<String, Vec<WaitingLink>>>,
-    pub(super) neighbours: Neighbours,
+    /// `None`: their memory is not to be mapped.
+    pub(super) neighbours: Option<Neighbours>,
     /// How long it waits for an answer, at most.
     pub(super) limit: Duration,
     pub(super) metrics: PeerMetrics,
@@ -159,7 +160,9 @@ impl Reader {
             }
         }
         let mut link = PeerLink::connect(address, &self.credentials).await?;
-        link.memory = self.neighbours.memory_of(&link.holder).await;
+        if let Some(neighbours) = &self.neighbours {
+            link.memory = neighbours.memory_of(&link.holder).await;
+        }
         let leased = link.lease(wanted).await;
         self.keep_refused(address, link, leased)
     }

@@ -20,7 +20,6 @@ use super::greeting::tests::member;
 use super::greeting::{Credentials, PeerSecret};
 use super::holder::{Holder, LeasedBlocks};
 use super::link::PeerLink;
-use super::neighbour::Neighbours;
 use super::reader::{PeerLease, Reader};
 use crate::api::blocking::Blocks;
 use crate::api::manager::{Manager, Options};
@@ -104,7 +103,7 @@ impl Worker {
             credentials: Arc::clone(&self.credentials),
             known: watch::channel(Arc::new(known)).1,
             waiting: Mutex::default(),
-            neighbours: Neighbours::default(),
+            neighbours: None,
             limit: TTL,
             metrics: core.metrics().peers().clone(),
         }

@@ -1,0 +1,275 @@
+//! `kvbm bench transfer`: blocks from another process, by each way, beside `memcpy`.
+//!
+//! A second process computes a prompt and holds it. This one leases it there and pulls it, drops
+//! it, and pulls it again. Each round also copies the same bytes with one thread.
+
+use std::hint::black_box;
+use std::io::{self, BufRead, BufReader, Read};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::Args;
+use kvbm::blocking::Blocks;
+use kvbm::{BlockHash, Fingerprint, Manager, Options, RequestInfo, Tier};
+use kvbm_cli::measuring::rounds::Spread;
+use kvbm_settings::{Capacity, Settings, parse_size};
+use kvbm_tiers::clock;
+use serde::Serialize;
+
+use crate::output::{self, CommandFailure};
+
+/// Prompts whose latency is shown, in blocks, and how often each is pulled.
+const PROMPTS: [usize; 3] = [1, 32, 512];
+const PULLS: usize = 50;
+
+/// Times pulls from a process that it starts.
+#[derive(Args, Debug)]
+pub(crate) struct TransferArgs {
+    /// Bytes of a block; several with commas between
+    #[arg(long, value_name = "SIZE,…", default_value = "64KiB,1MiB,4MiB", value_delimiter = ',', value_parser = parse_size)]
+    size: Vec<u64>,
+    /// Bytes that each round moves
+    #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_size)]
+    working_set: u64,
+    /// Rounds, after one to warm up
+    #[arg(long, value_name = "N", default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// Be the other process
+    #[arg(long, hide = true)]
+    hold: bool,
+}
+
+/// How blocks come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Way {
+    SharedMemory,
+    Tcp,
+}
+
+/// What was measured. Serialises to the command's JSON.
+#[derive(Debug, Serialize)]
+pub(crate) struct TransferReport {
+    working_set: u64,
+    rows: Vec<Row>,
+}
+
+#[derive(Debug, Serialize)]
+struct Row {
+    way: Way,
+    size: u64,
+    gb_s: Spread,
+    memcpy_gb_s: Spread,
+    /// Of `memcpy` by one thread, in the same round.
+    ratio: Spread,
+    /// From the request for a lease until its last block is there, by the length of the prompt.
+    prompts: Vec<PromptLatency>,
+}
+
+#[derive(Debug, Serialize)]
+struct PromptLatency {
+    blocks: usize,
+    us: Spread,
+}
+
+/// `None`: this was the other process.
+pub(crate) fn run(args: &TransferArgs) -> Result<Option<TransferReport>, CommandFailure> {
+    if args.hold {
+        return hold(args).map(|()| None);
+    }
+    let mut rows = Vec::new();
+    for &size in &args.size {
+        let holder = Holder::start(args, size)?;
+        for way in [Way::SharedMemory, Way::Tcp] {
+            rows.push(measure(args, (way, size), &holder.address)?);
+        }
+    }
+    Ok(Some(TransferReport { working_set: args.working_set, rows }))
+}
+
+impl TransferArgs {
+    fn chain(&self, size: u64) -> Vec<BlockHash> {
+        let blocks = (self.working_set / size.max(1)).max(1);
+        (1..=blocks).map(|n| BlockHash::from_u128(u128::from(n) << 64 | u128::from(n))).collect()
+    }
+}
+
+fn settings(args: &TransferArgs, size: u64) -> Settings {
+    let mut settings = Settings { block_bytes: Some(size), ..Settings::default() };
+    settings.host.capacity = Some(Capacity::Blocks(args.chain(size).len() as u64 + 16));
+    settings.peers.enabled = true;
+    settings.peers.port = 0;
+    settings.peers.lease_share = 1.0;
+    settings
+}
+
+fn open(settings: Settings) -> Result<Blocks, CommandFailure> {
+    let fingerprint = Fingerprint {
+        model: "bench".to_owned(),
+        weights: "1".to_owned(),
+        block_tokens: 16,
+        ..Fingerprint::default()
+    };
+    let options = Options { fingerprint: Some(fingerprint), ..Options::default() };
+    Ok(Blocks::open(settings, options)?)
+}
+
+/// The other process: it holds the prompt until its input ends.
+fn hold(args: &TransferArgs) -> Result<(), CommandFailure> {
+    let size = args.size[0];
+    let (blocks, chain) = (open(settings(args, size))?, args.chain(size));
+    let kept = blocks.put(&chain, |position, slot| {
+        slot.fill(position as u8 | 1);
+        Ok::<_, kvbm::Error>(())
+    })?;
+    if kept < chain.len() {
+        return Err(CommandFailure::unexpected("the prompt does not fit"));
+    }
+    let address = blocks.manager().peers().map(kvbm::Peers::address);
+    println!("{}", address.map(|address| address.to_string()).unwrap_or_default());
+    let _ = io::stdin().read(&mut [0]);
+    Ok(())
+}
+
+struct Holder {
+    child: Child,
+    address: String,
+}
+
+impl Holder {
+    fn start(args: &TransferArgs, size: u64) -> Result<Self, CommandFailure> {
+        let broken = |error: io::Error| CommandFailure::unusable(error.to_string());
+        let mut command = Command::new(std::env::current_exe().map_err(broken)?);
+        command.args(["bench", "transfer", "--hold", "--size", &size.to_string()]);
+        command.args(["--working-set", &args.working_set.to_string()]);
+        let mut child =
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(broken)?;
+        let mut address = String::new();
+        if let Some(said) = child.stdout.take() {
+            BufReader::new(said).read_line(&mut address).map_err(broken)?;
+        }
+        if address.trim().is_empty() {
+            return Err(CommandFailure::unusable("the other process does not start"));
+        }
+        Ok(Self { child, address: address.trim().to_owned() })
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn measure(
+    args: &TransferArgs,
+    (way, size): (Way, u64),
+    holder: &str,
+) -> Result<Row, CommandFailure> {
+    let chain = args.chain(size);
+    let reader = Reader::open(args, (way, size), holder)?;
+    let bytes = size as usize * chain.len();
+    let (from, mut to) = (vec![1_u8; bytes], vec![2_u8; bytes]);
+    let (mut pulls, mut copies) = (Vec::new(), Vec::new());
+    for round in 0..=args.rounds {
+        pulls.push(reader.pull(&chain)?.as_secs_f64());
+        let started = clock::now();
+        to.copy_from_slice(black_box(&from));
+        black_box(&mut to);
+        copies.push(started.elapsed().as_secs_f64());
+        // The first round warms up.
+        if round == 0 {
+            (pulls, copies) = (Vec::new(), Vec::new());
+        }
+    }
+    let gb_s = |times: &[f64]| {
+        Spread::of(times.iter().map(|seconds| bytes as f64 / 1e9 / seconds).collect())
+    };
+    let ratios = copies.iter().zip(&pulls).map(|(copy, pull)| copy / pull).collect();
+    let prompts = PROMPTS.into_iter().filter(|&blocks| blocks <= chain.len());
+    let prompts = prompts.map(|blocks| reader.latency(&chain[..blocks]));
+    Ok(Row {
+        way,
+        size,
+        gb_s: gb_s(&pulls),
+        memcpy_gb_s: gb_s(&copies),
+        ratio: Spread::of(ratios),
+        prompts: prompts.collect::<Result<_, _>>()?,
+    })
+}
+
+struct Reader {
+    manager: Arc<Manager>,
+    peer: String,
+}
+
+impl Reader {
+    fn open(
+        args: &TransferArgs,
+        (way, size): (Way, u64),
+        holder: &str,
+    ) -> Result<Self, CommandFailure> {
+        let mut settings = settings(args, size);
+        settings.peers.addresses = Some(holder.to_owned());
+        settings.peers.shared_memory = way == Way::SharedMemory;
+        let manager = Arc::clone(open(settings)?.manager());
+        Ok(Self { manager, peer: holder.replace(':', "/") })
+    }
+
+    /// How long a prompt takes that is not here.
+    fn pull(&self, chain: &[BlockHash]) -> Result<Duration, CommandFailure> {
+        self.manager.admin().evict(Tier::Host, chain.len());
+        let peers = self.manager.peers().ok_or_else(no_peers)?;
+        let started = clock::now();
+        let lease = peers.lease(&self.peer, chain, RequestInfo::default()).wait()?;
+        let pulled = peers.pull(lease).wait()?;
+        let took = started.elapsed();
+        if pulled.copied < chain.len() {
+            let why = pulled.fault.unwrap_or_else(|| "there is no room".to_owned());
+            let message = format!("{} of {} blocks came: {why}", pulled.copied, chain.len());
+            return Err(CommandFailure::unexpected(message));
+        }
+        Ok(took)
+    }
+
+    fn latency(&self, chain: &[BlockHash]) -> Result<PromptLatency, CommandFailure> {
+        let us = (0..PULLS).map(|_| Ok(self.pull(chain)?.as_secs_f64() * 1e6));
+        let us = us.collect::<Result<Vec<_>, CommandFailure>>()?;
+        Ok(PromptLatency { blocks: chain.len(), us: Spread::of(us) })
+    }
+}
+
+fn no_peers() -> CommandFailure {
+    CommandFailure::unexpected("the manager has no peers")
+}
+
+impl TransferReport {
+    pub(crate) fn to_text(&self) -> String {
+        let titles = ["way", "block", "GB/s", "memcpy", "ratio", "1 block", "32", "512"];
+        let mut table = output::table(&titles, 1);
+        for row in &self.rows {
+            let way = match row.way {
+                Way::SharedMemory => "shared memory",
+                Way::Tcp => "TCP",
+            };
+            let latency = |blocks: usize| {
+                let prompt = row.prompts.iter().find(|prompt| prompt.blocks == blocks);
+                prompt.map(|prompt| format!("{:.0} µs", prompt.us.median)).unwrap_or_default()
+            };
+            table.add_row(
+                [
+                    way.to_owned(),
+                    output::bytes(row.size),
+                    format!("{:.1}", row.gb_s.median),
+                    format!("{:.1}", row.memcpy_gb_s.median),
+                    format!("{:.2}", row.ratio.median),
+                ]
+                .into_iter()
+                .chain(PROMPTS.map(latency)),
+            );
+        }
+        table.to_string()
+    }
+}
