@@ -22,6 +22,8 @@ use crate::output::{self, CommandFailure};
 /// Prompts whose latency is shown, in blocks, and how often each is pulled.
 const PROMPTS: [usize; 3] = [1, 32, 512];
 const PULLS: usize = 50;
+/// Names of blocks are spread, as hashes are.
+const SPREAD: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
 
 /// Times pulls from a process that it starts.
 #[derive(Args, Debug)]
@@ -91,7 +93,8 @@ pub(crate) fn run(args: &TransferArgs) -> Result<Option<TransferReport>, Command
 impl TransferArgs {
     fn chain(&self, size: u64) -> Vec<BlockHash> {
         let blocks = (self.working_set / size.max(1)).max(1);
-        (1..=blocks).map(|n| BlockHash::from_u128(u128::from(n) << 64 | u128::from(n))).collect()
+        let name = |n| BlockHash::from_u128(u128::from(n).wrapping_mul(SPREAD));
+        (1..=blocks).map(name).collect()
     }
 }
 
@@ -124,7 +127,8 @@ fn hold(args: &TransferArgs) -> Result<(), CommandFailure> {
         Ok::<_, kvbm::Error>(())
     })?;
     if kept < chain.len() {
-        return Err(CommandFailure::unexpected("the prompt does not fit"));
+        let message = format!("{kept} of {} blocks fit", chain.len());
+        return Err(CommandFailure::unexpected(message));
     }
     let address = blocks.manager().peers().map(kvbm::Peers::address);
     println!("{}", address.map(|address| address.to_string()).unwrap_or_default());
