@@ -1,4 +1,4 @@
-//! Blocks from the memory of another process of this host, summed, beside memcpy of as many bytes
+//! Blocks from a host tier that is mapped as a peer maps it, summed, beside memcpy of as many bytes
 //! from private memory, which are not: in turns, on one thread, into the same slots.
 //!
 //! `cargo bench -p kvbm-bench --bench peer_memory` prints one JSON object. A ratio of 1 is memcpy's

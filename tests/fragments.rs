@@ -52,7 +52,7 @@ fn embedding((prompt_tokens, request): (Vec<u32>, RequestId), generated_tokens: 
 /// docs/peers.md
 async fn peers(manager: Manager, chain: Vec<BlockHash>) -> Tried {
     let peers = manager.peers().expect("peers.enabled is set");
-    let lease = peers.lease("10.0.0.1/6890", &chain, RequestInfo::default()).await?;
+    let lease = peers.lease("127.0.0.1/6890", &chain, RequestInfo::default()).await?;
     println!("{} blocks are only there", lease.only_there());
     let pulled = peers.pull(lease).await?;
     // They are in the host tier now. `fault` says why some are missing, if some are.

@@ -7,7 +7,7 @@
 #   model      N random schedules (10,000) of leases, expiry, resets, restarts and faults of the network, in simulated time
 #   discovery  files and etcd; real etcd where it is installed
 #
-# The last line is one JSON object. Exits with 1 if anything does not hold.
+# The last line is one JSON object. Fails if anything does not hold.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -702,7 +702,7 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "peers.lease_ttl_ms",
         Millis(|s| &mut s.peers.lease_ttl_ms, 100..=HOUR_MS),
         &[own("DYN_KVBM_PEERS_LEASE_TTL_MS")],
-        "How long blocks stay leased to a worker that does not read them.",
+        "How long blocks stay leased to a worker that does not read them; and how long this one waits for a peer.",
     ),
     key(
         "peers.lease_share",

@@ -139,6 +139,10 @@ def rate(by: str, metric: str, span: str = RATE) -> str:
     return f"sum{grouping} (rate({metric}[{span}]))"
 
 
+def quantile_of_pulls(share: str) -> str:
+    return f"histogram_quantile({share}, {rate('le', of('kvbm_peer_pull_seconds_bucket'))})"
+
+
 def instead(value: str, label: str, words: str) -> str:
     """What a panel shows where there is nothing to count: that it is so, and not "No data", as of what is broken."""
     return f' or label_replace({value}, "{label}", "{words}", "", "")'
@@ -812,6 +816,45 @@ ENDURANCE = (
     "What the drives endure: capacity in bytes times drive writes a day",
 )
 
+PEERS = [
+    lines(
+        "Bytes between workers",
+        "What came from peers, and what went to them over TCP. A copy from a neighbour's memory is counted where it arrives.",
+        "Bps",
+        (rate("direction, way", of("kvbm_peer_bytes_total")), "{{direction}} by {{way}}"),
+        width=12,
+    ),
+    lines(
+        "Blocks between workers",
+        "The same in blocks. Bytes over blocks is the size of a block.",
+        "short",
+        (rate("direction, way", of("kvbm_peer_blocks_total")), "{{direction}} by {{way}} / s"),
+        width=12,
+    ),
+    lines(
+        "Leases that ended",
+        "At peers (received) and to peers (sent), by how. Others than whole and given_up are misses, or blocks that another worker needed for too long.",
+        "short",
+        (rate("direction, end", of("kvbm_peer_leases_total")), "{{direction}}: {{end}} / s"),
+        width=12,
+    ),
+    lines(
+        "Time of a pull",
+        "From the first request for blocks to the arrival of the last, whatever their number.",
+        "s",
+        (quantile_of_pulls("0.5"), "p50"),
+        (quantile_of_pulls("0.99"), "p99"),
+        width=12,
+    ),
+    lines(
+        "Workers that were not let in",
+        "They did not know the secret, or had other blocks. The log says which.",
+        "short",
+        (rate("instance", of("kvbm_peer_refused_total")), "{{instance}} / s"),
+        width=12,
+    ),
+]
+
 BOARDS = {
     "overview": ("overview", OVERVIEW, [PREFILL]),
     "tiers": ("tiers", TIERS, []),
@@ -819,6 +862,7 @@ BOARDS = {
     "disk": ("disk wear", DISK, [ENDURANCE]),
     "object": ("object store", OBJECT, PRICES),
     "tenants": ("tenants", TENANTS, []),
+    "peers": ("peers", PEERS, []),
     "faults": ("faults", FAULTS, []),
 }
 

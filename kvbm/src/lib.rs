@@ -11,7 +11,7 @@
 //! | `assemble` | the only place that names concrete backends and policies |
 //! | `durable` | what outlives the process: the indices of tiers whose slots do |
 //! | `observe` | what a manager reports of itself, its blocks and its requests |
-//! | `peers` | other workers, whose blocks are hits here |
+//! | `peers` | other workers, whose blocks can be brought here |
 //! | `metrics` | what is counted, for Prometheus |
 //! | `serve` | the same over HTTP, for Prometheus, people and programs; behind a feature |
 //! | `traces` | spans for an OpenTelemetry collector and a profiler; behind features |

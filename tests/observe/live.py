@@ -41,6 +41,7 @@ VARIABLES = {"$__rate_interval": "15s", "$__range": "1m", "$instance": ".+", "$t
 # Metrics that a replay does not have, and why.
 ABSENT = {
     "kvbm_rank_up": "the leader of a model that is spread over processes has it",
+    "kvbm_peer_": "a worker that has peers has them",
     "kvbm_shadow_blocks_total": "an engine that computes hits again has it",
     "kvbm_shadow_wrong_rate_bound": "an engine that computes hits again has it",
 }

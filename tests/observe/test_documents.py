@@ -29,7 +29,7 @@ def test_dashboards_are_what_the_generator_writes():
         [sys.executable, documents.DASHBOARDS / "generate.py", "--check"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert {"overview", "tiers", "transfers", "disk", "object", "tenants", "faults"} <= set(BOARDS)
+    assert {"overview", "tiers", "transfers", "disk", "object", "tenants", "peers", "faults"} <= set(BOARDS)
 
 
 @pytest.mark.parametrize("name", BOARDS)

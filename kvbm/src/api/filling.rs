@@ -22,7 +22,7 @@ pub(crate) struct FillingSlots<'a> {
 }
 
 impl<'a> FillingSlots<'a> {
-    /// Takes the slots. They must not be written before [`Core::removals_are_noted`].
+    /// Takes the slots. They must not be written before [`Core::after_removals`] says so.
     ///
     /// # Errors
     /// [`ErrorKind::Stale`](crate::ErrorKind::Stale): a reset came in between.

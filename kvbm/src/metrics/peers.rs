@@ -137,7 +137,7 @@ impl PeerMetrics {
         self.bytes.with_label_values(&way).inc_by(blocks * self.block_bytes);
     }
 
-    /// So many blocks came, so long after they were asked for.
+    /// A pull ended: the blocks that it brought, and the time that it took.
     pub(crate) fn pulled(&self, way: PeerWay, blocks: u64, took: Duration) {
         self.moved(IN, way, blocks);
         self.pull_seconds.observe(took.as_secs_f64());

@@ -15,7 +15,7 @@ use super::protocol::{
 use crate::error::{Error, Result};
 use crate::names::fingerprint::Fingerprint;
 
-/// What all workers know that may read each other's blocks.
+/// What workers know that may read each other's blocks.
 pub(super) struct PeerSecret(hmac::Key);
 
 impl fmt::Debug for PeerSecret {

@@ -1,4 +1,4 @@
-//! Other workers: a prefix that one of them holds is a hit here.
+//! Other workers: what one of them holds can be brought here.
 //!
 //! A peer is a place where a prefix is. A reader leases at a peer as it leases at home, takes the
 //! blocks into slots of its own host tier, verifies them and publishes them there. What fails is a
@@ -120,6 +120,15 @@ impl PeerListener {
 
     /// What others know of this worker.
     fn own_address(&self) -> Result<PeerAddress> {
+        let PeerSettings { address, etcd, .. } = &self.settings;
+        if address.is_none() && etcd.is_some() && self.address.ip().is_unspecified() {
+            let message = format!(
+                "others cannot reach this worker at {}, which etcd would tell them: set peers.address \
+                 (DYN_KVBM_PEERS_ADDRESS)",
+                self.address
+            );
+            return Err(Error::invalid(message));
+        }
         let address = self.settings.address.clone().unwrap_or_else(|| self.address.to_string());
         match &self.settings.name {
             Some(name) => PeerAddress::new(name, address),
@@ -319,7 +328,7 @@ impl Peers {
         Transfer::answered(answer)
     }
 
-    /// Serves nobody any more. Leases of others end, and pulls under way get no answer.
+    /// Serves nobody any more. Leases of others end, and pulls under way are answered as closed.
     pub(crate) fn close(&self) {
         if let Some(PeerThread { stop, thread }) = self.thread.lock().take() {
             drop(stop);

@@ -1,7 +1,7 @@
 //! Workers of one host: a reader maps the holder's host tier, and copies from there.
 //!
-//! The holder waits at a name of the kernel's, which no file has: it goes with the process, and a
-//! reader of another host does not find it. A process of the same user that asks there is given the
+//! The holder listens on an abstract socket: its name ends with the process, and readers of another
+//! host or network namespace do not find it. A process of the same user that connects is given the
 //! memory, for reading alone.
 
 use std::collections::HashMap;

@@ -81,8 +81,8 @@ pub(super) enum ToReader {
     Refused(String),
     Challenge(Challenge),
     Welcome(Box<Member>),
-    /// So many of the chain's leading blocks are here, and not as many as the next probe says: ask
-    /// between them. Nothing is leased yet.
+    /// The length of the longest probe that is here. The next one is not: ask between them. Nothing
+    /// is leased yet.
     Between(u32),
     Leased(LeaseAnswer),
     /// The bytes of these blocks follow.
@@ -115,7 +115,7 @@ pub(super) struct Join {
 
 /// Random bytes that are used once.
 pub(super) type Nonce = [u8; 32];
-/// An HMAC over both nonces.
+/// An HMAC over a side, both nonces, and the reader's member.
 pub(super) type Proof = [u8; 32];
 
 /// Who a worker is, and what its blocks are.

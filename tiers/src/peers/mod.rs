@@ -1,12 +1,12 @@
 //! Between two processes of one host: the host tier of one, which the other maps for reading.
 //!
-//! There is one copy of each block, and its holder alone writes it. A reader does not know when:
-//! what arrives is summed, and is right if the sum is that of the block that the reader wants. The
-//! holder's death takes nothing from a reader, and the memory comes back when the last of them has
-//! unmapped it.
+//! The holder alone writes its slots, and may do so while a reader copies. So what arrives is
+//! summed, and is right if the sum is that of the block that the reader wants. A reader can go on
+//! when the holder dies; the memory is free when the last reader has unmapped it.
 //!
-//! Neither process trusts the other with its life or its bytes. The kernel keeps a reader from
-//! writing, and a holder from taking away what a reader has mapped.
+//! Neither process can harm the other: the kernel keeps a reader from writing, and a holder from
+//! taking away what a reader has mapped. But checksums come from the holder: what it gives is only
+//! as true as the holder.
 //!
 //! | file | has |
 //! |---|---|

@@ -45,7 +45,7 @@ impl SharedMemory {
         if !seals.contains(Self::SEALS) {
             return Err(untrusted(format!(
                 "its file has the seals {seals:?}, and without {:?} the peer could cut it off, \
-                 which kills who reads it",
+                 which kills its readers",
                 Self::SEALS.difference(seals)
             )));
         }
