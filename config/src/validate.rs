@@ -191,46 +191,31 @@ impl Settings {
     /// Others than this machine show a token.
     fn check_metrics(&self) -> Result<(), Violation> {
         let metrics = &self.metrics;
-        if metrics.token.is_some() && metrics.token_file.is_some() {
-            let valid = "one of metrics.token and metrics.token_file";
-            return Err((
-                "metrics.token",
-                InvalidValue::new("there are two places of the token", valid),
-            ));
+        SharedSecret {
+            given: metrics.token.as_ref(),
+            file: metrics.token_file.as_ref(),
+            is_open: metrics.enabled && !metrics.host.is_loopback(),
+            paths: ["metrics.token", "metrics.token_file", "metrics.host"],
+            word: "token",
+            risk: "others could read what the cache does",
+            valid: "127.0.0.1 or ::1, or a token: set metrics.token_file (DYN_KVBM_METRICS_TOKEN_FILE) too",
         }
-        let is_open = metrics.enabled && !metrics.host.is_loopback();
-        if is_open && metrics.token.is_none() && metrics.token_file.is_none() {
-            let reason = "others could read what the cache does";
-            let valid = "127.0.0.1 or ::1, or a token: set metrics.token_file (DYN_KVBM_METRICS_TOKEN_FILE) too";
-            return Err(("metrics.host", InvalidValue::new(reason, valid)));
-        }
-        let is_short = |token: &String| token.len() < MIN_TOKEN_BYTES;
-        if metrics.token.as_ref().is_some_and(is_short) {
-            return Err(("metrics.token", InvalidValue::new("it is short", "16 bytes or more")));
-        }
-        Ok(())
+        .check()
     }
 
     /// Others than this machine know the secret, and there is one list of peers.
     fn check_peers(&self) -> Result<(), Violation> {
         let peers = &self.peers;
-        if peers.secret.is_some() && peers.secret_file.is_some() {
-            let valid = "one of peers.secret and peers.secret_file";
-            return Err((
-                "peers.secret",
-                InvalidValue::new("there are two places of the secret", valid),
-            ));
+        SharedSecret {
+            given: peers.secret.as_ref(),
+            file: peers.secret_file.as_ref(),
+            is_open: peers.enabled && !peers.host.is_loopback(),
+            paths: ["peers.secret", "peers.secret_file", "peers.host"],
+            word: "secret",
+            risk: "others could read the cache",
+            valid: "127.0.0.1 or ::1, or a secret: set peers.secret_file (DYN_KVBM_PEERS_SECRET_FILE) too",
         }
-        let is_open = peers.enabled && !peers.host.is_loopback();
-        if is_open && peers.secret.is_none() && peers.secret_file.is_none() {
-            let reason = "others could read the cache";
-            let valid = "127.0.0.1 or ::1, or a secret: set peers.secret_file (DYN_KVBM_PEERS_SECRET_FILE) too";
-            return Err(("peers.host", InvalidValue::new(reason, valid)));
-        }
-        let is_short = |secret: &String| secret.len() < MIN_TOKEN_BYTES;
-        if peers.secret.as_ref().is_some_and(is_short) {
-            return Err(("peers.secret", InvalidValue::new("it is short", "16 bytes or more")));
-        }
+        .check()?;
         let lists = [&peers.addresses, &peers.file, &peers.etcd];
         if lists.into_iter().flatten().count() > 1 {
             let valid = "one of peers.addresses, peers.file and peers.etcd";
@@ -296,6 +281,37 @@ fn no_block_size() -> InvalidValue {
         "a tier needs to know how large a block is",
         "set block_bytes (DYN_KVBM_BLOCK_BYTES) too",
     )
+}
+
+/// What others show who reach an address: it is needed where other machines do.
+struct SharedSecret<'a> {
+    given: Option<&'a String>,
+    file: Option<&'a String>,
+    /// Other machines reach the address.
+    is_open: bool,
+    /// Of the secret itself, of its file, and of the address.
+    paths: [&'static str; 3],
+    word: &'static str,
+    risk: &'static str,
+    /// Which addresses are valid.
+    valid: &'static str,
+}
+
+impl SharedSecret<'_> {
+    fn check(&self) -> Result<(), Violation> {
+        let [given, file, host] = self.paths;
+        if self.given.is_some() && self.file.is_some() {
+            let problem = format!("there are two places of the {}", self.word);
+            return Err((given, InvalidValue::new(problem, format!("one of {given} and {file}"))));
+        }
+        if self.is_open && self.given.is_none() && self.file.is_none() {
+            return Err((host, InvalidValue::new(self.risk, self.valid)));
+        }
+        if self.given.is_some_and(|secret| secret.len() < MIN_TOKEN_BYTES) {
+            return Err((given, InvalidValue::new("it is short", "16 bytes or more")));
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]

@@ -137,6 +137,31 @@ impl Fingerprint {
         encoding.0
     }
 
+    /// The first field that differs from another fingerprint's, and both values; epochs begin and
+    /// end, and are not looked at.
+    pub(crate) fn difference(&self, other: &Self) -> Option<(&'static str, [String; 2])> {
+        // Named one by one, as above.
+        let [ours, theirs] = [self, other].map(|fingerprint| {
+            #[rustfmt::skip]
+            let Self { model, weights, dtype, layouts, ranks, block_tokens, rope, engine, engine_version, hashing, epoch: _ } =
+                fingerprint;
+            [
+                ("model", model.clone()),
+                ("weights", weights.clone()),
+                ("dtype", dtype.clone()),
+                ("layouts", format!("{layouts:?}")),
+                ("ranks", format!("{ranks:?}")),
+                ("block_tokens", block_tokens.to_string()),
+                ("rope", format!("{rope:?}")),
+                ("engine", engine.clone()),
+                ("engine_version", engine_version.clone()),
+                ("hashing", format!("{hashing:?}")),
+            ]
+        });
+        let differs = ours.into_iter().zip(theirs).find(|(ours, theirs)| ours != theirs);
+        differs.map(|((field, ours), (_, theirs))| (field, [ours, theirs]))
+    }
+
     /// Refuses impossible values.
     pub(crate) fn validate(&self, block_tokens: u64) -> Result<()> {
         let Ranks { tensor_world, tensor_rank, pipeline_world, pipeline_rank } = self.ranks;

@@ -13,7 +13,6 @@ use super::protocol::{
     BrokenLink, Challenge, Hello, Join, Member, Nonce, Proof, ToHolder, ToReader, receive, send,
 };
 use crate::error::{Error, Result};
-use crate::names::fingerprint::Fingerprint;
 
 /// What workers know that may read each other's blocks.
 pub(super) struct PeerSecret(hmac::Key);
@@ -184,46 +183,19 @@ fn unknown_secret() -> String {
 
 /// The first thing that differs, with both values.
 fn difference(ours: &Member, theirs: &Member) -> Option<String> {
-    // Named one by one, so that a new field cannot be forgotten here. Epochs begin and end: each
-    // lease names its own.
-    let [a, b] = [ours, theirs].map(|member| {
-        let Fingerprint {
-            model,
-            weights,
-            dtype,
-            layouts,
-            ranks,
-            block_tokens,
-            rope,
-            engine,
-            engine_version,
-            hashing,
-            epoch: _,
-        } = &member.fingerprint;
-        [
-            ("block_bytes", member.block_bytes.to_string()),
-            ("model", model.clone()),
-            ("weights", weights.clone()),
-            ("dtype", dtype.clone()),
-            ("layouts", format!("{layouts:?}")),
-            ("ranks", format!("{ranks:?}")),
-            ("block_tokens", block_tokens.to_string()),
-            ("rope", format!("{rope:?}")),
-            ("engine", engine.clone()),
-            ("engine_version", engine_version.clone()),
-            ("hashing", format!("{hashing:?}")),
-        ]
-    });
-    let differs = a.into_iter().zip(b).find(|(ours, theirs)| ours != theirs);
-    differs.map(|((what, a), (_, b))| {
-        let [ours, theirs] = [ours, theirs].map(|member| &member.name);
-        format!("{what} is {a:?} at {ours}, {b:?} at {theirs}")
-    })
+    let bytes = [ours, theirs].map(|member| member.block_bytes.to_string());
+    let (what, [a, b]) = if bytes[0] == bytes[1] {
+        ours.fingerprint.difference(&theirs.fingerprint)?
+    } else {
+        ("block_bytes", bytes)
+    };
+    Some(format!("{what} is {a:?} at {}, {b:?} at {}", ours.name, theirs.name))
 }
 
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
+    use crate::names::fingerprint::Fingerprint;
 
     pub(in crate::peers) fn member(name: &str, incarnation: u64) -> Member {
         let fingerprint = Fingerprint {

@@ -19,6 +19,7 @@ use tokio_util::bytes::BytesMut;
 use tokio_util::codec::{FramedRead, LengthDelimitedCodec};
 
 use super::greeting::{Credentials, random};
+use super::parts;
 use super::probes::gap_behind;
 use super::protocol::{
     BrokenLink, Hello, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, MAX_PROBES, Member, Probe,
@@ -261,7 +262,7 @@ impl Holder {
     ) -> Vec<(SlotId, u32)> {
         let chain = Chain::from(chain);
         let mut named = Vec::new();
-        for part in parts(before..lease.blocks(Tier::Host)) {
+        for part in parts(before..lease.blocks(Tier::Host), LENT) {
             let lent = LentSlot::leading(&self.core, Tier::Host, lease, chain, part.clone());
             let found = lent.loans().len();
             let sums = lent.loans().iter().map(|loan| Some((loan.slot(), self.checksum(loan)?)));
@@ -296,7 +297,7 @@ impl Holder {
     /// A reader got wrong bytes. If they are wrong here, nobody else gets them.
     async fn examine(&self, held: &HeldLease) {
         let chain = Chain::from(&held.chain);
-        for part in parts(held.named.clone()) {
+        for part in parts(held.named.clone(), LENT) {
             let lent = LentSlot::leading(&self.core, Tier::Host, &held.lease, chain, part.clone());
             let is_sound = |loan: &Loan| {
                 let expected = self.memory.checksums().and_then(|known| known.get(loan.slot()));
@@ -311,11 +312,6 @@ impl Holder {
             tokio::task::yield_now().await;
         }
     }
-}
-
-/// Blocks that are lent under one lock of the table.
-fn parts(of: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    of.clone().step_by(LENT).map(move |first| first..of.end.min(first + LENT))
 }
 
 /// One reader's connection.
@@ -393,7 +389,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
         let Some(held) = &self.held else { return Ok(()) };
         let Holder { core, memory, .. } = self.holder;
         let mut header = Some(ToReader::Blocks(request));
-        for part in parts(wanted) {
+        for part in parts(wanted, LENT) {
             let chain = Chain::from(&held.chain);
             let lent = LentSlot::leading(core, Tier::Host, &held.lease, chain, part.clone());
             if lent.loans().len() < part.len() {

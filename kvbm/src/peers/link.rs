@@ -1,7 +1,6 @@
 //! A reader's connection to a holder: it asks for a lease, and takes the blocks that it names.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,11 +10,11 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
 
 use super::greeting::Credentials;
-use super::probes;
 use super::protocol::{
     BrokenLink, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, Member, Probe, ReadEnd,
     ReadRequest, SlotRun, ToHolder, ToReader, receive, send,
 };
+use super::{parts, probes};
 use crate::api::filling::FillingSlots;
 use crate::names::hash::BlockHash;
 
@@ -291,8 +290,4 @@ fn named(wanted: &Wanted<'_>, answer: &LeaseAnswer) -> Result<NamedBlocks, PeerF
     let ttl = Duration::from_millis(answer.ttl_ms.into()).min(wanted.limit);
     let slots = SlotRun::slots(&answer.slots, answer.checksums.len());
     Ok(NamedBlocks { before, checksums, slots, ttl })
-}
-
-fn parts(of: Range<usize>, blocks: usize) -> impl Iterator<Item = Range<usize>> {
-    of.clone().step_by(blocks).map(move |first| first..of.end.min(first + blocks))
 }

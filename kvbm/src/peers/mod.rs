@@ -31,6 +31,7 @@ mod tests;
 use std::collections::VecDeque;
 use std::fmt;
 use std::net::{SocketAddr, TcpListener};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -341,6 +342,11 @@ impl Drop for Peers {
     fn drop(&mut self) {
         self.close();
     }
+}
+
+/// Cuts a range into parts of `most` at most.
+fn parts(of: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
+    of.clone().step_by(most).map(move |first| first..of.end.min(first + most))
 }
 
 /// What the thread runs on. Its tasks end with it, and what blocks a thread of its own, such as the

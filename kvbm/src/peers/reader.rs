@@ -227,14 +227,14 @@ impl Reader {
         } else {
             link.bring(&named, asked + named.ttl, &mut filling).await
         };
-        let (copied, wanted) = (filling.kept() - before, filling.left());
+        let copied = filling.kept() - before;
         let published = filling.publish();
         let way = if link.memory.is_some() { PeerWay::SharedMemory } else { PeerWay::Tcp };
         self.metrics.pulled(way, copied as u64, started.elapsed());
         let fault = brought.err();
         counted.end = match &fault {
             Some(fault) => end_of(fault),
-            None if copied > 0 || wanted > 0 => PeerLeaseEnd::Whole,
+            None if copied > 0 => PeerLeaseEnd::Whole,
             None => PeerLeaseEnd::GivenUp,
         };
         drop(counted);
