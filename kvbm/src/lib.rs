@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `api` | what an engine talks to: manager, leases, transfers, its own memory, cache groups, ranks |
 //! | `names` | names of blocks |
-//! | `table` | which block lies in which slot of which tier; leases; flushing and eviction. Pure bookkeeping |
+//! | `table` | which block lies in which slot of which tier; leases; flushing and eviction. Bookkeeping only |
 //! | `task` | what the table asks of the scheduler, and what it is told: plain data |
 //! | `scheduler` | moves blocks: queues, batches, breakers, time-outs, flushing |
 //! | `assemble` | the only place that names concrete backends and policies |
@@ -16,6 +16,7 @@
 //! | `serve` | the same over HTTP, for Prometheus, people and programs; behind a feature |
 //! | `traces` | spans for an OpenTelemetry collector and a profiler; behind features |
 //! | `clock`, `error`, `sync` | time, errors, locks and threads, each from one place |
+//! | `secret` | secrets in files |
 //!
 //! Data flows one way: engine → manager (lease, load, save) → table ⇄ policies → scheduler →
 //! executor → `kvbm_tiers` backends → completion → table.

@@ -26,8 +26,8 @@
 //! | `observe` | what it reports of itself |
 //! | `spans` | how long each step takes, for tracers |
 //!
-//! `docs/architecture.md` lists the locks and their order. Callbacks of backends take them for
-//! microseconds and never wait for I/O.
+//! `docs/architecture.md` lists the locks and their order. Callbacks of backends hold the table for
+//! 256 results at a time, and never wait for I/O.
 
 mod background;
 mod batch;

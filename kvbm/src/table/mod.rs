@@ -1,9 +1,9 @@
 //! The block table: which block lies in which slot of which tier, what reads it, and what may
 //! leave.
 //!
-//! Pure bookkeeping behind one mutex: no I/O, no clock, no threads. Its invariant, checked by
-//! [`Table::audit`]: **a block is resident in a tier only if its parent is** (design: fill
-//! root-first, drain leaf-first). Everything else follows from it:
+//! Bookkeeping only, behind one mutex: no I/O and no threads, and the lock tells it the time. Its
+//! invariant, checked by [`Table::audit`]: **a block is resident in a tier only if its parent is**
+//! (design: fill root-first, drain leaf-first). Everything else follows from it:
 //!
 //! | module | holds |
 //! |---|---|

@@ -12,7 +12,8 @@ use super::tier::TierTable;
 use crate::clock::Clock;
 use crate::sync::Mutex;
 
-/// The table of a manager, and its clock. One mutex: its critical sections are microseconds.
+/// The table of a manager, and its clock. One mutex: a [`Budget`](super::Budget) bounds most
+/// holds to some 300 µs.
 pub struct SharedTable {
     table: Mutex<Table>,
     clock: Arc<dyn Clock>,

@@ -10,8 +10,8 @@
 //!  scheduler ──batch──► Leader (a Backend)       Member
 //!                        │ one message to each ───► reads it, checks slots and generations
 //!                        │                          gives it to the Backend of its route
-//!                        │ Pending: who has yet     │ moves its slice: memory, disk, objects
-//!                        │ to confirm what       ◄──┘ reports what ended, together
+//!                        │ PendingBatch: who has    │ moves its slice: memory, disk, objects
+//!                        │ yet to confirm what   ◄──┘ reports what ended, together
 //!  scheduler ◄─reports──┘ when the last one did
 //! ```
 //!
