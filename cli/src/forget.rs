@@ -16,10 +16,10 @@ use crate::output::{self, CommandFailure};
 /// A process that was killed may not quite be gone.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Forgets a tenant while the engine is stopped: destroys the keys that his blocks on disk, in the
+/// Forgets a tenant while the engine is stopped: destroys the keys that its blocks on disk, in the
 /// object store and in persistent memory are encrypted with, in all namespaces of the directories
-/// and the bucket that the settings name. What stays of his blocks nobody can read, and the next
-/// start does not find it. Other workers that share the bucket and still run have his key in memory
+/// and the bucket that the settings name. What is left of its blocks cannot be read, and the next
+/// start does not find it. Other workers that share the bucket and still run have its key in memory
 /// until they end: stop them first. Exit status: 0 done, 1 something there is not encrypted and
 /// does not say whose it is, 2 it could not be done, such as while an engine has the tiers open.
 #[derive(Debug, Args)]

@@ -28,7 +28,7 @@ struct AskedThing {
     /// Block hashes, root first, with commas between them
     #[arg(long, value_name = "HASH,…")]
     chain: Option<String>,
-    /// What the engine named a request of late: a number, or text such as vLLM's chatcmpl-…
+    /// The name of a recent request, from the engine: a number, or text such as vLLM's chatcmpl-…
     #[arg(long, value_name = "NAME")]
     request: Option<String>,
 }

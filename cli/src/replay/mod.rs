@@ -63,7 +63,7 @@ pub(crate) struct ReplayArgs {
     /// Eviction policy of all tiers [default: hazard]
     #[arg(long, value_name = "NAME", value_parser = eviction_policies())]
     eviction: Option<EvictionKind>,
-    /// Stop after so many requests
+    /// Stop after this many requests
     #[arg(long, value_name = "N")]
     requests: Option<u64>,
     /// Requests served at a time
