@@ -50,7 +50,7 @@ fn measure(block_bytes: usize) -> Result<Figure, Error> {
     let (mut get, mut memcpy, mut ratio) = (Vec::new(), Vec::new(), Vec::new());
     let mut picks = Picks::new(bench.prompts.len());
     for round in 0..ROUNDS {
-        // Whoever comes second finds the destination in the caches, so they take turns at that too.
+        // The second finds the destination in the caches, so they take turns at that too.
         let (prompt, is_ours_first) = (picks.pick(), round % 2 == 0);
         let first = if is_ours_first { bench.get(prompt)? } else { bench.memcpy(prompt) };
         let second = if is_ours_first { bench.memcpy(prompt) } else { bench.get(prompt)? };

@@ -83,12 +83,12 @@ impl Plan {
         self.shape.blocks * self.block_bytes()
     }
 
-    /// Of keys or values of one layer, on each of so many ranks.
+    /// Of keys or values of one layer, on each of `ranks` ranks.
     const fn piece_bytes(&self, ranks: usize) -> usize {
         self.block_bytes() / self.shape.layers / self.shape.kv / ranks
     }
 
-    /// The tensors of one of so many ranks: as many bytes in all, in smaller blocks. The first lies
+    /// The tensors of one of `ranks` ranks: as many bytes in all, in smaller blocks. The first lies
     /// last if they are `backwards`: they are no rows then.
     fn scattered(
         &self,

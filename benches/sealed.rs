@@ -165,7 +165,7 @@ fn op(slot: u32, route: Route) -> CopyOp {
     CopyOp { block, parent: None, owner: None, from: at(route.0), to: at(route.1) }
 }
 
-/// GB/s of so many threads together, blocks of 1 MiB that lie in memory.
+/// GB/s of `threads` threads together, on blocks of 1 MiB that lie in memory.
 fn aes_alone(threads: usize) -> f64 {
     let key = LessSafeKey::new(UnboundKey::new(&AES_256_GCM, &[7; 32]).expect("32 bytes"));
     // Touched beforehand: the kernel's zeroing of pages is not what is measured.

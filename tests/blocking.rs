@@ -197,7 +197,7 @@ impl Engine {
     }
 }
 
-/// A host tier of so many blocks, which gives up what was used longest ago.
+/// A host tier of `host` blocks, which gives up what was used longest ago.
 fn settings(host: u64) -> Settings {
     let mut settings =
         Settings { block_bytes: Some(BLOCK), eviction: EvictionKind::Lru, ..Settings::default() };

@@ -100,7 +100,7 @@ impl Troubled {
     fn assert_heals(&self, kind: Kind) {
         assert!(self.chaos.injected()[&kind] > 0);
         self.chaos.heal();
-        // Whoever was away for a while is left alone for a while.
+        // A medium that was away for a while is left alone for a while.
         let deadline = std::time::Instant::now() + LIMIT;
         while !self.manager_works_at_all() && std::time::Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(20));

@@ -135,7 +135,7 @@ fn of_a_slot_file_that_was_removed_nothing_is_found() {
     assert_eq!(engine::serve(&third, &chain(2, 8)).hit, 8);
 }
 
-/// A tier in so many directories, and a name for each.
+/// A tier in these directories, with a name for each.
 fn spread(home: &Path, dirs: &[&str], disk: u64) -> Settings {
     let mut settings = settings(home, 64, disk);
     settings.disk.dirs = dirs.iter().map(|name| home.join(name)).collect();
@@ -276,7 +276,7 @@ fn is_up(registry: &prometheus::Registry) -> bool {
     metric(registry, "kvbm_disk_directory_up", &[("dir", "1")]) == 1
 }
 
-/// So many of these chains are served whole, and none wrong.
+/// How many of these chains are served whole; none is served wrong.
 fn served_whole(manager: &Manager, chains: std::ops::Range<u32>) -> usize {
     let served: Vec<_> = chains.map(|n| engine::serve(manager, &chain(n, 8))).collect();
     assert!(served.iter().all(|served| served.wrong == 0), "{served:?}");

@@ -49,7 +49,7 @@ const fn faults(rank: u16) -> &'static str {
     }
 }
 
-/// What the engine computes in a rank for a block, under weights that were exchanged so many times.
+/// What the engine computes in a rank for a block, under weights of this number.
 fn pattern(rank: u16, weights: u64, hash: BlockHash) -> usize {
     let block = kvbm_tests::rig::number(Chain::from([hash].as_slice()).key(0));
     usize::from(rank) << 40 | (weights as usize) << 32 | block

@@ -297,7 +297,7 @@ fn the_forgotten_stay_so_where_the_memory_is_put_back() {
         let (again, _) = open(home.path()).unwrap();
         assert_eq!(again.matches(&chain(ONE)).blocks(Tier::Host), 0);
         [OTHER, 2].into_iter().for_each(|n| assert_served(&again, n, 8));
-        // He comes back, under a new key.
+        // It comes back, under a new key.
         assert_served(&again, ONE, 0);
         again.admin().evict(Tier::Device, usize::MAX);
         assert_served(&again, ONE, 8);

@@ -16,15 +16,14 @@ use crate::rig::number;
 /// Media that hang keep their slots for longer.
 const IN_VAIN: Duration = Duration::from_millis(200);
 
-/// Settings of a device and a host tier of so many blocks.
+/// Settings of a device and a host tier, sized in blocks.
 pub fn settings(block_bytes: u64, device: u64, host: u64) -> Settings {
     let mut settings = without_device(block_bytes, host);
     settings.device.capacity = Some(Capacity::Blocks(device));
     settings
 }
 
-/// Settings of a host tier of so many blocks, where the device is the engine's own or there is
-/// none.
+/// Settings of a host tier of `host` blocks, where the device is the engine's own or there is none.
 pub fn without_device(block_bytes: u64, host: u64) -> Settings {
     // Chains that are not used must leave, whatever a policy that learns makes of a handful of
     // requests.
@@ -37,7 +36,7 @@ pub fn without_device(block_bytes: u64, host: u64) -> Settings {
     settings
 }
 
-/// Adds a disk tier of so many blocks in a directory.
+/// Adds a disk tier of `blocks` blocks in a directory.
 pub fn add_disk(settings: &mut Settings, blocks: u64, dir: impl Into<PathBuf>) {
     settings.disk.capacity = Some(Capacity::Blocks(blocks));
     settings.disk.dirs = vec![dir.into()];

@@ -113,7 +113,7 @@ fn the_forgotten_are_never_found_again_and_others_are() {
             assert_served(&again, ONE, 0);
             settle(&again);
             assert_served(&again, OTHER, BLOCKS);
-            // He comes back, and is found.
+            // It comes back, and is found.
             push_down(&again, &chain(ONE));
             assert_served(&again, ONE, BLOCKS);
             assert!(again.admin().audit().is_empty());

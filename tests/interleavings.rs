@@ -382,7 +382,7 @@ fn whoever_asks_while_it_closes_gets_an_answer() {
     });
 }
 
-/// The medium ends a copy or two and then hangs: whoever waits is answered by the closing.
+/// The medium ends a copy or two and then hangs: the closing answers all that wait.
 #[test]
 fn closing_answers_whoever_waits_for_a_medium_that_hangs() {
     check(|| {
@@ -424,7 +424,7 @@ fn end_fence(fence: HostFence, hands_off: &AtomicBool) {
     }
 }
 
-/// Whoever else brings the same blocks, fails, cancels or closes.
+/// Whatever else brings the same blocks, fails, cancels or closes.
 #[test]
 fn nothing_touches_an_engines_memory_before_its_fence() {
     check(|| {

@@ -301,7 +301,7 @@ fn closing_waits_for_what_the_media_have() {
     );
     assert_eq!(system.rig.core.wait_for_media(SOON), 0);
     assert!(began.elapsed() >= slow, "the copies cannot have ended before");
-    // Whoever removes the tiers' files now must be the only one who uses them.
+    // The tiers' files may be removed now: nothing else may use them.
     let core = Arc::downgrade(&system.rig.core);
     drop(system);
     assert!(core.upgrade().is_none(), "a medium's thread still holds the core");

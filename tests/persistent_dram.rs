@@ -381,7 +381,7 @@ fn copy_rates(regions: [DramRegion; 2]) -> Vec<[f64; 2]> {
     let mut rates = vec![[const { Vec::new() }; 2]; 2];
     for round in 0..33 {
         for turn in 0..2 {
-            // Whoever is first in a round finds the caches full of something else.
+            // The first in a round finds the caches full of something else.
             let region = (turn + round as usize) % 2;
             let (backend, rates) = (&backends[region], &mut rates[region]);
             for (way, rates) in rates.iter_mut().enumerate() {

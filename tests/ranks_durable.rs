@@ -205,7 +205,7 @@ fn what_killed_processes_kept_is_served_by_the_next() {
             0 => leader.signal("KILL"),
             // All of them.
             1 => kill(&[ranks.as_slice(), &[leader.id().to_string()]].concat()),
-            // A rank, which the leader notices, and the rest as whoever supervises them would.
+            // A rank, which the leader notices, and the rest as a supervisor would.
             _ => {
                 kill(&ranks[2..3]);
                 wait_until(LIMIT, "a dead rank is missed", || leader.ask("away") == "[2]");

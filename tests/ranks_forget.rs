@@ -1,5 +1,5 @@
-//! A tenant whom a leader forgets: every rank destroys his keys, one that was away when it joins
-//! again.
+//! A tenant that a leader forgets: every rank destroys its keys, and one that was away does so when
+//! it joins again.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -117,7 +117,7 @@ fn the_forgotten_have_no_key_in_any_rank_ever_again() {
         assert_eq!(fleet.manager.matches(&chain(ONE)).longest(), 0);
         assert_eq!((keepers(home, ONE), keepers(home, OTHER)), (vec![], vec![0, 1, 2, 3]));
         assert_served(&mut fleet, OTHER, 6);
-        // He comes back, under new keys, and is found.
+        // It comes back, under new keys, and is found.
         assert_served(&mut fleet, ONE, 0);
         Tier::ALL.into_iter().take(2).for_each(|tier| fleet.empty(tier));
         assert_eq!(serve(&mut fleet, ONE).wrong, 0);
@@ -173,7 +173,7 @@ fn an_absent_rank_hears_of_it_from_the_next_leader() {
         wait_until(LIMIT, "it is not told", || {
             keepers(home, ONE).is_empty() && debts(home).is_empty()
         });
-        // And then all is well, also for him: he has other keys.
+        // And then all is well, also for the tenant: it has other keys.
         assert_eq!(keepers(home, OTHER), [0, 1, 2, 3]);
         [ONE, OTHER].into_iter().for_each(|tenant| assert_heals(&mut fleet, tenant));
         drained(&fleet.manager);

@@ -25,7 +25,7 @@ use kvbm_tiers::{Backend, CopyError, CopyErrorKind, CopyOp};
 const SIZES: Sizes = Sizes { tiers: [28, 32, 40, 64], staging: 4 };
 const LIMIT: Duration = Duration::from_millis(100);
 const PAUSE: Duration = Duration::from_millis(10);
-/// Pauses double up to so many.
+/// Pauses double up to this many of the first.
 const MAX_PAUSES: u32 = 64;
 const TUNING: Tuning =
     Tuning { timeout: LIMIT, object_timeout: LIMIT, breaker_pause: PAUSE, ..TIGHT };

@@ -50,7 +50,7 @@ impl TestClock {
         self.policies.advance_to(now_ms);
     }
 
-    /// Whoever asks for the [`uptime`](Clock::uptime) next panics.
+    /// The next call of [`uptime`](Clock::uptime) panics.
     pub fn break_once(&self) {
         self.is_broken.store(true, Ordering::Release);
     }
@@ -356,7 +356,7 @@ pub fn wait_until(limit: Duration, otherwise: &str, mut holds: impl FnMut() -> b
     }
 }
 
-/// The `n`-th chain of a test, of so many blocks (at most 999).
+/// The `n`-th chain of a test, of `blocks` blocks (at most 999).
 pub fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
     (1..=blocks).map(|block| hash(1_000 * n + block)).collect()
 }

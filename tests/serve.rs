@@ -187,7 +187,7 @@ fn an_oversized_request_is_refused_and_the_next_is_answered() {
     assert_eq!(get(address, "/healthz").0, 200);
 }
 
-/// Lets this process have so many files open.
+/// Lets this process have this many files open.
 fn allow_files(files: u64) {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let current = current.map(|allowed| allowed.max(files));

@@ -164,8 +164,7 @@ fn a_tier_wrong_too_often_gives_nothing_until_a_reset() {
     assert_eq!(manager.admin().audit(), []);
 }
 
-/// Finds so many blocks of a tier wrong that it is withdrawn. They are those of no chain that a
-/// test uses.
+/// Finds enough blocks of a tier wrong to have it withdrawn. They are of no chain that a test uses.
 fn withdraw(manager: &Manager, tier: Tier) {
     let (one, other) = (computed(1, 0.0), computed(2, 0.0));
     let sample = ShadowSample { position: 0, tier };

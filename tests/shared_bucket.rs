@@ -330,7 +330,7 @@ fn what_another_stored_is_not_stored_again() {
     assert_eq!(serve(&second), ALL);
 }
 
-/// Until a manager knows so many blocks of the bucket.
+/// Waits until a manager knows this many blocks of the bucket.
 fn hears(manager: &Manager, blocks: usize) {
     eventually("what another stored is not found", || known(manager) == blocks);
 }

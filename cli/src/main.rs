@@ -10,7 +10,7 @@
 //! | `serve` | metrics, state and the live page |
 //! | `trace` | reads request traces; in the library |
 //! | `scratch` | directories and prefixes that last as long as a command |
-//! | `listen` | what is logged, and spans for who traces |
+//! | `listen` | what is logged, and spans for tracers |
 //! | `stop` | Ctrl-C |
 //! | `output` | what users see: bars, tables and JSON, errors and exit codes |
 //!

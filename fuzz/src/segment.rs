@@ -5,7 +5,7 @@ use kvbm_tiers::object::segment::{
     Footer, FormatError, MAGIC, TAIL_BYTES, VERSION, decode_footer, encode_footer,
 };
 
-/// Reads the end of an object of so many bytes as the first eight say, as it is and with a trailer
+/// Reads the end of an object, whose length the first eight bytes say, as it is and with a trailer
 /// that fits: else nothing with a wrong checksum would ever be looked at further.
 pub fn segment_footer(bytes: &[u8]) {
     let Some((object_bytes, tail)) = bytes.split_first_chunk() else { return };

@@ -225,7 +225,7 @@ impl fmt::Debug for Done {
 }
 
 /// What a backend finds ended at one wake-up, of several batches perhaps. Dropping it reports it:
-/// who panics on the way loses nothing that has ended.
+/// a panic on the way loses nothing that has ended.
 #[derive(Debug, Default)]
 pub(crate) struct Endings(Vec<(Done, Vec<Completion>)>);
 

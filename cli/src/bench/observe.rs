@@ -27,7 +27,7 @@ use tracing_subscriber::layer::SubscriberExt;
 use crate::output::{self, CommandFailure};
 use crate::stop;
 
-/// Times saves and loads between an emulated device and the host, with and without who looks.
+/// Times saves and loads between an emulated device and the host, with and without observers.
 #[derive(Args, Debug)]
 pub(crate) struct ObserveArgs {
     /// Rounds of each kind, after one to warm up

@@ -123,7 +123,7 @@ fn play(engine: &SimulatedEngine) -> Result<DemoRecord, CommandFailure> {
     Ok(recorder.finish(&tally, &settled, seconds))
 }
 
-/// Chats that go on, for who watches. To be interrupted is how that ends.
+/// Chats that go on, to be watched. An interrupt ends them.
 fn go_on(engine: &SimulatedEngine, stop: &StopSignal) -> Result<(), CommandFailure> {
     output::tell("the chats go on at sixty times their pace; Ctrl-C ends them");
     let requests = PacedIter::new(chat::without_end().map(Ok), SPEED, stop.clone());

@@ -149,7 +149,7 @@ fn announced(child: &mut Child) -> String {
     let log = BufReader::new(child.stderr.take().expect("it is piped"));
     let mut lines = log.lines().map_while(Result::ok);
     let line = lines.find(|line| line.contains("live page at")).expect("it tells where");
-    // Whoever writes on must find somebody who reads.
+    // Its later lines must find a reader.
     std::thread::spawn(move || lines.for_each(drop));
     let address = line.split("http://").nth(1).and_then(|rest| rest.strip_suffix('/'));
     address.expect("a URL").to_owned()

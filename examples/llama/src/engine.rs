@@ -11,7 +11,7 @@ use kvbm::{RequestId, RequestInfo};
 use crate::model::Model;
 use crate::prefix_cache::{BLOCK_TOKENS, PrefixCache};
 
-/// Prompts are computed in chunks of so many tokens, which begin at multiples of it. The same
+/// Prompts are computed in chunks of this many tokens, which begin at multiples of it. The same
 /// tokens computed in other chunks have slightly other KV, since sums are rounded in another order.
 pub const CHUNK_TOKENS: usize = 64;
 const _: () = assert!(CHUNK_TOKENS.is_multiple_of(BLOCK_TOKENS), "a chunk is whole blocks");

@@ -126,7 +126,7 @@ fn chain(n: usize, blocks: usize) -> Vec<BlockHash> {
 #[derive(Clone, Copy, Debug)]
 enum Fault {
     None,
-    /// A bit is flipped behind so many bytes.
+    /// A bit is flipped behind this many bytes.
     Flip(usize),
     /// The link is cut there.
     Cut(usize),

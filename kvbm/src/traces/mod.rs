@@ -1,4 +1,4 @@
-//! Spans for who traces: to an OpenTelemetry collector, and as ranges on the timeline of a
+//! Spans for tracers: to an OpenTelemetry collector, and as ranges on the timeline of a
 //! profiler.
 //!
 //! A library has no subscriber of its own: the program that embeds it adds a layer to its one, and

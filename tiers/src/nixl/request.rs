@@ -455,7 +455,7 @@ impl Drop for XferList {
     }
 }
 
-/// What a request takes, for who listens. NIXL measures where `NIXL_TELEMETRY_ENABLE` has it do so.
+/// What a request takes, for listeners. NIXL measures where `NIXL_TELEMETRY_ENABLE` has it do so.
 fn span(direction: Direction) -> Span {
     let direction = match direction {
         Direction::Read => "read",

@@ -1,8 +1,9 @@
 //! Baselines: what the media do on their own, without scheduler, table or checksums.
 //!
 //! They move every block of a working set once, over the same kinds of memory and files as the
-//! backends, and say how long that took. Behind the feature `baselines`: who embeds the crate has
-//! no use for them. A manager cannot be faster for long; how close it gets is its efficiency.
+//! backends, and say how long that took. Behind the feature `baselines`: a program that embeds the
+//! crate has no use for them. A manager cannot be faster for long; how close it gets is its
+//! efficiency.
 
 #![expect(unsafe_code, reason = "copies by hand, to be measured against")]
 
