@@ -771,7 +771,7 @@ TENANTS = [
     ),
     lines(
         "Held",
-        "Bytes of a tier that are charged to a tenant: what his requests brought there.",
+        "Bytes of a tier that are charged to a tenant: what its requests brought there.",
         "bytes",
         (f"sum by (tenant, tier) ({of_tier('kvbm_tenant_blocks')}) * scalar({BLOCK_BYTES})", "{{tenant}} {{tier}}"),
         stacked=True,
@@ -779,7 +779,7 @@ TENANTS = [
     ),
     lines(
         "Share of the quota",
-        "Blocks that a tenant holds of a tier over his quota of each. Above 1 he uses what nobody else wants, and gives way first.",
+        "Blocks that a tenant holds of a tier, over its quota of them. Above 1 it uses room that no other tenant wants, and gives way first.",
         "percentunit",
         (
             f"sum by (instance, tenant, tier) ({of_tier('kvbm_tenant_blocks')}) / on (instance, tenant) group_left () sum by (instance, tenant) ({of('kvbm_tenant_quota_blocks')})",
