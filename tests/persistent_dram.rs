@@ -61,7 +61,7 @@ fn process() {
     for line in stdin().lines() {
         let line = line.unwrap();
         if let Some(epoch) = line.strip_prefix("reset ") {
-            manager.reset(epoch.parse().unwrap()).unwrap();
+            manager.reset(epoch.parse::<u64>().unwrap()).unwrap();
             say("reset");
             continue;
         }

@@ -81,7 +81,7 @@ fn be_a_leader(home: &Path) {
                 format!("{served:?}")
             }
             Some(("reset", epoch)) => {
-                format!("{:?}", fleet.manager.reset(epoch.parse().unwrap()).is_ok())
+                format!("{:?}", fleet.manager.reset(epoch.parse::<u64>().unwrap()).is_ok())
             }
             _ => format!("{:?}", fleet.away()),
         };

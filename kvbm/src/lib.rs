@@ -72,6 +72,7 @@ pub use kvbm_tiers::{
     BlockKey, DeviceRegion, Fence, HostFence, Part, SegmentMap, SlotId, Space, Tier,
 };
 pub use metrics::Metrics;
+pub use names::epoch::NewEpoch;
 pub use names::fingerprint::{Fingerprint, Hashing, KvLayout, Ranks, Rope};
 pub use names::hash::{BlockHash, Chain, ChainHasher};
 pub use observe::events::{CacheEvent, CachedBlock, Events, RemoveReason, StoreReason};

@@ -113,9 +113,11 @@ impl Blocks {
 
     /// Begins the next epoch: no block that was there before is found again. Returns its number. A
     /// later process goes on in this epoch: blocks of weights that only this one has want names of
-    /// their own (`Chain(salt=…)`).
-    fn reset(&self, py: Python<'_>) -> PyResult<u64> {
-        reset(py, self.blocks.manager())
+    /// their own (`Chain(salt=…)`). `weights` names the new weights, the same in all workers that
+    /// have them; without it peers read no blocks of this epoch.
+    #[pyo3(signature = (*, weights=None))]
+    fn reset(&self, py: Python<'_>, weights: Option<&str>) -> PyResult<u64> {
+        reset(py, self.blocks.manager(), weights)
     }
 
     /// Writes what is to be written to the lower tiers, and waits for it, `seconds` at most.

@@ -168,9 +168,11 @@ impl Manager {
 
     /// Begins the next epoch: no block that was there before is found again. Returns its number. A
     /// later process goes on in this epoch: blocks of weights that only this one has want names of
-    /// their own (`Chain(salt=…)`).
-    fn reset(&self, py: Python<'_>) -> PyResult<u64> {
-        reset(py, &self.inner)
+    /// their own (`Chain(salt=…)`). `weights` names the new weights, the same in all workers that
+    /// have them; without it peers read no blocks of this epoch.
+    #[pyo3(signature = (*, weights=None))]
+    fn reset(&self, py: Python<'_>, weights: Option<&str>) -> PyResult<u64> {
+        reset(py, &self.inner, weights)
     }
 
     /// Writes what is to be written to the lower tiers, and waits for it, `seconds` at most.
@@ -244,8 +246,13 @@ impl Manager {
 }
 
 /// Begins the next epoch, and returns it.
-pub(crate) fn reset(py: Python<'_>, manager: &kvbm::Manager) -> PyResult<u64> {
-    let epoch = manager.epoch() + 1;
+pub(crate) fn reset(
+    py: Python<'_>,
+    manager: &kvbm::Manager,
+    weights: Option<&str>,
+) -> PyResult<u64> {
+    let number = manager.epoch() + 1;
+    let epoch = kvbm::NewEpoch { number, weights };
     py.detach(|| manager.reset(epoch)).map_err(|error| of_manager(&error))?;
-    Ok(epoch)
+    Ok(number)
 }

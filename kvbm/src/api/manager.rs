@@ -21,6 +21,7 @@ use crate::assemble::{self, SharedStore, Tenants};
 use crate::clock::{Clock, SystemClock};
 use crate::durable::{DurableTiers, OnDurable};
 use crate::error::{Error, ErrorKind, Result};
+use crate::names::epoch::NewEpoch;
 use crate::names::fingerprint::Fingerprint;
 use crate::names::hash::Chain;
 use crate::observe::events::Events;
@@ -385,23 +386,27 @@ impl Manager {
     /// computing with old weights first: what it [allocates](Self::allocate) with a lease from
     /// after the reset counts as new.
     ///
+    /// [Peers](crate::Peers) give each other blocks of an epoch in which both know the name of the
+    /// weights ([`NewEpoch::of_weights`]): the numbers alone may have come together by chance.
+    ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] unless `epoch` is greater than the present one: a caller whose change
+    /// [`ErrorKind::Invalid`] unless the number is greater than the present one: a caller whose change
     /// of weights went wrong must learn of it, and no epoch comes twice. Nothing has changed then.
     /// [`ErrorKind::Unavailable`]: the epoch has begun, but a tier that outlives the process could
     /// not be told within 30 s in all (of a hybrid model, within a second more for each cache
     /// group): if the process ends before it can, blocks of past epochs are found again. It is
     /// retried in the background.
-    pub fn reset(&self, epoch: u64) -> Result<()> {
+    pub fn reset<'a>(&self, epoch: impl Into<NewEpoch<'a>>) -> Result<()> {
+        let epoch = epoch.into();
         self.checkpoints.reset_with(&self.core, epoch)?;
         self.shadow.reset();
         self.pinned.end_past(self.core.namespace());
         let left = countdown(MAX_RESET);
-        let settled = self.tell_epoch(epoch, left());
+        let settled = self.tell_epoch(epoch.number, left());
         // All of them, even if one cannot be told: that is retried.
         self.checkpoints
             .managers()
-            .map(|group| group.tell_epoch(epoch, left()))
+            .map(|group| group.tell_epoch(epoch.number, left()))
             .fold(settled, Result::and)
     }
 

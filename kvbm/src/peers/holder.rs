@@ -188,7 +188,7 @@ impl Holder {
         if !is_sound {
             return Err(BrokenLink::Unexpected("a request for a lease that makes no sense"));
         }
-        if request.epoch != self.core.table().epoch() {
+        if request.epoch != self.core.table().epoch_digest() {
             return Ok(self.refusal(LeaseEnd::OtherEpoch));
         }
         let is_known =
@@ -244,7 +244,7 @@ impl Holder {
     fn answer(&self, blocks: usize, named: &[(SlotId, u32)], request: &LeaseRequest) -> ToReader {
         let asked = if request.wants_slots { named } else { &[] };
         ToReader::Leased(LeaseAnswer {
-            epoch: self.core.table().epoch(),
+            epoch: self.core.table().epoch_digest(),
             blocks: blocks as u32,
             ttl_ms: self.ttl.as_millis().try_into().unwrap_or(u32::MAX),
             checksums: named.iter().map(|(_, crc)| crc.to_le_bytes()).collect(),

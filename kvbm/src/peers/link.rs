@@ -16,6 +16,7 @@ use super::protocol::{
 };
 use super::{parts, probes};
 use crate::api::filling::FillingSlots;
+use crate::names::epoch::EpochDigest;
 use crate::names::hash::BlockHash;
 
 /// What a request for blocks asks for. Tests have small blocks.
@@ -40,7 +41,7 @@ pub(super) struct Wanted<'a> {
     pub(super) chain: &'a [BlockHash],
     /// Leading blocks that it has.
     pub(super) before: usize,
-    pub(super) epoch: u64,
+    pub(super) epoch: EpochDigest,
     pub(super) tenant: Option<u32>,
     /// How long it waits for blocks, at most.
     pub(super) limit: Duration,

@@ -16,11 +16,12 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio_util::codec::LengthDelimitedCodec;
 
+use crate::names::epoch::EpochDigest;
 use crate::names::fingerprint::Fingerprint;
 use crate::names::hash::BlockHash;
 
 /// What both sides must agree on. Raise it with every change of a message.
-pub(super) const VERSION: u16 = 1;
+pub(super) const VERSION: u16 = 2;
 /// `kvbp`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbp");
 
@@ -131,7 +132,7 @@ pub(super) struct Member {
 /// How much of a chain is there?
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct LeaseRequest {
-    pub(super) epoch: u64,
+    pub(super) epoch: EpochDigest,
     pub(super) tenant: Option<u32>,
     /// Leading blocks that the reader has: the answer names those behind.
     pub(super) held: u32,
@@ -155,7 +156,7 @@ pub(super) struct Probe {
 /// What is leased.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct LeaseAnswer {
-    pub(super) epoch: u64,
+    pub(super) epoch: EpochDigest,
     /// Leading blocks of the chain; not more than the reader has: nothing is leased.
     pub(super) blocks: u32,
     /// How long it lasts without a read, in ms, from when it was asked for.
@@ -195,7 +196,10 @@ pub(super) enum LeaseEnd {
     Expired,
     #[error("a reset, a forgotten tenant or a damaged block ended it")]
     Void,
-    #[error("the two workers are in different epochs: reset the one that is behind")]
+    #[error(
+        "the two workers are in different epochs, or nothing says that both have the same weights: \
+         reset the one that is behind, and name the weights when you reset (NewEpoch)"
+    )]
     OtherEpoch,
     #[error("as much is leased there as peers.lease_share allows")]
     Busy,
@@ -331,7 +335,7 @@ mod tests {
     fn request(probes: usize) -> ToHolder {
         let probe = |n| Probe::new(n << 14, BlockHash::from_u128(u128::MAX - n as u128));
         ToHolder::Lease(LeaseRequest {
-            epoch: u64::MAX,
+            epoch: EpochDigest::default(),
             tenant: Some(u32::MAX),
             held: MAX_BLOCKS,
             probes: (1..=probes).map(probe).collect(),
@@ -352,7 +356,7 @@ mod tests {
             let checksums = vec![[255; 4]; blocks as usize];
             let slots = SlotRun::all((0..blocks).map(|n| SlotId((1 << 30) - 2 * n)));
             assert_eq!(SlotRun::slots(&slots, usize::MAX).len(), blocks as usize);
-            let (epoch, ttl_ms) = (u64::MAX, u32::MAX);
+            let (epoch, ttl_ms) = (EpochDigest::default(), u32::MAX);
             let leased = LeaseAnswer { epoch, blocks, ttl_ms, checksums, slots };
             postcard::to_extend(&ToReader::Leased(leased), vec![0; 4]).unwrap().len()
         };

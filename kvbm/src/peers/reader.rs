@@ -22,6 +22,7 @@ use crate::api::filling::FillingSlots;
 use crate::api::lease::Lease;
 use crate::error::{Error, Result};
 use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics, PeerWay};
+use crate::names::epoch::EpochDigest;
 use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::Core;
 use crate::sync::Mutex;
@@ -140,9 +141,9 @@ impl Reader {
     }
 
     /// The epoch here, and what blocks are blocks of in it.
-    fn present(&self) -> (u64, NamespaceId) {
+    fn present(&self) -> (EpochDigest, NamespaceId) {
         let table = self.core.table();
-        (table.epoch(), table.namespace())
+        (table.epoch_digest(), table.namespace())
     }
 
     async fn lease_at(

@@ -1,5 +1,6 @@
 //! Two workers over a simulated network, in simulated time: a model of what a reader may see.
 
+use std::cell::RefCell;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -24,6 +25,7 @@ use super::reader::{PeerLease, Reader};
 use crate::api::blocking::Blocks;
 use crate::api::manager::{Manager, Options};
 use crate::error::Error;
+use crate::names::epoch::NewEpoch;
 use crate::names::hash::BlockHash;
 use crate::sync::Mutex;
 use crate::table::RequestInfo;
@@ -37,6 +39,8 @@ const TTL: Duration = Duration::from_secs(10);
 /// A worker with a host tier.
 struct Worker {
     blocks: Blocks,
+    /// What its blocks come from now.
+    weights: RefCell<String>,
     credentials: Arc<Credentials>,
 }
 
@@ -53,6 +57,7 @@ impl Worker {
         let secret = Some(PeerSecret::new("0123456789abcdef"));
         Self {
             blocks,
+            weights: RefCell::new("those of the fingerprint".to_owned()),
             credentials: Arc::new(Credentials { member: member(name, incarnation), secret }),
         }
     }
@@ -63,22 +68,38 @@ impl Worker {
 
     /// Computes what the host tier lacks of a chain.
     fn compute(&self, chain: &[BlockHash]) {
-        let epoch = self.manager().epoch();
         let fill = |at: usize, slot: &mut [u8]| {
-            slot.copy_from_slice(&content(chain[at], epoch));
+            slot.copy_from_slice(&self.content(chain[at]));
             Ok::<_, Error>(())
         };
         self.blocks.put(chain, fill).unwrap();
     }
 
-    /// How many leading blocks it has, each of which is what its name says in this epoch.
+    /// How many leading blocks it has, each of which is what its name says with these weights.
     fn check(&self, chain: &[BlockHash]) -> usize {
-        let epoch = self.manager().epoch();
         let check = |at: usize, block: &[u8]| {
-            assert_eq!(block, content(chain[at], epoch), "a wrong block at {at}");
+            assert_eq!(block, self.content(chain[at]), "a wrong block at {at}");
             Ok::<_, Error>(())
         };
         self.blocks.get(chain, check).unwrap()
+    }
+
+    /// The bytes of a block.
+    fn content(&self, hash: BlockHash) -> Vec<u8> {
+        let seed = format!("{hash:?} {}", self.weights.borrow());
+        seed.bytes().cycle().take(BLOCK).collect()
+    }
+
+    /// Begins epoch `number` with other weights, which others have as well if they have a name.
+    fn reset(&self, number: u64, weights: Option<&str>) {
+        self.manager().reset(NewEpoch { number, weights }).unwrap();
+        let member = &self.credentials.member;
+        let own = || format!("{} {} {number}", member.name, member.incarnation);
+        *self.weights.borrow_mut() = weights.map_or_else(own, str::to_owned);
+    }
+
+    fn reset_again(&self, weights: Option<&str>) {
+        self.reset(self.manager().epoch() + 1, weights);
     }
 
     fn holder(&self, leased: &Arc<LeasedBlocks>) -> Arc<Holder> {
@@ -108,12 +129,6 @@ impl Worker {
             metrics: core.metrics().peers().clone(),
         }
     }
-}
-
-/// The bytes of a block: other ones in each epoch, as of other weights.
-fn content(hash: BlockHash, epoch: u64) -> Vec<u8> {
-    let seed = format!("{hash:?} {epoch}");
-    seed.bytes().cycle().take(BLOCK).collect()
 }
 
 /// Chains that begin alike: number `n` leaves the others behind its first `3 n` blocks.
@@ -197,8 +212,8 @@ enum Step {
     /// It drops it.
     Drop,
     Pass(Duration),
-    ResetThere,
-    ResetHere,
+    ResetThere(Option<&'static str>),
+    ResetHere(Option<&'static str>),
     /// The holder is another process now.
     Restart,
 }
@@ -212,6 +227,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => at().prop_map(Fault::Cut),
         1 => at().prop_map(Fault::Hang),
     ];
+    let weights = || prop::sample::select(vec![None, Some("new"), Some("newer")]);
     let step = prop_oneof![
         6 => chain().prop_map(|(n, blocks)| Step::Compute(n, blocks)),
         2 => chain().prop_map(|(n, blocks)| Step::ComputeHere(n, blocks)),
@@ -221,8 +237,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         6 => Just(Step::Pull),
         1 => Just(Step::Drop),
         2 => (0..12_000_u64).prop_map(|ms| Step::Pass(Duration::from_millis(ms))),
-        1 => Just(Step::ResetThere),
-        1 => Just(Step::ResetHere),
+        1 => weights().prop_map(Step::ResetThere),
+        1 => weights().prop_map(Step::ResetHere),
         1 => Just(Step::Restart),
     ];
     prop::collection::vec(step, 1..40)
@@ -309,8 +325,8 @@ impl Pair {
             Step::Pull => _ = self.pull().await,
             Step::Drop => self.lease = None,
             Step::Pass(time) => tokio::time::sleep(time).await,
-            Step::ResetThere => reset(&self.there),
-            Step::ResetHere => reset(&self.here),
+            Step::ResetThere(weights) => self.there.reset_again(weights),
+            Step::ResetHere(weights) => self.here.reset_again(weights),
             Step::Restart => {
                 self.incarnation += 1;
                 self.tasks.drain(..).for_each(|task| task.abort());
@@ -330,7 +346,7 @@ impl Pair {
         assert_eq!(self.leased.blocks(), 0, "leases are left");
         let epoch = 1 + self.there.manager().epoch().max(self.here.manager().epoch());
         for worker in [&self.there, &self.here] {
-            worker.manager().reset(epoch).unwrap();
+            worker.reset(epoch, Some("healed"));
             worker.manager().tick();
         }
         let wanted = chain(3, 12);
@@ -344,10 +360,6 @@ impl Pair {
             assert_eq!((counts.filling, counts.lost), (0, 0));
         }
     }
-}
-
-fn reset(worker: &Worker) {
-    worker.manager().reset(worker.manager().epoch() + 1).unwrap();
 }
 
 fn simulated<T>(work: impl Future<Output = T>) -> T {
@@ -444,16 +456,34 @@ fn workers_of_different_epochs_give_each_other_nothing() {
         let mut pair = Pair::new().await;
         let wanted = chain(0, 8);
         pair.there.compute(&wanted);
-        reset(&pair.here);
+        pair.here.reset_again(Some("new"));
         pair.lease(&wanted, Fault::None).await;
         assert!(pair.lease.is_none());
-        reset(&pair.there);
+        pair.there.reset_again(Some("new"));
         pair.lease(&wanted, Fault::None).await;
         assert_eq!(pair.lease.as_ref().unwrap().blocks(), 0, "those are of other weights");
         pair.there.compute(&wanted);
         pair.lease(&wanted, Fault::None).await;
-        reset(&pair.there);
+        pair.there.reset_again(Some("newer"));
         assert_eq!(pair.pull().await, 0, "a reset ended it");
+        pair.heals().await;
+    });
+}
+
+#[test]
+fn workers_that_count_to_one_epoch_with_other_weights_give_each_other_nothing() {
+    simulated(async {
+        let mut pair = Pair::new().await;
+        let wanted = chain(0, 8);
+        for (theirs, ours) in [(None, None), (Some("new"), None), (Some("new"), Some("newer"))] {
+            let number = pair.here.manager().epoch() + 1;
+            pair.there.reset(number, theirs);
+            pair.here.reset(number, ours);
+            pair.there.compute(&wanted);
+            pair.lease(&wanted, Fault::None).await;
+            assert!(pair.lease.is_none(), "{theirs:?} and {ours:?}");
+            assert!(pair.said.as_ref().unwrap().contains("the same weights"), "{:?}", pair.said);
+        }
         pair.heals().await;
     });
 }

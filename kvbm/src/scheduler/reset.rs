@@ -9,6 +9,7 @@ use kvbm_tiers::{Loan, Tier};
 use super::Core;
 use crate::api::lease::Lease;
 use crate::error::Result;
+use crate::names::epoch::NewEpoch;
 use crate::names::hash::Chain;
 use crate::table::{Effects, NamespaceId, Table, TransferCursor, Unflushed};
 
@@ -20,9 +21,9 @@ impl Core {
     /// Begins another epoch. May be called from anywhere, completions of backends included.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) unless `epoch` is greater than the present
-    /// one.
-    pub fn reset(self: &Arc<Self>, epoch: u64) -> Result<()> {
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) unless the number is greater than the
+    /// present one.
+    pub fn reset<'a>(self: &Arc<Self>, epoch: impl Into<NewEpoch<'a>>) -> Result<()> {
         let effects = self.table().reset(epoch)?;
         self.forgotten(effects);
         Ok(())

@@ -15,6 +15,7 @@ use super::pins::Pins;
 use super::tier::{TierSlot, TierTable};
 use super::{Effects, Table};
 use crate::error::{Error, Result};
+use crate::names::epoch::{EpochDigest, NewEpoch, WeightsId};
 use crate::names::fingerprint::{Fingerprint, digest};
 use crate::names::hash::Chain;
 
@@ -28,6 +29,7 @@ pub(super) struct PresentNamespace {
     id: NamespaceId,
     fingerprint: Option<Fingerprint>,
     epoch: u64,
+    weights: WeightsId,
     /// How often everything was forgotten in the epoch.
     forgotten: u64,
     salt: u128,
@@ -92,6 +94,10 @@ impl Table {
     /// `forgotten` times.
     #[must_use]
     pub fn resuming(mut self, (epoch, forgotten): (u64, u64)) -> Self {
+        if epoch != self.namespace.epoch {
+            // The fingerprint names those of its own epoch.
+            self.namespace.weights = WeightsId::of(None);
+        }
         self.namespace.change(epoch, forgotten);
         self
     }
@@ -112,6 +118,11 @@ impl Table {
         self.namespace.epoch
     }
 
+    /// The present epoch, as other workers must know it to have the same blocks.
+    pub(crate) fn epoch_digest(&self) -> EpochDigest {
+        self.namespace.weights.digest_in(self.namespace.epoch)
+    }
+
     /// What the names of blocks depend on now.
     pub const fn naming(&self) -> Naming {
         let PresentNamespace { epoch, forgotten, salt, .. } = self.namespace;
@@ -127,9 +138,10 @@ impl Table {
     /// table holds. Transfers under way are discarded; [`end_next`](Self::end_next) ends them.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) unless `epoch` is greater than the present
-    /// one.
-    pub fn reset(&mut self, epoch: u64) -> Result<Effects> {
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) unless the number is greater than the
+    /// present one.
+    pub fn reset<'a>(&mut self, epoch: impl Into<NewEpoch<'a>>) -> Result<Effects> {
+        let NewEpoch { number: epoch, weights } = epoch.into();
         if epoch <= self.namespace.epoch {
             let now = self.namespace.epoch;
             let message =
@@ -137,6 +149,7 @@ impl Table {
             return Err(Error::invalid(message));
         }
         self.namespace.change(epoch, 0);
+        self.namespace.weights = WeightsId::of(weights);
         self.reinstate_tiers();
         self.note_reset();
         Ok(self.forget_blocks())

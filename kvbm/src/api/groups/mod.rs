@@ -30,6 +30,7 @@ use kvbm_tiers::{SlotId, Tier};
 use crate::api::engine_memory::check_distinct;
 use crate::api::manager::Manager;
 use crate::error::{Error, Result};
+use crate::names::epoch::NewEpoch;
 use crate::names::fingerprint::digest;
 use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::Core;
@@ -105,7 +106,7 @@ impl CheckpointGroups {
 
     /// Begins another epoch in all groups, that of full attention last: no match can join its new
     /// blocks to old checkpoints.
-    pub(crate) fn reset_with(&self, full: &Arc<Core>, epoch: u64) -> Result<()> {
+    pub(crate) fn reset_with(&self, full: &Arc<Core>, epoch: NewEpoch<'_>) -> Result<()> {
         let _alone = self.resets.write();
         self.cores().try_for_each(|core| core.reset(epoch))?;
         full.reset(epoch)
