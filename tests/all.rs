@@ -23,6 +23,7 @@ mod hybrid;
 mod model;
 mod namespace;
 mod overdue;
+mod peer_loads;
 mod peers;
 mod persistent_dram;
 mod ranks;

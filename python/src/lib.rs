@@ -30,6 +30,7 @@ mod manager;
 mod memory;
 mod names;
 mod observe;
+mod peers;
 mod policy;
 mod settings;
 mod tier;
@@ -46,6 +47,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     policy::add(module)?;
     settings::add(module)?;
     blocks::add(module)?;
+    peers::add(module)?;
     tier::add(module)?;
     module.add_class::<names::Chain>()?;
     module.add_class::<observe::Events>()?;

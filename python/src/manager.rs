@@ -13,6 +13,9 @@ use crate::errors::{classes, of_manager};
 use crate::memory::{self, Behind, CacheGroup, EngineMemory, NamedSlots};
 use crate::names::{Chain, Hints, fingerprint, request_info};
 use crate::observe::{self, Events, Samples};
+use crate::peers::{
+    AnyLease, KvTransfer, PeerLease, PeerLeasing, Place, Pull, kv_place, slots_of, tell,
+};
 use crate::settings::Settings;
 use crate::transfer::{Lease, Load, Save, duration};
 
@@ -112,8 +115,60 @@ impl Manager {
         Ok(())
     }
 
+    /// The other workers that are known, by name, with their addresses. Empty too if the settings
+    /// want none (`peers.enabled`).
+    fn peers(&self) -> BTreeMap<String, String> {
+        self.inner.peers().map(|peers| peers.known().into_iter().collect()).unwrap_or_default()
+    }
+
+    /// This worker's own name and address among its peers; `None`: the settings want none.
+    fn peer(&self) -> Option<(String, String)> {
+        self.inner.peers().map(|peers| (peers.name().to_owned(), peers.address().to_string()))
+    }
+
+    /// Asks `peer` for a lease of what the tiers here lack of `chain`.
+    #[pyo3(signature = (peer, chain, *, request=None, hints=None))]
+    fn lease_at(
+        &self,
+        py: Python<'_>,
+        peer: &str,
+        chain: &Chain,
+        request: Option<u64>,
+        hints: Option<&Bound<'_, Hints>>,
+    ) -> PyResult<PeerLeasing> {
+        let info = request_info(request, hints.map(Bound::get));
+        let peers = self.reading_peers()?;
+        Ok(PeerLeasing(py.detach(|| peers.lease(peer, &chain.hashes, info))))
+    }
+
+    /// Brings what `lease` names into the host tier. The lease is used up.
+    fn pull(&self, py: Python<'_>, lease: &mut PeerLease) -> PyResult<Pull> {
+        let (peers, lease) = (self.reading_peers()?, lease.take()?);
+        Ok(Pull(py.detach(|| peers.pull(lease))))
+    }
+
+    /// Moves the blocks of `chain`, and calls `on_done(moved, error)` on a thread of its own; one
+    /// of the two is `None`. `source` and `destination` are `None` for the tiers of this manager, a
+    /// peer's name (as the source), or slots of the engine's memory, one for each block. What uses
+    /// or fills the slots must have ended before, and nothing else may use them until `on_done`.
+    fn transfer_kv_cache(
+        &self,
+        py: Python<'_>,
+        source: Option<Place>,
+        destination: Option<Place>,
+        chain: &Chain,
+        on_done: Py<PyAny>,
+    ) -> PyResult<KvTransfer> {
+        let (from, to) = (slots_of(source.as_ref()), slots_of(destination.as_ref()));
+        let source = kv_place(source.as_ref(), &from);
+        let destination = kv_place(destination.as_ref(), &to);
+        let told = move |moved| tell(&on_done, moved);
+        let begin = || self.inner.transfer_kv_cache(source, destination, &chain.hashes, told);
+        py.detach(begin).map(KvTransfer).map_err(|error| of_manager(&error))
+    }
+
     /// Copies what `lease` holds into an engine's slots, which nothing else may use until it has
-    /// ended. `slots` has of each cache group its number (0: full attention), the position of the
+    /// ended. What it names at a peer comes by the host tier, and stays there. `slots` has of each cache group its number (0: full attention), the position of the
     /// first block and a slot for each from there on. Of a hybrid model they go to the lease's last
     /// block: `Lease.wanted` says from where on, or later. Work on a GPU that still uses the slots
     /// is behind `after`, a `torch.cuda.Event`. The lease is used up.
@@ -121,7 +176,7 @@ impl Manager {
     fn load_into(
         &self,
         py: Python<'_>,
-        lease: &mut Lease,
+        mut lease: AnyLease<'_>,
         slots: Vec<memory::Slots>,
         after: Option<Behind>,
     ) -> PyResult<Load> {
@@ -233,6 +288,14 @@ impl Manager {
 }
 
 impl Manager {
+    fn reading_peers(&self) -> PyResult<&kvbm::Peers> {
+        self.inner.peers().ok_or_else(|| {
+            classes::InvalidError::new_err(
+                "the settings want no peers: set peers.enabled (DYN_KVBM_PEERS)",
+            )
+        })
+    }
+
     /// Without an event the work has ended: on a CPU it has when the engine says so.
     fn fence(&self, behind: Option<Behind>) -> PyResult<Fence> {
         match behind {

@@ -52,7 +52,7 @@ impl Lease {
     }
 }
 
-fn used_before() -> PyErr {
+pub(crate) fn used_before() -> PyErr {
     classes::InvalidError::new_err("the lease was used before")
 }
 

@@ -127,6 +127,12 @@ impl EngineMemory {
             }
         }
     }
+
+    /// Checks slots that are to get blocks. Two blocks loaded into one slot would mix; saving one
+    /// slot twice is harmless, so a save does not check that.
+    pub(crate) fn check_load(&self, slots: &[SlotId]) -> Result<()> {
+        self.check(slots).and_then(|()| check_distinct(slots))
+    }
 }
 
 fn layers_of(bytes: u64, layers: u16) -> Result<NonZeroU16> {
@@ -162,10 +168,7 @@ impl Manager {
         (with_media, part_of): (Arc<()>, Option<Arc<JoinedTransfer>>),
     ) -> Transfer<Loaded> {
         let checked = self.engine().and_then(|engine| {
-            engine.check(slots)?;
-            // Two blocks loaded into one slot would mix. Saving one slot twice is harmless, so it
-            // is not checked.
-            check_distinct(slots)?;
+            engine.check_load(slots)?;
             self.core().check_lease(&lease)?;
             if blocks.len() == slots.len() {
                 Ok(engine.layers())

@@ -11,6 +11,7 @@ use kvbm_tiers::Tier;
 
 use crate::api::groups::CheckpointLeases;
 use crate::error::{Error, ErrorKind, Result};
+use crate::peers::PeerLease;
 use crate::sync::Mutex;
 use crate::table::{Match, NamespaceId, Pins, SharedTable};
 
@@ -22,6 +23,27 @@ pub struct Lease {
     pins: Pins,
     /// `None`: there are no other cache groups, or the lease is of full attention only.
     checkpoints: Option<Box<CheckpointLeases>>,
+}
+
+/// What a load takes: a lease of what the tiers here hold, or of what a peer holds besides.
+#[derive(Debug)]
+pub enum AnyLease {
+    /// From [`Manager::lease`](crate::Manager::lease) and its like.
+    Here(Lease),
+    /// From [`Peers::lease`](crate::Peers::lease).
+    AtPeer(Box<PeerLease>),
+}
+
+impl From<Lease> for AnyLease {
+    fn from(lease: Lease) -> Self {
+        Self::Here(lease)
+    }
+}
+
+impl From<PeerLease> for AnyLease {
+    fn from(lease: PeerLease) -> Self {
+        Self::AtPeer(Box::new(lease))
+    }
 }
 
 impl Lease {

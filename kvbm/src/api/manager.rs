@@ -14,7 +14,7 @@ use crate::api::allocation::{Allocation, Device, LentSlot};
 use crate::api::background::BackgroundThreads;
 use crate::api::engine_memory::EngineMemory;
 use crate::api::groups::{CacheGroup, CheckpointGroups};
-use crate::api::lease::{Lease, PinnedChains};
+use crate::api::lease::{AnyLease, Lease, PinnedChains};
 use crate::api::rank::RankGroup;
 use crate::api::transfer::{Transfer, Transferred};
 use crate::assemble::{self, SharedStore, Tenants};
@@ -234,12 +234,19 @@ impl Manager {
         self.cores().for_each(|core| core.table().finished(&ended));
     }
 
-    /// Brings what the lease holds in any tier onto the device. The answer's lease holds it there.
+    /// Brings what the lease holds in any tier, or a peer for it, onto the device. The answer's lease
+    /// holds it there.
     /// It is an error of kind [`Invalid`](ErrorKind::Invalid) if the lease is of another manager,
     /// of kind [`Stale`](ErrorKind::Stale) if it is from before a [`reset`](Self::reset), and of
     /// kind [`Closed`](ErrorKind::Closed) after [`close`](Self::close).
-    pub fn load(&self, lease: Lease) -> Transfer<Transferred> {
-        self.core.transfer(Class::Load, Tier::Device, lease)
+    pub fn load(&self, lease: impl Into<AnyLease>) -> Transfer<Transferred> {
+        match lease.into() {
+            AnyLease::Here(lease) => self.core.transfer(Class::Load, Tier::Device, lease),
+            AnyLease::AtPeer(lease) => match self.peers_of_leases() {
+                Ok(peers) => peers.load(*lease),
+                Err(error) => Transfer::failed(error),
+            },
+        }
     }
 
     /// Copies what the lease holds to the uppermost tier below the device. Errors are those of
@@ -265,6 +272,13 @@ impl Manager {
     /// Other workers that hold blocks of the same model; `None`: the settings want none.
     pub const fn peers(&self) -> Option<&Peers> {
         self.peers.as_ref()
+    }
+
+    /// The peers that gave leases.
+    pub(crate) fn peers_of_leases(&self) -> Result<&Peers> {
+        self.peers.as_ref().ok_or_else(|| {
+            Error::invalid("the lease is of another manager's peer: this one has none")
+        })
     }
 
     /// What operators, tests and benches ask.

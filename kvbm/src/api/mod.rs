@@ -9,6 +9,7 @@
 //! | `allocation` | slots of the device tier that an engine fills, and their bytes |
 //! | `engine_memory` | an engine's own memory at one end |
 //! | `groups` | the cache groups of a hybrid model: windows and states beside full attention |
+//! | `kv_transfer` | one call for a transfer with a callback |
 //! | `rank` | a manager whose bytes lie in other processes |
 //! | `filling` | slots of the host tier that a caller fills |
 //! | `blocking` | get and put for engines that copy for themselves, on plain threads |
@@ -21,6 +22,7 @@ pub mod blocking;
 pub(crate) mod engine_memory;
 pub(crate) mod filling;
 pub(crate) mod groups;
+pub(crate) mod kv_transfer;
 pub(crate) mod lease;
 pub(crate) mod manager;
 pub(crate) mod rank;

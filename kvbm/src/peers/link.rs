@@ -25,8 +25,8 @@ const READ_BYTES: usize = if cfg!(test) { 2 << 10 } else { 4 << 20 };
 const READS: usize = 2;
 
 /// What a connection runs over.
-pub(super) trait PeerStream: AsyncRead + AsyncWrite + Unpin + Send {}
-impl<S: AsyncRead + AsyncWrite + Unpin + Send> PeerStream for S {}
+pub(super) trait PeerStream: AsyncRead + AsyncWrite + Unpin + Send + Sync {}
+impl<S: AsyncRead + AsyncWrite + Unpin + Send + Sync> PeerStream for S {}
 
 /// A connection to a holder that has let us in.
 pub(super) struct PeerLink {

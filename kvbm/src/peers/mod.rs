@@ -13,6 +13,7 @@
 //! | `holder` | gives leases, and sends what they name |
 //! | `link` | a reader's connection |
 //! | `reader` | reads what others hold |
+//! | `loading` | loads onto the device from what a peer holds |
 //! | `neighbour` | the memory of workers on the same host |
 //! | `look` | what peers show of themselves, to people |
 
@@ -20,6 +21,7 @@ pub(crate) mod discovery;
 mod greeting;
 mod holder;
 mod link;
+mod loading;
 mod look;
 mod neighbour;
 mod probes;
@@ -58,6 +60,7 @@ use crate::secret::read_secret;
 use crate::sync::{JoinHandle, Mutex, spawn};
 use crate::table::RequestInfo;
 
+pub(crate) use self::loading::EngineSlots;
 pub use self::look::{PeerOffer, PeerReport, look_at_peers};
 #[cfg(feature = "testing")]
 pub use self::protocol::read_in_every_way as read_peer_frame;
@@ -313,11 +316,15 @@ impl Peers {
     /// Brings what a lease names into the host tier, as far as there is room. Blocks that do not
     /// come, come late or are not what they should be are missing, and the answer says why.
     ///
-    /// The answer is an error of kind [`Stale`](ErrorKind::Stale) if a reset came in between, and of
-    /// kind [`Closed`](ErrorKind::Closed) after [`Manager::close`](crate::Manager::close).
+    /// [`Manager::load`](crate::Manager::load) and [`Manager::load_into`](crate::Manager::load_into)
+    /// take the lease as well, and bring the blocks further.
+    ///
+    /// The answer is an error of kind [`Invalid`](ErrorKind::Invalid) if the lease is of another
+    /// manager's, of kind [`Stale`](ErrorKind::Stale) if a reset came in between, and of kind
+    /// [`Closed`](ErrorKind::Closed) after [`Manager::close`](crate::Manager::close).
     pub fn pull(&self, lease: PeerLease) -> Transfer<Pulled> {
         let reader = Arc::clone(&self.reader);
-        self.start_on_thread(async move { reader.pull(lease).await })
+        self.start_on_thread(async move { reader.pull(lease, usize::MAX, drop).await })
     }
 
     fn start_on_thread<T: Send + 'static>(

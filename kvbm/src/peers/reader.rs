@@ -20,6 +20,7 @@ use super::neighbour::Neighbours;
 use super::protocol::{BrokenLink, ReadEnd};
 use crate::api::filling::FillingSlots;
 use crate::api::lease::Lease;
+use crate::api::transfer::Transferred;
 use crate::error::{Error, Result};
 use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics, PeerWay};
 use crate::names::epoch::EpochDigest;
@@ -58,6 +59,8 @@ pub(super) struct WaitingLink {
 /// dropped.
 #[must_use = "dropping a lease ends it"]
 pub struct PeerLease {
+    /// Those of the reader that asked for it.
+    of: Arc<Credentials>,
     link: PeerLink,
     peer: String,
     address: String,
@@ -66,7 +69,7 @@ pub struct PeerLease {
     /// What the blocks are blocks of.
     namespace: NamespaceId,
     pub(super) named: NamedBlocks,
-    /// It was asked for then.
+    /// It was asked for then, or what it names was.
     asked: Instant,
     counted: CountedLease,
 }
@@ -111,6 +114,13 @@ pub struct Pulled {
     pub fault: Option<String>,
 }
 
+/// How a part of a pull ended.
+struct PulledPart {
+    told: Transferred,
+    copied: usize,
+    fault: Option<PeerFault>,
+}
+
 impl Reader {
     /// Leases at a peer what the tiers here lack of a chain.
     pub(super) async fn lease(
@@ -129,7 +139,19 @@ impl Reader {
         let leased = timeout_at(asked + limit, self.lease_at(&address, &wanted)).await;
         match leased.unwrap_or(Err(BrokenLink::Late.into())) {
             Ok((link, named)) => {
-                Ok(PeerLease { link, peer, address, chain, info, namespace, named, asked, counted })
+                let of = Arc::clone(&self.credentials);
+                Ok(PeerLease {
+                    of,
+                    link,
+                    peer,
+                    address,
+                    chain,
+                    info,
+                    namespace,
+                    named,
+                    asked,
+                    counted,
+                })
             }
             Err(fault) => {
                 counted.end = end_of(&fault);
@@ -210,39 +232,63 @@ impl Reader {
         });
     }
 
-    /// Brings what a lease names into the host tier.
-    pub(super) async fn pull(&self, lease: PeerLease) -> Result<Pulled> {
-        let blocks = lease.blocks();
-        let PeerLease {
-            mut link, address, chain, info, namespace, named, asked, mut counted, ..
-        } = lease;
-        let chain = Chain::from(&chain).prefix(blocks);
-        let mut filling = FillingSlots::take(&self.core, &self.memory, chain, info)?;
-        if filling.namespace() != Some(namespace) {
-            // A reset came since: what the peer has counts as old here.
-            return Err(Error::stale());
+    /// Brings what a lease names into the host tier, in parts of `part` blocks. After each but the
+    /// last, `arrived` gets a lease of what is there.
+    pub(super) async fn pull(
+        &self,
+        mut lease: PeerLease,
+        part: usize,
+        mut arrived: impl FnMut(Lease) + Send,
+    ) -> Result<Pulled> {
+        if !Arc::ptr_eq(&lease.of, &self.credentials) {
+            return Err(Error::invalid("the lease is of another manager's peer"));
         }
-        let (before, started) = (filling.kept(), Instant::now());
-        let brought = if filling.left() > 0 && !self.are_removals_noted().await {
-            Err(PeerFault::NoIndex)
-        } else {
-            link.bring(&named, asked + named.ttl, &mut filling).await
+        let (blocks, started) = (lease.blocks(), Instant::now());
+        let (mut until, mut copied) = (lease.named.before, 0);
+        let (told, fault) = loop {
+            until = until.saturating_add(part).min(blocks);
+            let PulledPart { told, copied: more, fault } =
+                self.pull_part(&mut lease, until).await?;
+            copied += more;
+            if until == blocks || fault.is_some() || told.blocks < until {
+                break (told, fault);
+            }
+            arrived(told.lease);
         };
-        let copied = filling.kept() - before;
-        let published = filling.publish();
-        let way = if link.memory.is_some() { PeerWay::SharedMemory } else { PeerWay::Tcp };
+        let way = if lease.link.memory.is_some() { PeerWay::SharedMemory } else { PeerWay::Tcp };
         self.metrics.pulled(way, copied as u64, started.elapsed());
-        let fault = brought.err();
-        counted.end = match &fault {
+        lease.counted.end = match &fault {
             Some(fault) => end_of(fault),
             None if copied > 0 => PeerLeaseEnd::Whole,
             None => PeerLeaseEnd::GivenUp,
         };
-        drop(counted);
-        self.release(&address, link, fault.as_ref()).await;
-        let told = published.ok_or_else(Error::closed)?.await?;
+        self.release(lease, fault.as_ref()).await;
         let fault = fault.map(|fault| fault.to_string());
         Ok(Pulled { lease: told.lease, blocks: told.blocks, copied, fault })
+    }
+
+    /// Brings the blocks up to `until`.
+    async fn pull_part(&self, lease: &mut PeerLease, until: usize) -> Result<PulledPart> {
+        let chain = Chain::from(&lease.chain).prefix(until);
+        let mut filling = FillingSlots::take(&self.core, &self.memory, chain, lease.info)?;
+        if filling.namespace() != Some(lease.namespace) {
+            // A reset came since: what the peer has counts as old here.
+            return Err(Error::stale());
+        }
+        let (before, began) = (filling.kept(), Instant::now());
+        let brought = if filling.left() > 0 && !self.are_removals_noted().await {
+            Err(PeerFault::NoIndex)
+        } else {
+            let limit = lease.asked + lease.named.ttl;
+            lease.link.bring(&lease.named, limit, &mut filling).await
+        };
+        if lease.link.memory.is_none() {
+            // The holder saw what was asked for since, and renewed the lease.
+            lease.asked = began;
+        }
+        let copied = filling.kept() - before;
+        let told = filling.publish().ok_or_else(Error::closed)?.await?;
+        Ok(PulledPart { told, copied, fault: brought.err() })
     }
 
     /// What a lower tier here has need not come from a peer. Returns how many leading blocks the
@@ -264,7 +310,8 @@ impl Reader {
 
     /// Ends a lease at its holder, which hears how. The connection waits for its next use unless
     /// something of this one may be left in it.
-    async fn release(&self, address: &str, mut link: PeerLink, fault: Option<&PeerFault>) {
+    async fn release(&self, lease: PeerLease, fault: Option<&PeerFault>) {
+        let PeerLease { mut link, address, .. } = lease;
         let end = match fault {
             None => ReadEnd::Whole,
             Some(PeerFault::Wrong) => ReadEnd::Wrong,
@@ -272,7 +319,7 @@ impl Reader {
             Some(PeerFault::Link(_) | PeerFault::Ended(_)) => return,
         };
         if timeout(self.limit, link.release(end)).await.is_ok_and(|sent| sent.is_ok()) {
-            self.keep(address, link);
+            self.keep(&address, link);
         }
     }
 }

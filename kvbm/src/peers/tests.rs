@@ -310,7 +310,8 @@ impl Pair {
     async fn pull(&mut self) -> usize {
         let Some(lease) = self.lease.take() else { return 0 };
         let chain = lease.chain.clone();
-        let pulled = self.reader.pull(lease).await.map_or(0, |pulled| pulled.copied);
+        let pulled =
+            self.reader.pull(lease, usize::MAX, drop).await.map_or(0, |pulled| pulled.copied);
         self.here.check(&chain);
         pulled
     }

@@ -308,7 +308,7 @@ impl Drop for WaitingTransfer {
 }
 
 /// Tells waiters for layers that no more will come, even if the answer is never given.
-struct EndsLayers(Arc<LayerCount>);
+pub(crate) struct EndsLayers(pub(crate) Arc<LayerCount>);
 
 impl Drop for EndsLayers {
     fn drop(&mut self) {

@@ -82,6 +82,7 @@ use crate::table::{
 
 pub use self::background::Drained;
 pub use self::dispatch::Executor;
+pub(crate) use self::engine::EndsLayers;
 pub use self::engine::{JoinedTransfer, LoadInto, SaveFrom};
 pub use self::scrub::ScrubOptions;
 pub use self::staging::StagingCounts;

@@ -9,10 +9,11 @@ use kvbm_tiers::Fence;
 use super::lease::{CheckpointLeases, GroupLease};
 use super::{CheckpointGroups, FULL, GroupSlots, find};
 use crate::api::engine_memory::{Loaded, Writers};
-use crate::api::lease::Lease;
+use crate::api::lease::{AnyLease, Lease};
 use crate::api::manager::Manager;
 use crate::api::transfer::{LayerCount, Transfer};
 use crate::error::{Error, Result};
+use crate::peers::{EngineSlots, PeerLease};
 use crate::scheduler::JoinedTransfer;
 
 /// What the loads of all groups share.
@@ -26,7 +27,8 @@ struct LoadPart<'a> {
 
 impl Manager {
     /// Copies what `lease` holds into the engine's slots, once the fence `after` is raised: the end
-    /// of work that used the slots before. `slots` are of successive blocks of the chain. Of a
+    /// of work that used the slots before. What a lease names at a peer comes by the host tier, and
+    /// stays there. `slots` are of successive blocks of the chain. Of a
     /// plain model they are any that the lease has; blocks that no tier holds count as failed, as
     /// do those behind one that cannot be read. Of a hybrid model each cache group is named once,
     /// and its blocks end with the last [usable](Lease::usable) one and begin where
@@ -42,6 +44,32 @@ impl Manager {
     /// others count as failed, and the answer tells about the slots. `after` works as `ready` of
     /// [`SaveRequest`](crate::SaveRequest) does.
     pub fn load_into(
+        &self,
+        lease: impl Into<AnyLease>,
+        slots: &[GroupSlots<'_>],
+        after: &Fence,
+    ) -> Transfer<Loaded> {
+        match lease.into() {
+            AnyLease::Here(lease) => self.load_here(lease, slots, after),
+            AnyLease::AtPeer(lease) => {
+                self.load_from_peer(*lease, slots, after).unwrap_or_else(Transfer::failed)
+            }
+        }
+    }
+
+    fn load_from_peer(
+        &self,
+        lease: PeerLease,
+        slots: &[GroupSlots<'_>],
+        after: &Fence,
+    ) -> Result<Transfer<Loaded>> {
+        let (peers, engine) = (self.peers_of_leases()?, self.engine()?.clone());
+        let GroupSlots { first, slots, .. } = CheckpointGroups::plain(slots)?;
+        let slots = EngineSlots::new(engine, first, slots, after.clone())?;
+        Ok(peers.load_into(lease, slots))
+    }
+
+    fn load_here(
         &self,
         mut lease: Lease,
         slots: &[GroupSlots<'_>],

@@ -1,0 +1,189 @@
+//! Loads from a peer: what has come to the host tier goes on to the device, or into an engine's
+//! slots, while the rest is on its way.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use kvbm_tiers::{Fence, Memory, SlotId, Tier};
+
+use super::Peers;
+use super::reader::{PeerLease, Pulled, Reader};
+use crate::api::engine_memory::{EngineMemory, Loaded, Writers};
+use crate::api::lease::Lease;
+use crate::api::transfer::{LayerCount, Transfer, Transferred};
+use crate::error::{Error, Result};
+use crate::scheduler::{Core, EndsLayers, JoinedTransfer, LoadInto};
+use crate::task::Class;
+
+/// What comes from a peer before it goes on.
+const PART_BYTES: usize = 16 << 20;
+
+/// An engine's slots for successive blocks of a chain.
+pub(crate) struct EngineSlots {
+    engine: EngineMemory,
+    /// The position of the first block.
+    first: usize,
+    slots: Vec<SlotId>,
+    /// Raised when these may be written.
+    after: Fence,
+}
+
+impl EngineSlots {
+    /// # Errors
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): a slot does not exist or is named twice,
+    /// or the positions are beyond any chain.
+    pub(crate) fn new(
+        engine: EngineMemory,
+        first: usize,
+        slots: &[SlotId],
+        after: Fence,
+    ) -> Result<Self> {
+        engine.check_load(slots)?;
+        if first.checked_add(slots.len()).is_none() {
+            return Err(Error::invalid(format!("position {first} is beyond any chain")));
+        }
+        Ok(Self { engine, first, slots: slots.to_vec(), after })
+    }
+
+    fn wanted(&self) -> Range<usize> {
+        self.first..self.first + self.slots.len()
+    }
+}
+
+impl Peers {
+    /// Brings what a lease names into the host tier, and all of its chain onto the device.
+    pub(crate) fn load(&self, lease: PeerLease) -> Transfer<Transferred> {
+        let reader = Arc::clone(&self.reader);
+        self.start_on_thread(async move {
+            let pulled = reader.pull(lease, usize::MAX, drop).await?;
+            reader.core.transfer(Class::Load, Tier::Device, pulled.lease).await
+        })
+    }
+
+    /// [`pull`](Self::pull), of a lease that is still to come. `arrived` counts blocks.
+    pub(crate) fn pull_when_leased(
+        &self,
+        leasing: Transfer<PeerLease>,
+        arrived: &Arc<AtomicUsize>,
+    ) -> Transfer<Pulled> {
+        let (reader, arrived) = (Arc::clone(&self.reader), Arc::clone(arrived));
+        self.start_on_thread(async move {
+            let (lease, part) = (leasing.await?, reader.part());
+            reader.pull(lease, part, |held| count(&held, &arrived)).await
+        })
+    }
+
+    /// [`load_into`](Self::load_into), of a lease that is still to come. `arrived` counts blocks.
+    pub(crate) fn load_when_leased(
+        &self,
+        leasing: Transfer<PeerLease>,
+        slots: EngineSlots,
+        arrived: &Arc<AtomicUsize>,
+    ) -> Transfer<Loaded> {
+        let (reader, arrived) = (Arc::clone(&self.reader), Arc::clone(arrived));
+        self.start_on_thread(async move { reader.load_into(leasing.await?, slots, &arrived).await })
+    }
+
+    /// Brings what a lease names into the host tier, and from there into an engine's slots.
+    pub(crate) fn load_into(&self, lease: PeerLease, slots: EngineSlots) -> Transfer<Loaded> {
+        let layers = slots.engine.layers();
+        let count = Arc::new(LayerCount::new(layers.get(), slots.slots.len()));
+        let reader = Arc::clone(&self.reader);
+        let ends = EndsLayers(Arc::clone(&count));
+        let transfer = self.start_on_thread(async move {
+            let loaded = reader.load_into(lease, slots, &AtomicUsize::new(0)).await?;
+            ends.0.end(loaded.is_whole);
+            Ok(loaded)
+        });
+        transfer.in_layers(count)
+    }
+}
+
+impl Reader {
+    /// Blocks of a part.
+    fn part(&self) -> usize {
+        (PART_BYTES / self.memory.block_bytes()).max(1)
+    }
+
+    async fn load_into(
+        &self,
+        lease: PeerLease,
+        slots: EngineSlots,
+        arrived: &AtomicUsize,
+    ) -> Result<Loaded> {
+        let mut loads = EngineLoads::new(&self.core, slots);
+        let go_on = |held: Lease| {
+            count(&held, arrived);
+            loads.go_on(held);
+        };
+        let pulled = self.pull(lease, self.part(), go_on).await;
+        loads.end(pulled.map(|pulled| pulled.lease)).await
+    }
+}
+
+fn count(held: &Lease, arrived: &AtomicUsize) {
+    arrived.store(held.blocks(Tier::Host), Ordering::Relaxed);
+}
+
+/// Loads into an engine's slots, one for each part of a pull.
+struct EngineLoads<'a> {
+    core: &'a Arc<Core>,
+    slots: EngineSlots,
+    /// The position of the first block that is not asked for yet.
+    next: usize,
+    loads: Vec<Transfer<Loaded>>,
+    with_media: Arc<()>,
+    joined: Arc<JoinedTransfer>,
+}
+
+impl<'a> EngineLoads<'a> {
+    fn new(core: &'a Arc<Core>, slots: EngineSlots) -> Self {
+        let (next, joined) = (slots.first, JoinedTransfer::of(core));
+        Self { core, slots, next, loads: Vec::new(), with_media: Arc::default(), joined }
+    }
+
+    /// Loads what is in the host tier by now.
+    fn go_on(&mut self, held: Lease) {
+        let until = held.blocks(Tier::Host).min(self.slots.wanted().end);
+        if until > self.next {
+            self.load(held, until);
+        }
+    }
+
+    fn load(&mut self, lease: Lease, until: usize) {
+        let (blocks, first) = (self.next..until, self.slots.first);
+        let load = LoadInto {
+            lease,
+            slots: &self.slots.slots[blocks.start - first..blocks.end - first],
+            blocks,
+            after: self.slots.after.clone(),
+            layers: self.slots.engine.layers(),
+            with_media: Arc::clone(&self.with_media),
+            part_of: Some(Arc::clone(&self.joined)),
+        };
+        self.loads.push(self.core.load_into(load));
+        self.next = until;
+    }
+
+    /// Loads the rest, from whichever tier has it, and waits for all: the engine may use its slots
+    /// then. What was begun is answered for even if the pull failed.
+    async fn end(mut self, pulled: Result<Lease>) -> Result<Loaded> {
+        let wanted = self.slots.wanted();
+        let failure = pulled.map(|lease| self.load(lease, wanted.end)).err();
+        let writers = Writers::new(&self.with_media);
+        drop(self.with_media);
+        let (mut arrived, mut is_whole, mut held) = (0, true, None);
+        for load in self.loads {
+            // None of an engine's slots was begun to be written, else it is no error.
+            let loaded = load.await.ok();
+            arrived += loaded.as_ref().filter(|_| is_whole).map_or(0, |loaded| loaded.arrived);
+            is_whole = is_whole && loaded.as_ref().is_some_and(|loaded| loaded.is_whole);
+            held = loaded.map(|loaded| loaded.lease).or(held);
+        }
+        match held {
+            Some(lease) => Ok(Loaded::new((wanted.start, wanted.len()), arrived, lease, writers)),
+            None => Err(failure.unwrap_or_else(Error::closed)),
+        }
+    }
+}

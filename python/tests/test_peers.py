@@ -1,0 +1,140 @@
+"""Two managers that read each other's host tier, beside engines' own memory."""
+
+import ctypes
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvbm_rs import Chain, EngineMemory, KvMoved, Manager, PeerLease, Settings, nixl_is_available
+from kvbm_rs.errors import InvalidError, UnavailableError
+
+SLOTS, BLOCK_BYTES = 16, 4096
+
+
+class Worker:
+    def __init__(self, addresses: str = "") -> None:
+        self.memory = ctypes.create_string_buffer(SLOTS * BLOCK_BYTES)
+        parts = [(ctypes.addressof(self.memory), BLOCK_BYTES, BLOCK_BYTES)]
+        settings = {
+            "block_bytes": BLOCK_BYTES,
+            "host.capacity": SLOTS * BLOCK_BYTES,
+            "peers.enabled": True,
+            "peers.port": 0,
+            "peers.lease_share": 1.0,
+        } | ({"peers.addresses": addresses} if addresses else {})
+        memory = EngineMemory(SLOTS, 1, parts, owner=self.memory)
+        fingerprint = {"model": "tests", "weights": "some"}
+        self.manager = Manager(Settings(settings), memory, block_tokens=4, fingerprint=fingerprint)
+
+    def fill(self, slot: int, value: int) -> None:
+        ctypes.memset(ctypes.addressof(self.memory) + slot * BLOCK_BYTES, value, BLOCK_BYTES)
+
+    def has(self, slot: int, value: int) -> bool:
+        start = slot * BLOCK_BYTES
+        return self.memory.raw[start : start + BLOCK_BYTES] == bytes([value]) * BLOCK_BYTES
+
+
+def chain(name: int, blocks: int) -> Chain:
+    return Chain(bytes([name, at]) * 16 for at in range(blocks))
+
+
+@pytest.fixture
+def workers() -> Iterator[tuple[Worker, Worker, str]]:
+    there = Worker()
+    own = there.manager.peer()
+    assert own is not None
+    here = Worker(own[1])
+    yield there, here, own[0]
+    assert here.manager.close(10.0)
+    assert there.manager.close(10.0)
+
+
+def compute(worker: Worker, name: int, blocks: int) -> None:
+    for slot in range(blocks):
+        worker.fill(slot, 16 * name + slot)
+    saved = worker.manager.save_from(chain(name, blocks), [(0, 0, range(blocks))]).wait(10.0)
+    assert saved is not None
+    assert saved.blocks == blocks
+
+
+def lease_at(here: Worker, peer: str, wanted: Chain) -> PeerLease:
+    lease = here.manager.lease_at(peer, wanted).wait(10.0)
+    assert lease is not None
+    return lease
+
+
+def test_what_a_peer_holds_is_loaded_into_slots(workers: tuple[Worker, Worker, str]) -> None:
+    there, here, name = workers
+    compute(there, 1, 6)
+    assert name in here.manager.peers()
+    lease = lease_at(here, name, chain(1, 8))
+    assert (lease.peer, lease.blocks, lease.only_there) == (name, 6, 6)
+    loaded = here.manager.load_into(lease, [(0, 0, range(10, 16))]).wait(10.0)
+    assert loaded is not None
+    assert (loaded.arrived, loaded.is_whole) == (6, True)
+    assert all(here.has(10 + at, 16 + at) for at in range(6))
+    assert here.manager.matches(chain(1, 8)) == {"host": 6}
+    with pytest.raises(InvalidError, match="used before"):
+        here.manager.pull(lease)
+
+
+def test_what_a_peer_holds_is_pulled_to_the_host_tier(workers: tuple[Worker, Worker, str]) -> None:
+    there, here, name = workers
+    compute(there, 1, 6)
+    pulled = here.manager.pull(lease_at(here, name, chain(1, 6))).wait(10.0)
+    assert pulled is not None
+    assert (pulled.blocks, pulled.copied, pulled.fault) == (6, 6, None)
+    assert lease_at(here, name, chain(1, 6)).only_there == 0
+
+
+def test_new_weights_that_nobody_named_are_not_shared(workers: tuple[Worker, Worker, str]) -> None:
+    there, here, name = workers
+    there.manager.reset()
+    here.manager.reset()
+    compute(there, 1, 6)
+    with pytest.raises(UnavailableError, match="the same weights"):
+        lease_at(here, name, chain(1, 6))
+    there.manager.reset(weights="step-2")
+    here.manager.reset(weights="step-2")
+    compute(there, 1, 6)
+    assert lease_at(here, name, chain(1, 6)).blocks == 6
+
+
+def test_one_call_moves_blocks_and_calls_back(workers: tuple[Worker, Worker, str]) -> None:
+    there, here, name = workers
+    compute(there, 1, 6)
+    done = threading.Event()
+    told: list[tuple[KvMoved | None, Exception | None]] = []
+
+    def on_done(moved: KvMoved | None, error: Exception | None) -> None:
+        told.append((moved, error))
+        done.set()
+
+    def moved(source: str | range | None, destination: range | None) -> KvMoved:
+        done.clear()
+        transfer = here.manager.transfer_kv_cache(source, destination, chain(1, 6), on_done)
+        assert done.wait(10.0)
+        moved, error = told.pop()
+        assert error is None
+        assert moved is not None
+        assert transfer.arrived == moved.blocks <= transfer.wanted == 6
+        assert moved.slots_are_free()
+        return moved
+
+    assert moved(name, range(6)).blocks == 6
+    assert all(here.has(at, 16 + at) for at in range(6))
+    assert moved(None, range(10, 16)).blocks == 6
+    assert all(here.has(10 + at, 16 + at) for at in range(6))
+    assert moved(range(6), None).blocks == 6
+    assert moved(name, None).blocks == 6
+    done.clear()
+    here.manager.transfer_kv_cache("nobody", None, chain(2, 6), on_done)
+    assert done.wait(10.0)
+    [(nothing, error)] = told
+    assert nothing is None
+    assert isinstance(error, InvalidError)
+
+
+def test_whether_nixl_is_there_is_a_plain_answer() -> None:
+    assert nixl_is_available() in (True, False)

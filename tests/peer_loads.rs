@@ -1,0 +1,210 @@
+//! An engine loads what a peer holds into its own slots: every byte is right, and what does not come
+//! is a miss.
+
+use std::net::SocketAddr;
+use std::sync::mpsc::channel;
+
+use kvbm::{
+    BlockHash, Chain, EngineMemory, ErrorKind, Fence, Fingerprint, GroupSlots, KvPlace, Loaded,
+    Manager, NewEpoch, Options, PeerLease, RequestInfo, Result, SlotId, Tier,
+};
+use kvbm_tests::engine::{block_on, without_device};
+use kvbm_tests::rig::{chain, number};
+use kvbm_tests::slots::{load_slots, save_slots};
+use kvbm_tiers::testing::{TensorView, Tensors, fill_pattern, has_pattern};
+
+/// So large that a prompt comes in several parts.
+const BLOCK: usize = 1 << 20;
+const SLOTS: u32 = 40;
+const LAYERS: u16 = 4;
+
+struct Worker {
+    manager: Manager,
+    memory: TensorView,
+}
+
+impl Worker {
+    fn new(port: u16, peer: Option<SocketAddr>, shared_memory: bool) -> Self {
+        let mut settings = without_device(BLOCK as u64, SLOTS.into());
+        settings.peers.enabled = true;
+        settings.peers.port = port;
+        settings.peers.shared_memory = shared_memory;
+        settings.peers.lease_share = 1.0;
+        settings.peers.addresses = peer.map(|address| address.to_string());
+        let (region, memory) = Tensors::new(SLOTS, BLOCK, 2 * usize::from(LAYERS)).shared();
+        let engine = EngineMemory::new(region, LAYERS).expect("layers of one size");
+        let fingerprint = Fingerprint {
+            model: "tests".to_owned(),
+            weights: "some".to_owned(),
+            ..Fingerprint::default()
+        };
+        let options =
+            Options { engine: Some(engine), fingerprint: Some(fingerprint), ..Options::default() };
+        Self { manager: block_on(Manager::open(settings, options)).expect("it opens"), memory }
+    }
+
+    fn address(&self) -> SocketAddr {
+        self.manager.peers().expect("it has peers").address()
+    }
+
+    /// Computes and saves a chain: other bytes with other weights.
+    fn compute(&self, chain: &[BlockHash], weights: usize) {
+        let slots: Vec<_> = (0..chain.len() as u32).map(SlotId).collect();
+        for (&hash, &slot) in chain.iter().zip(&slots) {
+            let mut block = vec![0; BLOCK];
+            fill_pattern(pattern(hash, weights), &mut block);
+            self.memory.write(slot, &block);
+        }
+        let saved = save_slots(&self.manager, chain, 0, &slots, Fence::Done).wait();
+        assert_eq!(saved.expect("the manager is open").blocks, chain.len());
+    }
+
+    fn lease(&self, peer: SocketAddr, chain: &[BlockHash]) -> Result<PeerLease> {
+        let peers = self.manager.peers().expect("it has peers");
+        let name = peer.to_string().replace(':', "/");
+        peers.lease(&name, chain, RequestInfo::default()).wait()
+    }
+
+    /// Loads `chain` into the last slots, and checks what arrived.
+    fn load(&self, lease: PeerLease, chain: &[BlockHash], weights: usize) -> Loaded {
+        let slots = last_slots(chain.len());
+        let named = [GroupSlots::full(0, &slots)];
+        let load = self.manager.load_into(lease, &named, &Fence::Done);
+        let loaded = load.wait().expect("the manager is open");
+        for (&hash, &slot) in chain.iter().zip(&slots).take(loaded.arrived) {
+            let block = self.memory.read(slot);
+            assert!(has_pattern(pattern(hash, weights), &block), "a wrong block in {slot:?}");
+        }
+        loaded
+    }
+
+    fn assert_well(&self) {
+        let counts = self.manager.admin().counts(Tier::Host);
+        assert_eq!((counts.filling, counts.lost), (0, 0));
+        assert_eq!(self.manager.admin().audit(), []);
+    }
+}
+
+fn pattern(hash: BlockHash, weights: usize) -> usize {
+    number(Chain::from([hash].as_slice()).key(0)) + (weights << 16)
+}
+
+fn last_slots(blocks: usize) -> Vec<SlotId> {
+    (SLOTS - blocks as u32..SLOTS).map(SlotId).collect()
+}
+
+#[test]
+fn an_engine_loads_what_a_peer_holds_into_its_slots() {
+    for shared_memory in [true, false] {
+        let there = Worker::new(0, None, shared_memory);
+        let here = Worker::new(0, Some(there.address()), shared_memory);
+        let prompt = chain(1, 36);
+        there.compute(&prompt, 0);
+        here.compute(&prompt[..5], 0);
+        let lease = here.lease(there.address(), &prompt).expect("it is there");
+        assert_eq!((lease.blocks(), lease.only_there()), (36, 31));
+        let loaded = here.load(lease, &prompt, 0);
+        assert_eq!((loaded.arrived, loaded.failed, loaded.is_whole), (36, 0, true));
+        assert_eq!((loaded.lease.blocks(Tier::Host), loaded.usable), (36, 36));
+        assert!(loaded.writers.are_gone());
+        drop(loaded);
+        // From here on it is here.
+        drop(there);
+        let slots = last_slots(36);
+        let again = load_slots(&here.manager, here.manager.lease(&prompt), 0, &slots, &Fence::Done);
+        assert!(again.wait().expect("the manager is open").is_whole);
+        here.assert_well();
+    }
+}
+
+#[test]
+fn what_a_peer_gives_no_more_is_a_miss_and_then_all_works_again() {
+    let there = Worker::new(0, None, false);
+    let address = there.address();
+    let here = Worker::new(0, Some(address), false);
+    let prompt = chain(1, 36);
+    there.compute(&prompt, 0);
+    here.compute(&prompt[..5], 0);
+    // New weights: nothing of it may come.
+    let lease = here.lease(address, &prompt).expect("it is there");
+    there.manager.reset(NewEpoch::of_weights(1, "new")).expect("a greater number");
+    there.compute(&prompt, 1);
+    let loaded = here.load(lease, &prompt, 0);
+    assert_eq!((loaded.arrived, loaded.failed, loaded.usable), (5, 31, 5));
+    drop(loaded);
+    here.manager.reset(NewEpoch::of_weights(1, "new")).expect("a greater number");
+    let lease = here.lease(address, &prompt).expect("it is there");
+    assert!(here.load(lease, &prompt, 1).is_whole);
+    // It goes.
+    let other = chain(2, 36);
+    here.manager.admin().evict(Tier::Host, SLOTS as usize);
+    there.manager.admin().evict(Tier::Host, SLOTS as usize);
+    there.compute(&other, 1);
+    let lease = here.lease(address, &other).expect("it is there");
+    drop(there);
+    assert_eq!(here.load(lease, &other, 1).arrived, 0);
+    // Another one comes.
+    let there = Worker::new(address.port(), None, false);
+    there.manager.reset(NewEpoch::of_weights(1, "new")).expect("a greater number");
+    there.compute(&other, 1);
+    let lease = here.lease(address, &other).expect("it is there");
+    assert!(here.load(lease, &other, 1).is_whole);
+    here.assert_well();
+}
+
+#[test]
+fn a_load_from_a_peer_that_makes_no_sense_is_refused() {
+    let there = Worker::new(0, None, true);
+    let here = Worker::new(0, Some(there.address()), true);
+    let prompt = chain(1, 2);
+    there.compute(&prompt, 0);
+    for slots in [[SlotId(0), SlotId(SLOTS)], [SlotId(3), SlotId(3)]] {
+        let lease = here.lease(there.address(), &prompt).expect("it is there");
+        let named = [GroupSlots::full(0, &slots)];
+        let refused = here.manager.load_into(lease, &named, &Fence::Done).wait().unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Invalid);
+    }
+    let lease = here.lease(there.address(), &prompt).expect("it is there");
+    let named = [GroupSlots::full(0, &[SlotId(0), SlotId(1)])];
+    let refused = there.manager.load_into(lease, &named, &Fence::Done).wait().unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Invalid, "the lease is another manager's");
+    there.assert_well();
+    here.assert_well();
+}
+
+#[test]
+fn one_call_moves_blocks_and_calls_back() {
+    let there = Worker::new(0, None, false);
+    let here = Worker::new(0, Some(there.address()), false);
+    let prompt = chain(1, 36);
+    there.compute(&prompt, 0);
+    let peer = there.address().to_string().replace(':', "/");
+    let slots = last_slots(36);
+    let moved = |source: KvPlace<'_>, destination: KvPlace<'_>| {
+        let (tell, told) = channel();
+        let on_done = move |moved| tell.send(moved).expect("it is waited for");
+        let transfer = here.manager.transfer_kv_cache(source, destination, &prompt, on_done);
+        let moved = told.recv().expect("it calls back");
+        (transfer.expect("there is a thread").arrived(), moved.map(|moved| moved.blocks))
+    };
+    let (arrived, all) = moved(KvPlace::Peer(&peer), KvPlace::Slots(&slots));
+    assert_eq!((arrived, all.expect("it is there")), (36, 36));
+    for (&hash, &slot) in prompt.iter().zip(&slots) {
+        assert!(has_pattern(pattern(hash, 0), &here.memory.read(slot)));
+    }
+    for (source, destination) in [
+        (KvPlace::Tiers, KvPlace::Slots(&slots)),
+        (KvPlace::Slots(&slots), KvPlace::Tiers),
+        (KvPlace::Peer(&peer), KvPlace::Tiers),
+    ] {
+        assert_eq!(moved(source, destination).1.expect("it is there"), 36);
+    }
+    for (source, destination) in [
+        (KvPlace::Tiers, KvPlace::Tiers),
+        (KvPlace::Tiers, KvPlace::Peer(&peer)),
+        (KvPlace::Peer("nobody"), KvPlace::Tiers),
+    ] {
+        let (arrived, refused) = moved(source, destination);
+        assert_eq!((arrived, refused.unwrap_err().kind()), (0, ErrorKind::Invalid));
+    }
+}
