@@ -50,7 +50,7 @@ fn embedding((prompt_tokens, request): (Vec<u32>, RequestId), generated_tokens: 
 }
 
 /// docs/peers.md
-async fn peers(manager: Manager, chain: Vec<BlockHash>) -> Tried {
+async fn peers(manager: Manager, chain: Vec<BlockHash>, slots: Vec<SlotId>) -> Tried {
     let peers = manager.peers().expect("peers.enabled is set");
     let lease = peers.lease("127.0.0.1/6890", &chain, RequestInfo::default()).await?;
     println!("{} blocks are only there", lease.only_there());
@@ -58,6 +58,10 @@ async fn peers(manager: Manager, chain: Vec<BlockHash>) -> Tried {
     // They are in the host tier now. `fault` says why some are missing, if some are.
     println!("{} came, {:?}", pulled.copied, pulled.fault);
     let loaded = manager.load(pulled.lease).await?;
+
+    let lease = peers.lease("127.0.0.1/6890", &chain, RequestInfo::default()).await?;
+    let named = [GroupSlots::full(0, &slots[..lease.blocks()])];
+    let loaded = manager.load_into(lease, &named, &Fence::Done).await?;
     Ok(())
 }
 

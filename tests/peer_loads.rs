@@ -3,13 +3,14 @@
 
 use std::net::SocketAddr;
 use std::sync::mpsc::channel;
+use std::time::Duration;
 
 use kvbm::{
     BlockHash, Chain, EngineMemory, ErrorKind, Fence, Fingerprint, GroupSlots, KvPlace, Loaded,
     Manager, NewEpoch, Options, PeerLease, RequestInfo, Result, SlotId, Tier,
 };
 use kvbm_tests::engine::{block_on, without_device};
-use kvbm_tests::rig::{chain, number};
+use kvbm_tests::rig::{chain, number, wait_until};
 use kvbm_tests::slots::{load_slots, save_slots};
 use kvbm_tiers::testing::{TensorView, Tensors, fill_pattern, has_pattern};
 
@@ -17,6 +18,8 @@ use kvbm_tiers::testing::{TensorView, Tensors, fill_pattern, has_pattern};
 const BLOCK: usize = 1 << 20;
 const SLOTS: u32 = 40;
 const LAYERS: u16 = 4;
+/// What ends with an event, on a busy machine.
+const LIMIT: Duration = Duration::from_mins(1);
 
 struct Worker {
     manager: Manager,
@@ -36,6 +39,7 @@ impl Worker {
         let fingerprint = Fingerprint {
             model: "tests".to_owned(),
             weights: "some".to_owned(),
+            block_tokens: 16,
             ..Fingerprint::default()
         };
         let options =
@@ -47,8 +51,11 @@ impl Worker {
         self.manager.peers().expect("it has peers").address()
     }
 
-    /// Computes and saves a chain: other bytes with other weights.
+    /// Computes and saves a chain, once there is room: other bytes with other weights.
     fn compute(&self, chain: &[BlockHash], weights: usize) {
+        wait_until(LIMIT, "old blocks keep their slots", || {
+            self.manager.admin().counts(Tier::Host).free as usize >= chain.len()
+        });
         let slots: Vec<_> = (0..chain.len() as u32).map(SlotId).collect();
         for (&hash, &slot) in chain.iter().zip(&slots) {
             let mut block = vec![0; BLOCK];
@@ -128,10 +135,10 @@ fn what_a_peer_gives_no_more_is_a_miss_and_then_all_works_again() {
     // New weights: nothing of it may come.
     let lease = here.lease(address, &prompt).expect("it is there");
     there.manager.reset(NewEpoch::of_weights(1, "new")).expect("a greater number");
-    there.compute(&prompt, 1);
     let loaded = here.load(lease, &prompt, 0);
     assert_eq!((loaded.arrived, loaded.failed, loaded.usable), (5, 31, 5));
     drop(loaded);
+    there.compute(&prompt, 1);
     here.manager.reset(NewEpoch::of_weights(1, "new")).expect("a greater number");
     let lease = here.lease(address, &prompt).expect("it is there");
     assert!(here.load(lease, &prompt, 1).is_whole);

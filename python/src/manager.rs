@@ -126,19 +126,21 @@ impl Manager {
         self.inner.peers().map(|peers| (peers.name().to_owned(), peers.address().to_string()))
     }
 
-    /// Asks `peer` for a lease of what the tiers here lack of `chain`.
-    #[pyo3(signature = (peer, chain, *, request=None, hints=None))]
+    /// Asks `peer` for a lease of what the tiers here lack of `chain`, of its first `most` blocks.
+    #[pyo3(signature = (peer, chain, *, most=None, request=None, hints=None))]
     fn lease_at(
         &self,
         py: Python<'_>,
         peer: &str,
         chain: &Chain,
+        most: Option<usize>,
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
     ) -> PyResult<PeerLeasing> {
         let info = request_info(request, hints.map(Bound::get));
         let peers = self.reading_peers()?;
-        Ok(PeerLeasing(py.detach(|| peers.lease(peer, &chain.hashes, info))))
+        let chain = &chain.hashes[..chain.hashes.len().min(most.unwrap_or(usize::MAX))];
+        Ok(PeerLeasing(py.detach(|| peers.lease(peer, chain, info))))
     }
 
     /// Brings what `lease` names into the host tier. The lease is used up.

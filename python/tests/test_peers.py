@@ -1,8 +1,10 @@
 """Two managers that read each other's host tier, beside engines' own memory."""
 
 import ctypes
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +79,18 @@ def test_what_a_peer_holds_is_loaded_into_slots(workers: tuple[Worker, Worker, s
     assert here.manager.matches(chain(1, 8)) == {"host": 6}
     with pytest.raises(InvalidError, match="used before"):
         here.manager.pull(lease)
+
+
+def test_the_page_on_peers_does_what_it_says(workers: tuple[Worker, Worker, str]) -> None:
+    there, here, name = workers
+    compute(there, 1, 6)
+    page = (Path(__file__).parents[2] / "docs/peers.md").read_text()
+    (said,) = re.findall(r"```python[^\n]*\n(.*?)```", page, re.DOTALL)
+    names = {"manager": here.manager, "chain": chain(1, 6), "slots": list(range(10, 16))}
+    exec(said.replace("127.0.0.1/6890", name), names)
+    loaded = names["load"].wait(10.0)
+    assert loaded.is_whole
+    assert all(here.has(10 + at, 16 + at) for at in range(6))
 
 
 def test_what_a_peer_holds_is_pulled_to_the_host_tier(workers: tuple[Worker, Worker, str]) -> None:

@@ -259,7 +259,14 @@ def finish(engine) -> list[list[int]]:
     return [ended[name] for name in sorted(ended)]
 
 
-def ask(engine, prompt: list[int], params: dict | None = None, actions: list = (), wait: float = 0.0) -> dict:
+def peer(engine) -> list[str]:
+    """Its name and address among its peers."""
+    return list(_connector(engine)._scheduler.manager.peer())
+
+
+def ask(
+    engine, prompt: list[int], params: dict | None = None, actions: list = (), wait: float = 0.0, tokens: int = 8
+) -> dict:
     """Asks for a prompt with `kv_transfer_params` and actions of `kv_hints`, and waits before its first step."""
     import time
 
@@ -267,16 +274,21 @@ def ask(engine, prompt: list[int], params: dict | None = None, actions: list = (
     from vllm.v1.kv_hints.protocol import KvHintAction, KvHintsEnvelope
 
     extra = {"extra_args": {"kv_transfer_params": params}} if params else {}
-    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, **extra)
+    greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **extra)
     hints = KvHintsEnvelope("0.1", "m1", [KvHintAction(*action) for action in actions]) if actions else None
-    asked = engine.llm.llm_engine
+    asked, before = engine.llm.llm_engine, engine.scheduled
     asked.add_request("asked", {"prompt_token_ids": prompt}, greedy, kv_hints=hints)
     time.sleep(wait)
     waited = _matches(engine, engine.core.scheduler.waiting.peek_request().block_hashes)
     while not (ended := [output for output in asked.step() if output.finished]):
         pass
     (output,) = ended
-    return {"said": list(output.outputs[0].token_ids), "params": output.kv_transfer_params, "waited": waited}
+    return {
+        "said": list(output.outputs[0].token_ids),
+        "params": output.kv_transfer_params,
+        "waited": waited,
+        "scheduled": engine.scheduled - before,
+    }
 
 
 def matches(engine, prompt: list[int]) -> dict:

@@ -171,7 +171,13 @@ class Manager:
     def peers(self) -> dict[str, str]: ...
     def peer(self) -> tuple[str, str] | None: ...
     def lease_at(
-        self, peer: str, chain: Chain, *, request: int | None = None, hints: Hints | None = None
+        self,
+        peer: str,
+        chain: Chain,
+        *,
+        most: int | None = None,
+        request: int | None = None,
+        hints: Hints | None = None,
     ) -> PeerLeasing: ...
     def pull(self, lease: PeerLease) -> Pull: ...
     def transfer_kv_cache(

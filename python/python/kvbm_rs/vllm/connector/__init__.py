@@ -11,6 +11,7 @@ several each worker is a rank that copies its slice.
 | `tensors` | where the pieces of a block lie in the KV tensors |
 | `events` | what comes to the tiers and leaves them, as vLLM's KV events |
 | `hints` | what a request says of itself, and what it is answered |
+| `peers` | prompts that another engine has computed |
 | `scheduler` | the scheduler's role: look-ups, loads, saves, and which blocks are held for them |
 | `stats` | the manager's metrics among vLLM's own |
 | `worker` | the worker's role: adopts tensors, passes on what has ended |
@@ -85,7 +86,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         self._scheduler.arrive(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.look_up(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

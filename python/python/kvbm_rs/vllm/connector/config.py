@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 # Seconds: how long leader and ranks wait for each other when an engine starts.
 _JOIN = 300.0
 
+_PEER_TIMEOUT_MS = 5000
+
 _VALID = {
     "settings": dict,
     "weights": str,
     "weights_never_change": bool,
     "save_generated": bool,
     "layerwise": bool,
+    "peer_timeout_ms": int,
 }
 
 
@@ -69,6 +72,7 @@ class Config:
     - `weights_never_change` (`false`): what is kept outlives a reset of vLLM's caches, such as for sleep.
     - `save_generated` (`true`): whether blocks of generated tokens are saved, and not prompts alone.
     - `layerwise` (`false`): whether what lies in memory is loaded while the engine computes, a layer ahead of it.
+    - `peer_timeout_ms` (`5000`): how long a request waits for what a peer has computed of its prompt.
     """
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
@@ -100,6 +104,7 @@ class Config:
         self.weights_never_change: bool = extra.get("weights_never_change", False)
         self.save_generated: bool = extra.get("save_generated", True)
         self.layerwise: bool = extra.get("layerwise", False)
+        self.peer_seconds: float = extra.get("peer_timeout_ms", _PEER_TIMEOUT_MS) / 1000
         if self.layerwise:
             _check_layerwise(self, vllm_config)
         events = vllm_config.kv_events_config

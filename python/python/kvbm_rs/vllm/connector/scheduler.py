@@ -27,6 +27,7 @@ from kvbm_rs.vllm.connector.adapters import Adapters
 from kvbm_rs.vllm.connector.config import Config
 from kvbm_rs.vllm.connector.events import Publisher
 from kvbm_rs.vllm.connector.hints import Asked, Limits, asked_by
+from kvbm_rs.vllm.connector.peers import Prefilled, Prefills
 from kvbm_rs.vllm.connector.stats import Stats
 from kvbm_rs.vllm.connector.worker import Ended, LayeredLoad, Stepped, adopted
 from kvbm_rs.vllm.samples import Reader
@@ -75,6 +76,8 @@ class _Request:
     chain: Chain = field(init=False)
     # The engine's name of the chain's last block.
     last: "BlockHash | None" = None
+    # Its prompt was computed at a peer, and what that holds is still to come.
+    prefilled: Prefilled | None = None
     # It was looked up, and counted.
     is_counted: bool = False
     # From a look-up, until its blocks are loaded.
@@ -166,6 +169,7 @@ class Scheduler:
         self._publisher = None
         if config.publishes:
             self._publisher = Publisher(self.manager, config.block_tokens, config.groups[0].index)
+        self._prefills = Prefills(self.manager, config.block_tokens, config.peer_seconds)
         self._requests: dict[str, _Request] = {}
         self._loading: dict[str, _Loading] = {}
         # Loads of the step that is being scheduled.
@@ -210,8 +214,8 @@ class Scheduler:
             if lease.blocks > lease.by_tier.get("host", 0):
                 self.manager.prefetch(lease)
 
-    def look_up(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens the tiers have beyond those that the engine has.
+    def look_up(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens the tiers have beyond those that the engine has. `None`: something of it is on its way from a peer.
 
         This is also where a chain's use is noted, so it happens for requests that need nothing from below as well.
         """
@@ -221,6 +225,10 @@ class Scheduler:
         # The last token is always computed: it gives the next one.
         most = (request.num_tokens - 1) // self._config.block_tokens
         chain = self._chain(known)
+        if known.prefilled is not None:
+            if not self._has_come(known.prefilled, known, chain, most):
+                return None, False
+            known.prefilled = None
         # vLLM asks again in each step in which it has no room for the request, and when it goes on after a preemption.
         known.lease = self.manager.lease(
             chain, most=most, request=known.number, hints=known.hints, again=known.is_counted
@@ -233,6 +241,12 @@ class Scheduler:
             known.lease = None
             return 0, False
         return more, not self._is_layered(known.lease)
+
+    def _has_come(self, prefilled: Prefilled, known: _Request, chain: Chain, most: int) -> bool:
+        # Where nothing computes vLLM asks again at once.
+        is_idle = not any(other.steps for other in self._requests.values())
+        seconds = _IDLE_WAIT if is_idle else 0.0
+        return self._prefills.has_ended(prefilled, chain, most, known.number, known.hints, seconds)
 
     def _is_layered(self, lease: Lease) -> bool:
         """Whether its blocks come while the engine computes. From below memory they would keep all requests waiting."""
@@ -500,7 +514,8 @@ class Scheduler:
         self.manager.finished(known.number, request.num_output_tokens, for_good=known.asked.will_not_return)
         if known.asked.pin_seconds:
             self._ask_pin(known, full)
-        return known.asked.answers()
+        answers = (known.asked.answers(), self._prefills.answer(request, self._config.engine))
+        return {name: answer for said in answers if said for name, answer in said.items()} or None
 
     def _ask_pin(self, known: _Request, blocks: int) -> None:
         if known.salt is None:
@@ -608,6 +623,7 @@ class Scheduler:
             limits = self._limits if salt is not None else replace(self._limits, why_not_held=_NOT_KEPT)
             asked = asked_by(request, limits)
             known = _Request(number, request, asked, asked.for_manager(), salt)
+            known.prefilled = self._prefills.of(request) if salt is not None else None
             self._requests[request.request_id] = known
         return known
 
