@@ -118,8 +118,9 @@ impl Settings {
 
     /// Of one of several engines on a machine that are given the same settings, as those of data
     /// parallelism are, by its number. What outlives the processes lies in a directory of its own
-    /// below those that are named, such as `kvbm-dp1`, and metrics are served at the named port
-    /// plus this number. The first one's are those that are named.
+    /// below those that are named, such as `kvbm-dp1`. Metrics and peers are served at the named
+    /// ports plus this number, and its name among peers ends with it (`-dp1`). The first one's are
+    /// those that are named.
     fn of_replica(&self, number: u16) -> Self {
         let mut own = Self(self.0.clone());
         if number > 0 {
@@ -184,7 +185,7 @@ impl Settings {
 }
 
 fn move_to_replica(settings: &mut kvbm_settings::Settings, number: u16) {
-    let kvbm_settings::Settings { host, disk, metrics, .. } = settings;
+    let kvbm_settings::Settings { host, disk, metrics, peers, .. } = settings;
     let is_kept = disk.keep && disk.capacity.is_some();
     let disks = disk.dirs.iter_mut().filter(|_| is_kept);
     for dir in host.persist.iter_mut().chain(&mut host.persist_index).chain(disks) {
@@ -192,9 +193,23 @@ fn move_to_replica(settings: &mut kvbm_settings::Settings, number: u16) {
         let _ = DirBuilder::new().mode(0o700).create(&*dir);
         dir.push(format!("kvbm-dp{number}"));
     }
-    if metrics.port > 0 {
-        // Behind the last one any free one will do.
-        metrics.port = metrics.port.checked_add(number).unwrap_or_default();
+    for port in [&mut metrics.port, &mut peers.port] {
+        if *port > 0 {
+            // Behind the last one any free one will do.
+            *port = port.checked_add(number).unwrap_or_default();
+        }
+    }
+    for name in &mut peers.name {
+        name.push_str(&format!("-dp{number}"));
+    }
+    for address in &mut peers.address {
+        // What is no address is refused when it is opened.
+        if let Some((host, port)) = address.rsplit_once(':')
+            && let Ok(port) = port.parse::<u16>()
+            && let Some(port) = port.checked_add(number)
+        {
+            *address = format!("{host}:{port}");
+        }
     }
 }
 

@@ -26,7 +26,7 @@ class Worker:
             "peers.lease_share": 1.0,
         } | ({"peers.addresses": addresses} if addresses else {})
         memory = EngineMemory(SLOTS, 1, parts, owner=self.memory)
-        fingerprint = {"model": "tests", "weights": "some"}
+        fingerprint = {"model": "tests", "weights": "some", "block_tokens": 4}
         self.manager = Manager(Settings(settings), memory, block_tokens=4, fingerprint=fingerprint)
 
     def fill(self, slot: int, value: int) -> None:

@@ -38,6 +38,7 @@ def test_a_replica_keeps_its_files_in_its_own_places(tmp_path: Path) -> None:
         "block_bytes": 4096,
         "host": {"capacity": "1GiB", "persist": places[2], "persist_index": places[3]},
         "metrics.port": 6880,
+        "peers": {"enabled": True, "name": "decode", "port": 7000, "address": "10.0.0.1:7000"},
     }
     first, second = Settings(told).of_replica(0), Settings(told).of_replica(1)
     assert first == Settings(told), "a single engine has what it is told"
@@ -46,6 +47,7 @@ def test_a_replica_keeps_its_files_in_its_own_places(tmp_path: Path) -> None:
     assert second["host.persist"] == str(places[2] / "kvbm-dp1")
     assert second["host.persist_index"] == str(places[3] / "kvbm-dp1")
     assert second["metrics.port"] == "6881"
+    assert (second["peers.name"], second["peers.port"], second["peers.address"]) == ("decode-dp1", "7001", "10.0.0.1:7001")
     # What goes with the process disturbs nobody.
     unkept = Settings(told | {"disk": {"capacity": "1GiB", "dirs": places[:2]}})
     assert unkept.of_replica(1)["disk.dirs"] == unkept["disk.dirs"]
