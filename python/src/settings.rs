@@ -199,17 +199,12 @@ fn move_to_replica(settings: &mut kvbm_settings::Settings, number: u16) {
             *port = port.checked_add(number).unwrap_or_default();
         }
     }
-    for name in &mut peers.name {
-        name.push_str(&format!("-dp{number}"));
-    }
-    for address in &mut peers.address {
-        // What is no address is refused when it is opened.
-        if let Some((host, port)) = address.rsplit_once(':')
-            && let Ok(port) = port.parse::<u16>()
-            && let Some(port) = port.checked_add(number)
-        {
-            *address = format!("{host}:{port}");
-        }
+    peers.name = peers.name.as_ref().map(|name| format!("{name}-dp{number}"));
+    // What is no address stays, and is refused when it is opened.
+    if let Some((host, port)) = peers.address.as_ref().and_then(|address| address.rsplit_once(':'))
+        && let Some(port) = port.parse::<u16>().ok().and_then(|port| port.checked_add(number))
+    {
+        peers.address = Some(format!("{host}:{port}"));
     }
 }
 
