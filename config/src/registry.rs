@@ -642,7 +642,8 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "peers.host",
         Address(|s| &mut s.peers.host),
         &[own("DYN_KVBM_PEERS_HOST")],
-        "Address to bind. Addresses that other machines reach need `peers.secret_file` or `peers.secret`.",
+        "Address to bind. Addresses that other machines reach need `peers.secret_file` or `peers.secret`, or the three of \
+         `peers.tls_certificate`.",
     ),
     key(
         "peers.port",
@@ -697,6 +698,25 @@ pub(crate) static KEYS: &[SettingKey] = &[
         Secret(|s| &mut s.peers.secret),
         &[own("DYN_KVBM_PEERS_SECRET")],
         "The same secret itself. Shown as `(set)` only.",
+    ),
+    key(
+        "peers.tls_certificate",
+        Text(|s| &mut s.peers.tls_certificate),
+        &[own("DYN_KVBM_PEERS_TLS_CERTIFICATE")],
+        "A file of this worker's certificate (PEM). With `peers.tls_key` and `peers.tls_ca` connections between \
+         workers are TLS, and both sides show a certificate: docs/peers.md.",
+    ),
+    key(
+        "peers.tls_key",
+        Text(|s| &mut s.peers.tls_key),
+        &[own("DYN_KVBM_PEERS_TLS_KEY")],
+        "A file of the certificate's private key (PEM), which no other user may read.",
+    ),
+    key(
+        "peers.tls_ca",
+        Text(|s| &mut s.peers.tls_ca),
+        &[own("DYN_KVBM_PEERS_TLS_CA")],
+        "A file of the certificate of the CA that signs those of all these workers (PEM).",
     ),
     key(
         "peers.lease_ttl_ms",

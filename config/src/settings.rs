@@ -653,12 +653,19 @@ pub struct PeerSettings {
     pub etcd: Option<String>,
     /// Workers in etcd see those of their own namespace; `None`: `default`.
     pub namespace: Option<String>,
-    /// A file of the secret that all workers know. One is needed where others than this machine can
-    /// reach the address.
+    /// A file of the secret that all workers know. It or certificates are needed where others than
+    /// this machine can reach the address.
     pub secret_file: Option<String>,
     /// The secret itself.
     #[serde(skip)]
     pub secret: Option<String>,
+    /// A file of this worker's certificate (PEM), and of those between it and the CA. With it goes
+    /// `tls_key` and `tls_ca`: then connections between workers are TLS.
+    pub tls_certificate: Option<String>,
+    /// A file of the certificate's private key (PEM).
+    pub tls_key: Option<String>,
+    /// A file of the CA's certificate (PEM), which signs those of all workers.
+    pub tls_ca: Option<String>,
     /// How long a lease lasts without a read.
     pub lease_ttl_ms: u64,
     /// The share of the host tier that may be leased to others.
@@ -686,6 +693,9 @@ impl Default for PeerSettings {
             namespace: None,
             secret_file: None,
             secret: None,
+            tls_certificate: None,
+            tls_key: None,
+            tls_ca: None,
             lease_ttl_ms: 10_000,
             lease_share: 0.25,
             shared_memory: true,
@@ -707,6 +717,9 @@ impl fmt::Debug for PeerSettings {
             .field("namespace", &self.namespace)
             .field("secret_file", &self.secret_file)
             .field("secret", &self.secret.as_ref().map(|_| SECRET_SET))
+            .field("tls_certificate", &self.tls_certificate)
+            .field("tls_key", &self.tls_key)
+            .field("tls_ca", &self.tls_ca)
             .field("lease_ttl_ms", &self.lease_ttl_ms)
             .field("lease_share", &self.lease_share)
             .field("shared_memory", &self.shared_memory)

@@ -3,7 +3,8 @@
 use crate::error::{Origin, SettingsError};
 use crate::registry::KEYS;
 use crate::settings::{
-    AdmissionMode, DiskBackend, MAX_DISK_THREADS, MAX_TIER_BLOCKS, ObjectBackend, Settings,
+    AdmissionMode, DiskBackend, MAX_DISK_THREADS, MAX_TIER_BLOCKS, ObjectBackend, PeerSettings,
+    Settings,
 };
 use crate::value::{Capacity, InvalidValue, format_size};
 
@@ -203,17 +204,20 @@ impl Settings {
         .check()
     }
 
-    /// Others than this machine know the secret, and there is one list of peers.
+    /// Others than this machine know the secret or have a certificate, and there is one list of
+    /// peers.
     fn check_peers(&self) -> Result<(), Violation> {
         let peers = &self.peers;
+        check_certificate(peers)?;
         SharedSecret {
             given: peers.secret.as_ref(),
             file: peers.secret_file.as_ref(),
-            is_open: peers.enabled && !peers.host.is_loopback(),
+            is_open: peers.enabled && !peers.host.is_loopback() && peers.tls_ca.is_none(),
             paths: ["peers.secret", "peers.secret_file", "peers.host"],
             word: "secret",
             risk: "others could read the cache",
-            valid: "127.0.0.1 or ::1, or a secret: set peers.secret_file (DYN_KVBM_PEERS_SECRET_FILE) too",
+            valid: "127.0.0.1 or ::1, or a proof: set peers.secret_file (DYN_KVBM_PEERS_SECRET_FILE), or peers.tls_certificate, \
+                    peers.tls_key and peers.tls_ca, too",
         }
         .check()?;
         let lists = [&peers.addresses, &peers.file, &peers.etcd];
@@ -269,6 +273,24 @@ impl Settings {
 /// The key that is wrong, and how.
 type Violation = (&'static str, InvalidValue);
 
+/// TLS takes all of its files.
+fn check_certificate(peers: &PeerSettings) -> Result<(), Violation> {
+    let files = [
+        ("peers.tls_certificate", &peers.tls_certificate),
+        ("peers.tls_key", &peers.tls_key),
+        ("peers.tls_ca", &peers.tls_ca),
+    ];
+    let Some((given, _)) = files.iter().find(|(_, file)| file.is_some()) else { return Ok(()) };
+    match files.iter().find(|(_, file)| file.is_none()) {
+        Some((missing, _)) => {
+            let problem = format!("not set, and {given} is");
+            let valid = "a file: TLS takes peers.tls_certificate, peers.tls_key and peers.tls_ca; or none of the three";
+            Err((missing, InvalidValue::new(problem, valid)))
+        }
+        None => Ok(()),
+    }
+}
+
 fn plugin_off(plugin: &str) -> InvalidValue {
     let remedy = format!(
         "turn it on with nixl.backends.{plugin} (DYN_KVBM_NIXL_BACKEND_{plugin}=true) first"
@@ -316,6 +338,8 @@ impl SharedSecret<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::IpAddr;
+
     use super::*;
 
     type Change = fn(&mut Settings);
@@ -516,6 +540,46 @@ mod tests {
             s.object.secret_key = Some("hunter2".to_owned());
         })
         .expect("a pair");
+    }
+
+    #[test]
+    fn peers_have_all_files_of_tls_or_none() {
+        let files: [(&str, Change); 3] = [
+            ("peers.tls_certificate", |s| s.peers.tls_certificate = Some("a.pem".to_owned())),
+            ("peers.tls_key", |s| s.peers.tls_key = Some("a.key".to_owned())),
+            ("peers.tls_ca", |s| s.peers.tls_ca = Some("ca.pem".to_owned())),
+        ];
+        for (missing, _) in files {
+            let others = files.iter().filter(|(name, _)| *name != missing);
+            let result = with(|s| others.for_each(|(_, set)| set(s)));
+            assert_refused(result, missing, "none of the three");
+        }
+        with(|s| files.iter().for_each(|(_, set)| set(s))).expect("all of them");
+    }
+
+    #[test]
+    fn peers_of_other_machines_need_a_secret_or_certificates() {
+        let open = |s: &mut Settings| {
+            s.host.capacity = Some(Capacity::Blocks(1));
+            s.peers.enabled = true;
+            s.peers.host = IpAddr::from([10, 0, 0, 1]);
+        };
+        assert_refused(with(open), "peers.host", "others could read the cache");
+        let proofs: [Change; 2] = [
+            |s| s.peers.secret_file = Some("secret".to_owned()),
+            |s| {
+                s.peers.tls_certificate = Some("a.pem".to_owned());
+                s.peers.tls_key = Some("a.key".to_owned());
+                s.peers.tls_ca = Some("ca.pem".to_owned());
+            },
+        ];
+        for prove in proofs {
+            with(|s| {
+                open(s);
+                prove(s);
+            })
+            .expect("it proves who asks");
+        }
     }
 
     #[test]

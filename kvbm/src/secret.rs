@@ -1,20 +1,72 @@
 //! Secrets in files.
 
+#[cfg(feature = "serve")]
 use std::fs;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
 
 use kvbm_settings::MIN_TOKEN_BYTES;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// The only line of a file, which `setting` names. No message contains it.
+/// Nothing larger is read.
+const MAX_BYTES: u64 = 64 << 10;
+
+/// The only line of a file, which `setting` names. Other programs may read it too, such as one that
+/// shows the secret here. No message contains it.
 ///
 /// # Errors
 /// [`ErrorKind::Unavailable`]: the file cannot be read. [`ErrorKind::Invalid`]: it is no secret.
+#[cfg(feature = "serve")]
 pub(crate) fn read_secret(path: &str, setting: &str) -> Result<String> {
-    let text = fs::read_to_string(path).map_err(|error| {
-        let message = format!("cannot read the secret in {path} ({setting})");
-        Error::caused(ErrorKind::Unavailable, message, error)
-    })?;
+    let text = fs::read_to_string(path).map_err(|error| unreadable(path, setting, error))?;
+    only_line(&text, path, setting)
+}
+
+/// The only line of a file that no other user can read. No message contains it.
+///
+/// # Errors
+/// As those of [`read_private`], and [`ErrorKind::Invalid`]: it is no secret.
+pub(crate) fn read_private_secret(path: &str, setting: &str) -> Result<String> {
+    only_line(&read_private(path, setting)?, path, setting)
+}
+
+/// The text of a file that no other user can read.
+///
+/// # Errors
+/// [`ErrorKind::Unavailable`]: it cannot be read. [`ErrorKind::Invalid`]: others can read it, or it
+/// is too large.
+pub(crate) fn read_private(path: &str, setting: &str) -> Result<String> {
+    let file = File::open(path).map_err(|error| unreadable(path, setting, error))?;
+    check_privacy(&file, path, setting)?;
+    let mut text = String::new();
+    let read = file.take(MAX_BYTES + 1).read_to_string(&mut text);
+    let bytes = read.map_err(|error| unreadable(path, setting, error))?;
+    if bytes as u64 > MAX_BYTES {
+        return Err(Error::invalid(format!("{path} ({setting}) is larger than {MAX_BYTES} bytes")));
+    }
+    Ok(text)
+}
+
+/// The rule for files of encryption keys (docs/security.md).
+fn check_privacy(file: &File, path: &str, setting: &str) -> Result<()> {
+    let about = file.metadata().map_err(|error| unreadable(path, setting, error))?;
+    let (us, owner, mode) =
+        (rustix::process::geteuid().as_raw(), about.uid(), about.mode() & 0o777);
+    let wrong = if !about.is_file() {
+        "is not a file".to_owned()
+    } else if owner != us && owner != 0 {
+        format!("belongs to user {owner}: chown it to user {us}")
+    } else if mode & 0o077 != 0 {
+        format!("has mode {mode:04o}, so others can read it: chmod 0600")
+    } else {
+        return Ok(());
+    };
+    Err(Error::invalid(format!("{path} ({setting}) {wrong}")))
+}
+
+fn only_line(text: &str, path: &str, setting: &str) -> Result<String> {
     let secret = text.trim();
     if secret.len() < MIN_TOKEN_BYTES || secret.contains(char::is_whitespace) {
         let message = format!(
@@ -23,4 +75,54 @@ pub(crate) fn read_secret(path: &str, setting: &str) -> Result<String> {
         return Err(Error::invalid(message));
     }
     Ok(secret.to_owned())
+}
+
+fn unreadable(path: &str, setting: &str, error: io::Error) -> Error {
+    let message = format!("cannot read the secret in {path} ({setting})");
+    Error::caused(ErrorKind::Unavailable, message, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn a_secret_that_others_can_read_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("secret");
+        fs::write(&path, "0123456789abcdef\n").unwrap();
+        let path = path.to_str().unwrap();
+        for mode in [0o644, 0o640, 0o604, 0o666] {
+            fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+            let error = read_private_secret(path, "peers.secret_file").unwrap_err().to_string();
+            assert!(
+                error.contains(&format!("mode {mode:04o}")) && error.contains("chmod"),
+                "{error}"
+            );
+        }
+        for mode in [0o600, 0o400] {
+            fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+            assert_eq!(read_private_secret(path, "peers.secret_file").unwrap(), "0123456789abcdef");
+        }
+    }
+
+    #[test]
+    fn what_is_no_secret_is_named_and_not_repeated() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("secret");
+        let long = "x".repeat(MAX_BYTES as usize + 1);
+        for (text, why) in [("short", "16 bytes"), ("two words of it", "spaces"), (&long, "larger")]
+        {
+            fs::write(&path, text).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+            let error = read_private_secret(path.to_str().unwrap(), "peers.secret_file");
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains(why) && !error.contains(text), "{error}");
+        }
+        let error = read_private_secret(dir.path().to_str().unwrap(), "peers.secret_file");
+        assert!(error.unwrap_err().to_string().contains("is not a file"));
+    }
 }

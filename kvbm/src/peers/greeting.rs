@@ -1,7 +1,7 @@
 //! First contact: both sides prove that they know the secret, and say what their blocks are.
 //!
-//! The secret itself is never sent. It says who may connect; what goes over the connection
-//! afterwards is neither hidden nor signed (docs/security.md).
+//! The secret itself is never sent. It says who may connect. What goes over the connection afterwards
+//! is hidden and signed by TLS alone, where there is that (docs/security.md).
 
 use std::fmt;
 
@@ -12,6 +12,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use super::protocol::{
     BrokenLink, Challenge, Hello, Join, Member, Nonce, Proof, ToHolder, ToReader, receive, send,
 };
+use super::tls::{PeerTls, explained};
 use crate::error::{Error, Result};
 
 /// What workers know that may read each other's blocks.
@@ -20,6 +21,19 @@ pub(super) struct PeerSecret(hmac::Key);
 impl fmt::Debug for PeerSecret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("PeerSecret")
+    }
+}
+
+/// What a worker proves by that others may read its blocks, and it theirs.
+#[derive(Debug, Default)]
+pub(super) struct PeerProofs {
+    pub(super) secret: Option<PeerSecret>,
+    pub(super) tls: Option<PeerTls>,
+}
+
+impl PeerProofs {
+    pub(super) const fn are_none(&self) -> bool {
+        self.secret.is_none() && self.tls.is_none()
     }
 }
 
@@ -84,7 +98,8 @@ async fn meet(
 ) -> Result<Option<Proof>, BrokenLink> {
     let ours: Nonce = random().map_err(|error| BrokenLink::Refused(error.to_string()))?;
     send(stream, &ToHolder::Hello(Hello::new(ours))).await?;
-    let theirs = match receive(stream).await? {
+    // The first that is heard of a holder that refused our certificate.
+    let theirs = match receive(stream).await.map_err(explained)? {
         ToReader::Challenge(challenge) => challenge,
         ToReader::Refused(why) => return Err(BrokenLink::refused(&why)),
         _ => return Err(BrokenLink::Unexpected("an answer before a challenge")),
@@ -122,7 +137,7 @@ pub(super) async fn look(
 #[derive(Debug)]
 pub(super) struct Credentials {
     pub(super) member: Member,
-    pub(super) secret: Option<PeerSecret>,
+    pub(super) proofs: PeerProofs,
 }
 
 impl Credentials {
@@ -131,7 +146,7 @@ impl Credentials {
         &self,
         stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     ) -> Result<Member, BrokenLink> {
-        let proof = meet(stream, self.secret.as_ref(), Some(&self.member)).await?;
+        let proof = meet(stream, self.proofs.secret.as_ref(), Some(&self.member)).await?;
         send(stream, &ToHolder::Join(Box::new(Join { proof, member: self.member.clone() })))
             .await?;
         let member = welcomed(stream).await?;
@@ -141,7 +156,7 @@ impl Credentials {
     /// The answer to a reader's first message.
     pub(super) fn challenge(&self, reader: &Nonce, holder: Nonce) -> Challenge {
         let said = Said { side: Side::Holder, reader, holder: &holder, member: None };
-        let proof = self.secret.as_ref().map(|secret| secret.proof(&said));
+        let proof = self.proofs.secret.as_ref().map(|secret| secret.proof(&said));
         Challenge { nonce: holder, proof }
     }
 
@@ -156,7 +171,7 @@ impl Credentials {
         let said = Said { side: Side::Reader, reader, holder, member };
         let is_known =
             |secret: &PeerSecret| proof.is_some_and(|proof| secret.is_proved(&said, proof));
-        if !self.secret.as_ref().is_none_or(is_known) {
+        if !self.proofs.secret.as_ref().is_none_or(is_known) {
             return Err(BrokenLink::Refused(unknown_secret()));
         }
         member.map_or(Ok(()), |member| self.check(member))
@@ -208,7 +223,8 @@ pub(super) mod tests {
     }
 
     fn credentials(member: Member, secret: Option<&str>) -> Credentials {
-        Credentials { member, secret: secret.map(PeerSecret::new) }
+        let proofs = PeerProofs { secret: secret.map(PeerSecret::new), tls: None };
+        Credentials { member, proofs }
     }
 
     /// What each side says of the other.

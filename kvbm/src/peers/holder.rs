@@ -153,13 +153,15 @@ impl HeldLease {
 type Leased = (ToReader, Option<HeldLease>);
 
 impl Holder {
-    /// Serves one reader until it leaves. `greeted` is called once it is let in.
+    /// Serves one reader until it leaves, once its stream is opened. `greeted` is called once it is
+    /// let in.
     pub(super) async fn serve<S: AsyncRead + AsyncWrite + Unpin>(
         &self,
-        stream: S,
+        opened: impl Future<Output = Result<S, BrokenLink>>,
         greeted: impl FnOnce(),
     ) {
-        let welcomed = timeout(MAX_GREETING, welcome(stream, &self.credentials)).await;
+        let welcomed = async { welcome(opened.await?, &self.credentials).await };
+        let welcomed = timeout(MAX_GREETING, welcomed).await;
         let (member, link) = match welcomed.unwrap_or(Err(BrokenLink::Late)) {
             Ok((Some(member), link)) => (member, link),
             Ok((None, _)) => return,

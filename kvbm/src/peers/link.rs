@@ -5,8 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm_tiers::{PeerMemory, SlotId};
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
-use tokio::net::TcpStream;
+use tokio::io::AsyncReadExt;
 use tokio::time::{Instant, timeout_at};
 
 use super::greeting::Credentials;
@@ -14,6 +13,7 @@ use super::protocol::{
     BrokenLink, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, Member, Probe, ReadEnd,
     ReadRequest, SlotRun, ToHolder, ToReader, receive, send,
 };
+use super::stream::{PeerStream, connect};
 use super::{parts, probes};
 use crate::api::filling::FillingSlots;
 use crate::names::epoch::EpochDigest;
@@ -23,10 +23,6 @@ use crate::names::hash::BlockHash;
 const READ_BYTES: usize = if cfg!(test) { 2 << 10 } else { 4 << 20 };
 /// Requests for blocks that are on their way: one, while the blocks of another arrive.
 const READS: usize = 2;
-
-/// What a connection runs over.
-pub(super) trait PeerStream: AsyncRead + AsyncWrite + Unpin + Send + Sync {}
-impl<S: AsyncRead + AsyncWrite + Unpin + Send + Sync> PeerStream for S {}
 
 /// A connection to a holder that has let us in.
 pub(super) struct PeerLink {
@@ -83,13 +79,7 @@ impl PeerLink {
         address: &str,
         credentials: &Credentials,
     ) -> Result<Self, BrokenLink> {
-        let stream = TcpStream::connect(address).await?;
-        if credentials.secret.is_none() && !stream.peer_addr()?.ip().is_loopback() {
-            let why = "it is another machine, and there is no secret: set peers.secret_file (DYN_KVBM_PEERS_SECRET_FILE)";
-            return Err(BrokenLink::Unexpected(why));
-        }
-        stream.set_nodelay(true)?;
-        Self::over(Box::new(stream), credentials).await
+        Self::over(connect(address, &credentials.proofs).await?, credentials).await
     }
 
     pub(super) async fn over(

@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use kvbm_settings::Settings;
 use serde::Serialize;
-use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio::time::timeout;
 
-use super::greeting::{PeerSecret, look};
+use super::greeting::{PeerProofs, look};
 use super::protocol::{BrokenLink, Member};
-use super::{secret_of, source};
+use super::stream::connect;
+use super::{proofs_of, source};
 use crate::error::Result;
 use crate::names::fingerprint::Fingerprint;
 
@@ -55,9 +55,9 @@ impl From<Member> for PeerOffer {
 ///
 /// # Errors
 /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): the settings name no list that can be.
-/// [`ErrorKind::Unavailable`](crate::ErrorKind::Unavailable): the secret cannot be read.
+/// [`ErrorKind::Unavailable`](crate::ErrorKind::Unavailable): the secret or the certificate cannot be read.
 pub async fn look_at_peers(settings: &Settings) -> Result<Vec<PeerReport>> {
-    let secret = secret_of(&settings.peers)?;
+    let proofs = proofs_of(&settings.peers)?;
     let watch = source(&settings.peers).watch(&Handle::current())?;
     let mut peers = watch.peers();
     if peers.borrow().is_empty() {
@@ -69,14 +69,14 @@ pub async fn look_at_peers(settings: &Settings) -> Result<Vec<PeerReport>> {
         .iter()
         .map(|(name, address)| (name.to_owned(), address.to_owned()))
         .collect();
-    let asked = listed.into_iter().map(|(name, address)| report(name, address, secret.as_ref()));
+    let asked = listed.into_iter().map(|(name, address)| report(name, address, &proofs));
     Ok(futures::future::join_all(asked).await)
 }
 
-async fn report(name: String, address: String, secret: Option<&PeerSecret>) -> PeerReport {
+async fn report(name: String, address: String, proofs: &PeerProofs) -> PeerReport {
     let asked = async {
-        let mut stream = TcpStream::connect(&address).await?;
-        look(&mut stream, secret).await
+        let mut stream = connect(&address, proofs).await?;
+        look(&mut stream, proofs.secret.as_ref()).await
     };
     match timeout(MAX_ANSWER, asked).await.unwrap_or(Err(BrokenLink::Late)) {
         Ok(member) => PeerReport { name, address, offer: Some(member.into()), problem: None },

@@ -7,6 +7,8 @@
 //! | module | holds |
 //! |---|---|
 //! | `discovery` | how a worker learns of others, and announces itself |
+//! | `stream` | what a connection runs over |
+//! | `tls` | this worker's certificate, and whose others are taken |
 //! | `greeting` | who may connect, and whose blocks are the same |
 //! | `probes` | which prefixes of a chain a reader asks for |
 //! | `protocol` | the messages |
@@ -27,8 +29,10 @@ mod neighbour;
 mod probes;
 mod protocol;
 mod reader;
+mod stream;
 #[cfg(test)]
 mod tests;
+mod tls;
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -45,18 +49,19 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio::task::AbortHandle;
 
 use self::discovery::{EtcdSource, PeerAddress, PeerAnnouncement, PeerSource, PeerWatch};
-use self::greeting::{Credentials, PeerSecret, random};
+use self::greeting::{Credentials, PeerProofs, PeerSecret, random};
 use self::holder::{Holder, LeasedBlocks};
 use self::neighbour::Neighbours;
 use self::protocol::Member;
 use self::reader::Reader;
+use self::tls::PeerTls;
 use crate::api::manager::Options;
 use crate::api::transfer::Transfer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::names::fingerprint::Fingerprint;
 use crate::names::hash::Chain;
 use crate::scheduler::Core;
-use crate::secret::read_secret;
+use crate::secret::read_private_secret;
 use crate::sync::{JoinHandle, Mutex, spawn};
 use crate::table::RequestInfo;
 
@@ -80,7 +85,7 @@ pub(crate) struct PeerListener {
     socket: TcpListener,
     address: SocketAddr,
     settings: PeerSettings,
-    secret: Option<PeerSecret>,
+    proofs: PeerProofs,
     fingerprint: Fingerprint,
 }
 
@@ -90,7 +95,8 @@ impl PeerListener {
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`]: peers cannot be had with these options. [`ErrorKind::Unavailable`]:
-    /// the address is taken or not this machine's, or the secret cannot be read.
+    /// the address is taken or not this machine's, or the secret or the certificate cannot be
+    /// read.
     pub(crate) fn bind(settings: &Settings, options: &Options) -> Result<Option<Self>> {
         let peers = &settings.peers;
         if !peers.enabled {
@@ -106,7 +112,7 @@ impl PeerListener {
                  (DYN_KVBM_PEERS) to false";
             return Err(Error::invalid(message));
         }
-        let secret = secret_of(peers)?;
+        let proofs = proofs_of(peers)?;
         let address = SocketAddr::new(peers.host, peers.port);
         let bound = TcpListener::bind(address).and_then(|socket| {
             socket.set_nonblocking(true)?;
@@ -119,7 +125,7 @@ impl PeerListener {
             );
             Error::caused(ErrorKind::Unavailable, message, error)
         })?;
-        Ok(Some(Self { socket, address, settings: peers.clone(), secret, fingerprint }))
+        Ok(Some(Self { socket, address, settings: peers.clone(), proofs, fingerprint }))
     }
 
     /// What others know of this worker.
@@ -141,10 +147,12 @@ impl PeerListener {
     }
 }
 
-fn secret_of(settings: &PeerSettings) -> Result<Option<PeerSecret>> {
+fn proofs_of(settings: &PeerSettings) -> Result<PeerProofs> {
     let file = settings.secret_file.as_ref();
-    let secret = file.map(|path| read_secret(path, "peers.secret_file")).transpose()?;
-    Ok(secret.as_ref().or(settings.secret.as_ref()).map(|secret| PeerSecret::new(secret)))
+    let secret = file.map(|path| read_private_secret(path, "peers.secret_file")).transpose()?;
+    let secret = secret.as_ref().or(settings.secret.as_ref());
+    let secret = secret.map(|secret| PeerSecret::new(secret));
+    Ok(PeerProofs { secret, tls: PeerTls::of(settings)? })
 }
 
 fn source(settings: &PeerSettings) -> PeerSource {
@@ -214,7 +222,7 @@ impl Peers {
     ) -> Result<Self> {
         let own = listener.own_address()?;
         let source = source(&listener.settings);
-        let PeerListener { socket, address, settings, secret, fingerprint } = listener;
+        let PeerListener { socket, address, settings, proofs, fingerprint } = listener;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve peers", error);
         let incarnation = u64::from_le_bytes(random()?);
         let runtime = PeerRuntime::new().map_err(refused)?;
@@ -231,7 +239,7 @@ impl Peers {
             block_bytes: memory.block_bytes() as u64,
             fingerprint,
         };
-        let credentials = Arc::new(Credentials { member, secret });
+        let credentials = Arc::new(Credentials { member, proofs });
         let most = f64::from(memory.slots()) * settings.lease_share;
         let leased = Arc::new(LeasedBlocks::new(most as usize));
         core.metrics().peers().count_from_zero();
@@ -423,7 +431,8 @@ async fn accept(socket: tokio::net::TcpListener, holder: Arc<Holder>) {
                 let (holder, is_known) = (Arc::clone(&holder), Arc::new(AtomicBool::new(false)));
                 let greeted = Arc::clone(&is_known);
                 let task = tokio::spawn(async move {
-                    holder.serve(stream, || greeted.store(true, Ordering::Relaxed)).await;
+                    let opened = stream::accept(stream, holder.credentials.proofs.tls.as_ref());
+                    holder.serve(opened, || greeted.store(true, Ordering::Relaxed)).await;
                     drop(place);
                 });
                 strangers.0.push_back((task.abort_handle(), is_known));

@@ -1,6 +1,7 @@
 //! Two workers over a simulated network, in simulated time: a model of what a reader may see.
 
 use std::cell::RefCell;
+use std::future::ready;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use tokio::time::timeout;
 
 use super::discovery::{PeerAddress, PeerList};
 use super::greeting::tests::member;
-use super::greeting::{Credentials, PeerSecret};
+use super::greeting::{Credentials, PeerProofs, PeerSecret};
 use super::holder::{Holder, LeasedBlocks};
 use super::link::PeerLink;
 use super::reader::{PeerLease, Reader};
@@ -37,7 +38,7 @@ const SLOTS: u32 = 24;
 const TTL: Duration = Duration::from_secs(10);
 
 /// A worker with a host tier.
-struct Worker {
+pub(super) struct Worker {
     blocks: Blocks,
     /// What its blocks come from now.
     weights: RefCell<String>,
@@ -45,7 +46,7 @@ struct Worker {
 }
 
 impl Worker {
-    async fn new(name: &str, incarnation: u64) -> Self {
+    pub(super) async fn new(name: &str, incarnation: u64) -> Self {
         let mut settings = Settings { block_bytes: Some(BLOCK as u64), ..Settings::default() };
         settings.host.capacity = Some(Capacity::Blocks(SLOTS.into()));
         settings.host.huge_pages = false;
@@ -54,11 +55,11 @@ impl Worker {
         settings.peers.enabled = true;
         let manager = Manager::assemble(settings, &Options::default(), "").await.unwrap();
         let blocks = Blocks::of(Arc::new(manager)).unwrap();
-        let secret = Some(PeerSecret::new("0123456789abcdef"));
+        let proofs = PeerProofs { secret: Some(PeerSecret::new("0123456789abcdef")), tls: None };
         Self {
             blocks,
             weights: RefCell::new("those of the fingerprint".to_owned()),
-            credentials: Arc::new(Credentials { member: member(name, incarnation), secret }),
+            credentials: Arc::new(Credentials { member: member(name, incarnation), proofs }),
         }
     }
 
@@ -102,7 +103,7 @@ impl Worker {
         self.reset(self.manager().epoch() + 1, weights);
     }
 
-    fn holder(&self, leased: &Arc<LeasedBlocks>) -> Arc<Holder> {
+    pub(super) fn holder(&self, leased: &Arc<LeasedBlocks>) -> Arc<Holder> {
         let (core, memory) = self.manager().host_tier().unwrap();
         Arc::new(Holder {
             core: Arc::clone(core),
@@ -293,7 +294,7 @@ impl Pair {
         let (ours, theirs) = duplex(1 << 10);
         let holder = self.there.holder(&self.leased);
         let stream = FaultyStream { stream: theirs, fault, sent: 0 };
-        let task = tokio::spawn(async move { holder.serve(stream, || {}).await });
+        let task = tokio::spawn(async move { holder.serve(ready(Ok(stream)), || {}).await });
         self.tasks.push(task.abort_handle());
         let met = timeout(TTL, PeerLink::over(Box::new(ours), &self.reader.credentials)).await;
         let Ok(Ok(mut link)) = met else { return false };
