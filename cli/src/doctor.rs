@@ -1,6 +1,7 @@
 //! `kvbm doctor`: what this machine offers, and what the settings would make of it.
 
 mod machine;
+mod network;
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -12,6 +13,7 @@ use kvbm_settings::{AdmissionMode, Capacity, DiskBackend, Loaded, ObjectBackend,
 use serde::Serialize;
 use tokio::runtime::Runtime;
 
+use self::network::NetworkSources;
 use crate::GlobalOptions;
 use crate::bench::tiers::Bed;
 use crate::output::{self, CommandFailure};
@@ -33,6 +35,8 @@ struct DoctorExamination {
     nixl: Vec<DoctorCheck>,
     tiers: Vec<DoctorCheck>,
     routes: Vec<DoctorCheck>,
+    network: Vec<DoctorCheck>,
+    peers: Vec<DoctorCheck>,
 }
 
 /// Something that is there, or why not.
@@ -102,8 +106,14 @@ pub(crate) fn run(args: &DoctorArgs, global: &GlobalOptions) -> Result<(), Comma
         measure_routes(&runtime, &settings, &ready, &mut routes);
     }
     let tiers = tiers.into_iter().map(|(_, check)| check).collect();
-    let examination =
-        DoctorExamination { machine: machine::machine(&settings), nixl, tiers, routes };
+    let examination = DoctorExamination {
+        machine: machine::machine(&settings),
+        nixl,
+        tiers,
+        routes,
+        network: NetworkSources::of_this_machine().checks(),
+        peers: network::peers(&runtime, &settings),
+    };
     global.show(&examination, DoctorExamination::to_text)
 }
 
@@ -116,6 +126,8 @@ impl DoctorExamination {
             ("NIXL", &self.nixl, ""),
             ("Tiers of these settings, each tried with one block", &self.tiers, none),
             ("Routes", &self.routes, "none"),
+            ("Network", &self.network, ""),
+            ("Peers", &self.peers, ""),
         ];
         let sections = sections.map(|(title, checks, otherwise)| section(title, checks, otherwise));
         sections.join("\n\n")
@@ -206,6 +218,7 @@ fn open(runtime: &Runtime, mut settings: Settings) -> Result<OpenedTiers, Comman
     let _scratch = CommandScratch::divert(&mut settings)?;
     // The address may be an engine's, which runs.
     settings.metrics.enabled = false;
+    settings.peers.enabled = false;
     let manager = runtime.block_on(Manager::open(settings, Options::default()))?;
     let routes = manager.admin().routes().iter();
     let routes =
