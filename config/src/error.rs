@@ -39,6 +39,16 @@ pub enum SettingsError {
         /// The other names of its section.
         valid: Vec<&'static str>,
     },
+    /// A key that articles name, and that no version of the programs has that they write of.
+    #[error("{name} ({origin}): NIXL and Dynamo never had it; use {instead}")]
+    NeverWas {
+        /// The name as it was given.
+        name: String,
+        /// Where it came from.
+        origin: Origin,
+        /// What does what is meant.
+        instead: &'static str,
+    },
     /// A variable whose name or value is not UTF-8.
     #[error("{name}: the variable is not valid UTF-8")]
     NotUnicode {

@@ -13,9 +13,10 @@ use crate::field::RawValue;
 use crate::file::{self, FileEntry};
 use crate::nixl;
 use crate::registry::{
-    self, CONFIG_VARIABLE, EnvVariable, IGNORED, KEYS, PREFIX, SettingKey, UpstreamMeaning,
+    self, CONFIG_VARIABLE, EnvVariable, FALLBACKS, FOREIGN_VARIABLES, IGNORED, KEYS, NEVER_WERE,
+    PREFIX, SettingKey, UpstreamMeaning, is_read,
 };
-use crate::settings::Settings;
+use crate::settings::{SECRET_SET, Settings};
 use crate::value::{InvalidValue, NONE};
 
 /// What errors call a text that came in place of a file.
@@ -65,15 +66,17 @@ impl Loader {
     /// # Errors
     /// A `DYN_KVBM_*` variable that is not UTF-8.
     pub fn from_process() -> Result<Self, SettingsError> {
-        let ours = std::env::vars_os()
-            .filter(|(name, _)| name.as_encoded_bytes().starts_with(PREFIX.as_bytes()));
-        let texts = ours.map(|(name, value)| match (name.into_string(), value.into_string()) {
-            (Ok(name), Ok(value)) => Ok((name, value)),
-            (Ok(name), Err(_)) => Err(SettingsError::NotUnicode { name }),
-            (Err(name), _) => {
-                Err(SettingsError::NotUnicode { name: name.to_string_lossy().into_owned() })
-            }
-        });
+        let ours = std::env::vars_os().filter(|(name, _)| is_read(&name.to_string_lossy()));
+        let texts =
+            ours.filter_map(|(name, value)| match (name.into_string(), value.into_string()) {
+                (Ok(name), Ok(value)) => Some(Ok((name, value))),
+                // Somebody else's.
+                (Ok(name), Err(_)) if !name.starts_with(PREFIX) => None,
+                (Ok(name), Err(_)) => Some(Err(SettingsError::NotUnicode { name })),
+                (Err(name), _) => Some(Err(SettingsError::NotUnicode {
+                    name: name.to_string_lossy().into_owned(),
+                })),
+            });
         Ok(Self::new().environment(texts.collect::<Result<Vec<_>, _>>()?))
     }
 
@@ -96,9 +99,10 @@ impl Loader {
         self
     }
 
-    /// Adds environment variables. Those that do not start with `DYN_KVBM_` are left alone.
+    /// Adds environment variables. Those that do not start with `DYN_KVBM_` are left alone, but for
+    /// some of Dynamo's.
     pub fn environment(mut self, variables: impl IntoIterator<Item = (String, String)>) -> Self {
-        self.environment.extend(variables.into_iter().filter(|(name, _)| name.starts_with(PREFIX)));
+        self.environment.extend(variables.into_iter().filter(|(name, _)| is_read(name)));
         self
     }
 
@@ -144,6 +148,7 @@ impl Loader {
         loading.add_environment(&self.environment)?;
         loading.add_arguments(self.arguments)?;
         loading.add_overrides(self.overrides)?;
+        loading.add_fallbacks(&self.environment)?;
         loading.check_plugins(self.installed)?;
         loading.finish()
     }
@@ -162,7 +167,8 @@ impl fmt::Debug for Loader {
 }
 
 fn reject_unknown_variables(environment: &BTreeMap<String, String>) -> Result<(), SettingsError> {
-    match environment.keys().find(|name| !registry::knows(name)) {
+    let mut ours = environment.keys().filter(|name| name.starts_with(PREFIX));
+    match ours.find(|name| !registry::knows(name)) {
         Some(name) => Err(SettingsError::Unknown {
             name: name.clone(),
             origin: Origin::Variable(name.clone()),
@@ -378,6 +384,32 @@ impl LoadingFile {
         Ok(())
     }
 
+    /// What Dynamo is told counts for what nobody told us.
+    fn add_fallbacks(
+        &mut self,
+        environment: &BTreeMap<String, String>,
+    ) -> Result<(), SettingsError> {
+        for fallback in FALLBACKS {
+            let Some(text) = environment.get(fallback.name) else { continue };
+            if (fallback.applies)(&self.loaded.settings.peers) {
+                let origin = Origin::Variable(fallback.name.to_owned());
+                let (key, _) = known_key(fallback.path, &origin)?;
+                self.assign(key, &RawValue::One(text.clone()), origin)?;
+            }
+        }
+        if !self.loaded.settings.peers.enabled {
+            return Ok(());
+        }
+        let given = FOREIGN_VARIABLES.iter().filter(|name| environment.contains_key(name.name));
+        self.loaded.accepted.extend(given.map(|foreign| Accepted {
+            name: foreign.name.to_owned(),
+            value: SECRET_SET.to_owned(),
+            origin: Origin::Variable(foreign.name.to_owned()),
+            remark: format!("kvbm does not read it; use {}", foreign.instead),
+        }));
+        Ok(())
+    }
+
     fn assign(
         &mut self,
         key: &'static SettingKey,
@@ -442,11 +474,13 @@ fn known_key<'p>(
     path: &'p str,
     origin: &Origin,
 ) -> Result<(&'static SettingKey, Option<&'p str>), SettingsError> {
-    registry::by_path(path).ok_or_else(|| SettingsError::Unknown {
-        name: path.to_owned(),
-        origin: origin.clone(),
-        nearest: registry::nearest_path(path),
-        valid: registry::paths_beside(registry::nearest_path(path)),
+    registry::by_path(path).ok_or_else(|| {
+        let (name, origin) = (path.to_owned(), origin.clone());
+        if let Some(never) = NEVER_WERE.iter().find(|never| never.name == path) {
+            return SettingsError::NeverWas { name, origin, instead: never.instead };
+        }
+        let nearest = registry::nearest_path(path);
+        SettingsError::Unknown { name, origin, nearest, valid: registry::paths_beside(nearest) }
     })
 }
 

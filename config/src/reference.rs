@@ -3,7 +3,9 @@
 use std::fmt::Write as _;
 
 use crate::field::{SettingField, size_range};
-use crate::registry::{EnvVariable, IGNORED, KEYS, SettingKey};
+use crate::registry::{
+    EnvVariable, FALLBACKS, FOREIGN_VARIABLES, IGNORED, KEYS, NEVER_WERE, SettingKey,
+};
 use crate::settings::Settings;
 use crate::value::{NONE, TEXTS, whole_numbers};
 
@@ -16,6 +18,7 @@ pub fn reference_markdown() -> String {
     }
     let _ =
         write!(page, "\n{MIGRATION}\n{}\n{NO_EFFECT}\n{}", differences_table(), ignored_table());
+    let _ = write!(page, "\n{OTHERS}\n{}", others_table());
     page
 }
 
@@ -135,6 +138,12 @@ const NO_EFFECT: &str = "\
 These are checked and reported, and change nothing.
 ";
 
+const OTHERS: &str = "\
+### Other names
+With peers these are read too, where no setting says the same, or reported. Keys that articles name, and that NIXL and Dynamo
+never had, are errors that say what to use.
+";
+
 fn settings_table(keys: &[&SettingKey]) -> String {
     let mut table = String::from(
         "| variable | TOML key | default | unit, valid values | meaning |\n|---|---|---|---|---|\n",
@@ -235,6 +244,17 @@ fn ignored_table() -> String {
             short(ignored.valid()),
             ignored.doc
         );
+    }
+    table
+}
+
+fn others_table() -> String {
+    let mut table = String::from("| name | here |\n|---|---|\n");
+    for fallback in FALLBACKS {
+        let _ = writeln!(table, "| `{}` | Read for `{}`. |", fallback.name, fallback.path);
+    }
+    for foreign in FOREIGN_VARIABLES.iter().chain(NEVER_WERE) {
+        let _ = writeln!(table, "| `{}` | Use {}. |", foreign.name, foreign.instead);
     }
     table
 }

@@ -4,7 +4,7 @@
 use std::ops::RangeInclusive;
 
 use crate::field::{SettingField, UNLIMITED};
-use crate::settings::{MAX_BLOCK_BYTES, MAX_TIER_BLOCKS};
+use crate::settings::{MAX_BLOCK_BYTES, MAX_TIER_BLOCKS, PeerSettings};
 use crate::value::NONE;
 use crate::value::{
     InvalidValue, TEXTS, parse_boolean, parse_size, parse_text, parse_whole, whole_numbers,
@@ -679,13 +679,27 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "peers.etcd",
         Text(|s| &mut s.peers.etcd),
         &[own("DYN_KVBM_PEERS_ETCD")],
-        "URLs of etcd, with commas between: workers announce themselves there, and learn of others.",
+        "URLs of etcd, with commas between: workers announce themselves there, and learn of others. If no list is \
+         named: `ETCD_ENDPOINTS`.",
+    ),
+    key(
+        "peers.etcd_user",
+        Text(|s| &mut s.peers.etcd_user),
+        &[own("DYN_KVBM_PEERS_ETCD_USER")],
+        "The user of etcd, if it asks for one. It reads and writes keys that begin with `kvbm/<namespace>/peers/`.",
+    ),
+    key(
+        "peers.etcd_password_file",
+        Text(|s| &mut s.peers.etcd_password_file),
+        &[own("DYN_KVBM_PEERS_ETCD_PASSWORD_FILE")],
+        "A file whose only line is that user's password, which no other user may read.",
     ),
     key(
         "peers.namespace",
         Text(|s| &mut s.peers.namespace),
         &[own("DYN_KVBM_PEERS_NAMESPACE")],
-        "Workers in etcd see those of their own namespace: letters, digits, `-`, `_`, `.`. `default` if none is chosen.",
+        "Workers in etcd see those of their own namespace: letters, digits, `-`, `_`, `.`. If none is \
+         chosen: `DYN_NAMESPACE`, else `default`.",
     ),
     key(
         "peers.secret_file",
@@ -842,6 +856,70 @@ pub(crate) static IGNORED: &[IgnoredVariable] = &[
     ),
     ignored("DYN_KVBM_ENABLE_RECORD", ValueTakes::Flag, "Nothing is recorded."),
 ];
+
+/// A variable of Dynamo's that a setting follows where nothing else says it.
+pub(crate) struct FallbackVariable {
+    pub(crate) name: &'static str,
+    pub(crate) path: &'static str,
+    pub(crate) applies: fn(&PeerSettings) -> bool,
+}
+
+/// In this order: a namespace counts where there is an etcd.
+pub(crate) static FALLBACKS: &[FallbackVariable] = &[
+    FallbackVariable {
+        name: "ETCD_ENDPOINTS",
+        path: "peers.etcd",
+        applies: |peers| peers.enabled && peers.lists().next().is_none(),
+    },
+    FallbackVariable {
+        name: "DYN_NAMESPACE",
+        path: "peers.namespace",
+        applies: |peers| peers.enabled && peers.etcd.is_some() && peers.namespace.is_none(),
+    },
+];
+
+/// A name of others that nothing here follows, and what takes its place.
+pub(crate) struct ForeignName {
+    pub(crate) name: &'static str,
+    pub(crate) instead: &'static str,
+}
+
+const fn foreign(name: &'static str, instead: &'static str) -> ForeignName {
+    ForeignName { name, instead }
+}
+
+/// Variables that say how peers are reached. Other programs may want them: they are told of.
+pub(crate) static FOREIGN_VARIABLES: &[ForeignName] = &[
+    foreign("ETCD_AUTH_USERNAME", "peers.etcd_user (DYN_KVBM_PEERS_ETCD_USER)"),
+    foreign("ETCD_AUTH_PASSWORD", "peers.etcd_password_file (DYN_KVBM_PEERS_ETCD_PASSWORD_FILE)"),
+    foreign("ETCD_AUTH_CA", "peers.tls_ca (DYN_KVBM_PEERS_TLS_CA)"),
+    foreign("ETCD_AUTH_CLIENT_CERT", "peers.tls_certificate (DYN_KVBM_PEERS_TLS_CERTIFICATE)"),
+    foreign("ETCD_AUTH_CLIENT_KEY", "peers.tls_key (DYN_KVBM_PEERS_TLS_KEY)"),
+    foreign(
+        "NIXL_NUM_TRANSPORT_THREADS",
+        "nixl.ucx.num_workers (DYN_KVBM_NIXL_PARAM_UCX__NUM_WORKERS): NIXL never had it",
+    ),
+];
+
+/// Keys that articles name, and that NIXL and Dynamo never had.
+pub(crate) static NEVER_WERE: &[ForeignName] = &[
+    foreign("kv_transfer.backend", "nixl.backends.<NAME> (DYN_KVBM_NIXL_BACKEND_<NAME>)"),
+    foreign("kv_transfer.metadata_server", "peers.etcd (DYN_KVBM_PEERS_ETCD)"),
+    foreign("kv_transfer.rdma_device", "the variable UCX_NET_DEVICES"),
+    foreign(
+        "kv_transfer.transport_threads",
+        "nixl.ucx.num_workers (DYN_KVBM_NIXL_PARAM_UCX__NUM_WORKERS)",
+    ),
+    foreign("kv_transfer_timeout_ms", "peers.lease_ttl_ms (DYN_KVBM_PEERS_LEASE_TTL_MS)"),
+    foreign("nixl_nvme_flush_interval_ms", "flush.interval_ms (DYN_KVBM_FLUSH_INTERVAL_MS)"),
+];
+
+/// Whether a variable is looked at: all with the prefix, and some of others.
+pub(crate) fn is_read(variable: &str) -> bool {
+    variable.starts_with(PREFIX)
+        || FALLBACKS.iter().any(|fallback| fallback.name == variable)
+        || FOREIGN_VARIABLES.iter().any(|foreign| foreign.name == variable)
+}
 
 /// The key at `path`, or the family that it belongs to with the member's name.
 pub(crate) fn by_path(path: &str) -> Option<(&'static SettingKey, Option<&str>)> {

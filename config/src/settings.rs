@@ -651,6 +651,10 @@ pub struct PeerSettings {
     pub file: Option<String>,
     /// URLs of etcd, with commas between.
     pub etcd: Option<String>,
+    /// The user of etcd, if it asks for one.
+    pub etcd_user: Option<String>,
+    /// A file of its password.
+    pub etcd_password_file: Option<String>,
     /// Workers in etcd see those of their own namespace; `None`: `default`.
     pub namespace: Option<String>,
     /// A file of the secret that all workers know. It or certificates are needed where others than
@@ -677,6 +681,11 @@ pub struct PeerSettings {
 impl PeerSettings {
     /// The port if none is chosen.
     pub const PORT: u16 = 6890;
+
+    /// The lists of peers that are named.
+    pub(crate) fn lists(&self) -> impl Iterator<Item = &String> {
+        [&self.addresses, &self.file, &self.etcd].into_iter().flatten()
+    }
 }
 
 impl Default for PeerSettings {
@@ -690,6 +699,8 @@ impl Default for PeerSettings {
             addresses: None,
             file: None,
             etcd: None,
+            etcd_user: None,
+            etcd_password_file: None,
             namespace: None,
             secret_file: None,
             secret: None,
@@ -714,6 +725,8 @@ impl fmt::Debug for PeerSettings {
             .field("addresses", &self.addresses)
             .field("file", &self.file)
             .field("etcd", &self.etcd)
+            .field("etcd_user", &self.etcd_user)
+            .field("etcd_password_file", &self.etcd_password_file)
             .field("namespace", &self.namespace)
             .field("secret_file", &self.secret_file)
             .field("secret", &self.secret.as_ref().map(|_| SECRET_SET))

@@ -3,8 +3,7 @@
 use crate::error::{Origin, SettingsError};
 use crate::registry::KEYS;
 use crate::settings::{
-    AdmissionMode, DiskBackend, MAX_DISK_THREADS, MAX_TIER_BLOCKS, ObjectBackend, PeerSettings,
-    Settings,
+    AdmissionMode, DiskBackend, MAX_DISK_THREADS, MAX_TIER_BLOCKS, ObjectBackend, Settings,
 };
 use crate::value::{Capacity, InvalidValue, format_size};
 
@@ -208,7 +207,21 @@ impl Settings {
     /// peers.
     fn check_peers(&self) -> Result<(), Violation> {
         let peers = &self.peers;
-        check_certificate(peers)?;
+        check_whole(
+            "TLS takes",
+            [
+                ("peers.tls_certificate", &peers.tls_certificate),
+                ("peers.tls_key", &peers.tls_key),
+                ("peers.tls_ca", &peers.tls_ca),
+            ],
+        )?;
+        check_whole(
+            "a user of etcd takes",
+            [
+                ("peers.etcd_user", &peers.etcd_user),
+                ("peers.etcd_password_file", &peers.etcd_password_file),
+            ],
+        )?;
         SharedSecret {
             given: peers.secret.as_ref(),
             file: peers.secret_file.as_ref(),
@@ -220,8 +233,7 @@ impl Settings {
                     peers.tls_key and peers.tls_ca, too",
         }
         .check()?;
-        let lists = [&peers.addresses, &peers.file, &peers.etcd];
-        if lists.into_iter().flatten().count() > 1 {
+        if peers.lists().count() > 1 {
             let valid = "one of peers.addresses, peers.file and peers.etcd";
             return Err((
                 "peers.addresses",
@@ -273,22 +285,17 @@ impl Settings {
 /// The key that is wrong, and how.
 type Violation = (&'static str, InvalidValue);
 
-/// TLS takes all of its files.
-fn check_certificate(peers: &PeerSettings) -> Result<(), Violation> {
-    let files = [
-        ("peers.tls_certificate", &peers.tls_certificate),
-        ("peers.tls_key", &peers.tls_key),
-        ("peers.tls_ca", &peers.tls_ca),
-    ];
-    let Some((given, _)) = files.iter().find(|(_, file)| file.is_some()) else { return Ok(()) };
-    match files.iter().find(|(_, file)| file.is_none()) {
-        Some((missing, _)) => {
-            let problem = format!("not set, and {given} is");
-            let valid = "a file: TLS takes peers.tls_certificate, peers.tls_key and peers.tls_ca; or none of the three";
-            Err((missing, InvalidValue::new(problem, valid)))
-        }
-        None => Ok(()),
-    }
+/// What belongs together is set together: an error names the first that is missing.
+fn check_whole<const KEYS: usize>(
+    what: &str,
+    keys: [(&'static str, &Option<String>); KEYS],
+) -> Result<(), Violation> {
+    let Some((given, _)) = keys.iter().find(|(_, value)| value.is_some()) else { return Ok(()) };
+    let Some((missing, _)) = keys.iter().find(|(_, value)| value.is_none()) else { return Ok(()) };
+    let problem = format!("not set, and {given} is");
+    let valid =
+        format!("set it too: {what} {}; or none of them", keys.map(|(key, _)| key).join(" and "));
+    Err((missing, InvalidValue::new(problem, valid)))
 }
 
 fn plugin_off(plugin: &str) -> InvalidValue {
@@ -543,18 +550,24 @@ mod tests {
     }
 
     #[test]
-    fn peers_have_all_files_of_tls_or_none() {
-        let files: [(&str, Change); 3] = [
+    fn peers_have_all_of_what_belongs_together_or_none() {
+        let tls: [(&str, Change); 3] = [
             ("peers.tls_certificate", |s| s.peers.tls_certificate = Some("a.pem".to_owned())),
             ("peers.tls_key", |s| s.peers.tls_key = Some("a.key".to_owned())),
             ("peers.tls_ca", |s| s.peers.tls_ca = Some("ca.pem".to_owned())),
         ];
-        for (missing, _) in files {
-            let others = files.iter().filter(|(name, _)| *name != missing);
-            let result = with(|s| others.for_each(|(_, set)| set(s)));
-            assert_refused(result, missing, "none of the three");
+        let user: [(&str, Change); 2] = [
+            ("peers.etcd_user", |s| s.peers.etcd_user = Some("kvbm".to_owned())),
+            ("peers.etcd_password_file", |s| s.peers.etcd_password_file = Some("p".to_owned())),
+        ];
+        for keys in [&tls[..], &user] {
+            for (missing, _) in keys {
+                let others = keys.iter().filter(|(name, _)| name != missing);
+                let result = with(|s| others.for_each(|(_, set)| set(s)));
+                assert_refused(result, missing, "or none of them");
+            }
+            with(|s| keys.iter().for_each(|(_, set)| set(s))).expect("all of them");
         }
-        with(|s| files.iter().for_each(|(_, set)| set(s))).expect("all of them");
     }
 
     #[test]

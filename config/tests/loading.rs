@@ -4,7 +4,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 
 use kvbm_settings::{
-    Argument, Capacity, EvictionKind, Loaded, Loader, Origin, Settings, SettingsError,
+    Argument, Capacity, EvictionKind, Loaded, Loader, Origin, PeerSettings, Settings, SettingsError,
 };
 use proptest::prelude::*;
 use tempfile::NamedTempFile;
@@ -495,6 +495,50 @@ fn upstream_variables_without_effect_are_checked_and_reported() {
     for (variable, value) in wrong {
         load(&[(variable, value)]).expect_err(variable);
     }
+}
+
+#[test]
+fn variables_of_dynamo_count_where_nothing_else_says_how_peers_are_found() {
+    let peers = |more: &[(&str, &str)]| {
+        let dynamo = [("ETCD_ENDPOINTS", "http://etcd:2379"), ("DYN_NAMESPACE", "dynamo")];
+        let host = [("DYN_KVBM_BLOCK_BYTES", "4096"), ("DYN_KVBM_CPU_CACHE_GB", "1")];
+        load(&[&dynamo[..], &host, more].concat()).unwrap()
+    };
+    let found = |loaded: &Loaded| {
+        let PeerSettings { etcd, namespace, .. } = &loaded.settings.peers;
+        (etcd.clone(), namespace.clone())
+    };
+    let (etcd, namespace) = (Some("http://etcd:2379".to_owned()), Some("dynamo".to_owned()));
+    assert_eq!(found(&peers(&[])), (None, None), "there are no peers");
+    let on = ("DYN_KVBM_PEERS", "true");
+    let loaded = peers(&[on]);
+    assert_eq!(found(&loaded), (etcd.clone(), namespace));
+    let origin = Origin::Variable("ETCD_ENDPOINTS".to_owned());
+    assert_eq!(loaded.origins.get("peers.etcd"), Some(&origin));
+    let ours = peers(&[on, ("DYN_KVBM_PEERS_NAMESPACE", "ours")]);
+    assert_eq!(found(&ours), (etcd, Some("ours".to_owned())));
+    let listed = peers(&[on, ("DYN_KVBM_PEERS_ADDRESSES", "a:1")]);
+    assert_eq!(found(&listed), (None, None), "another list is named");
+}
+
+#[test]
+fn names_of_others_that_nothing_follows_are_told_what_to_use() {
+    let variables = [
+        ("DYN_KVBM_PEERS", "true"),
+        ("DYN_KVBM_BLOCK_BYTES", "4096"),
+        ("DYN_KVBM_CPU_CACHE_GB", "1"),
+        ("ETCD_AUTH_PASSWORD", "hunter2"),
+        ("NIXL_NUM_TRANSPORT_THREADS", "4"),
+    ];
+    let told: Vec<_> = load(&variables).unwrap().accepted.iter().map(ToString::to_string).collect();
+    assert!(
+        told[0].contains("peers.etcd_password_file") && !told[0].contains("hunter2"),
+        "{told:?}"
+    );
+    assert!(told[1].contains("nixl.ucx.num_workers"), "{told:?}");
+    assert!(load(&variables[3..]).unwrap().accepted.is_empty(), "there are no peers");
+    let error = file_error("[kv_transfer]\nmetadata_server = \"http://etcd:2379\"");
+    assert!(error.contains("never had it; use peers.etcd") && error.contains(":2"), "{error}");
 }
 
 #[test]

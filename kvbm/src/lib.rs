@@ -82,7 +82,9 @@ pub use observe::state::{
     BreakerState, Degraded, FaultState, Found, LookupCounts, Missing, NamespaceState, Readiness,
     RouteState, State, TierState, Why,
 };
-pub use peers::discovery::{EtcdSource, EtcdUser, PeerAddress, PeerList, PeerSource, PeerWatch};
+pub use peers::discovery::{
+    EtcdSource, EtcdTls, EtcdUser, PeerAddress, PeerList, PeerSource, PeerWatch,
+};
 #[cfg(feature = "testing")]
 pub use peers::read_peer_frame;
 pub use peers::{PeerLease, PeerOffer, PeerReport, Peers, Pulled, look_at_peers};

@@ -1,7 +1,5 @@
-//! Secrets in files.
+//! Files that settings name: secrets, keys and certificates.
 
-#[cfg(feature = "serve")]
-use std::fs;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
@@ -10,8 +8,8 @@ use kvbm_settings::MIN_TOKEN_BYTES;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// Nothing larger is read.
-const MAX_BYTES: u64 = 64 << 10;
+/// Nothing larger is read: some certificates of CAs.
+const MAX_BYTES: u64 = 1 << 20;
 
 /// The only line of a file, which `setting` names. Other programs may read it too, such as one that
 /// shows the secret here. No message contains it.
@@ -20,8 +18,16 @@ const MAX_BYTES: u64 = 64 << 10;
 /// [`ErrorKind::Unavailable`]: the file cannot be read. [`ErrorKind::Invalid`]: it is no secret.
 #[cfg(feature = "serve")]
 pub(crate) fn read_secret(path: &str, setting: &str) -> Result<String> {
-    let text = fs::read_to_string(path).map_err(|error| unreadable(path, setting, error))?;
-    only_line(&text, path, setting)
+    only_line(&read_text(path, setting)?, path, setting)
+}
+
+/// The text of a file that others may read.
+///
+/// # Errors
+/// As those of [`read_private`], but for others.
+pub(crate) fn read_text(path: &str, setting: &str) -> Result<String> {
+    let file = File::open(path).map_err(|error| unreadable(path, setting, error))?;
+    text_of(file, path, setting)
 }
 
 /// The only line of a file that no other user can read. No message contains it.
@@ -32,6 +38,20 @@ pub(crate) fn read_private_secret(path: &str, setting: &str) -> Result<String> {
     only_line(&read_private(path, setting)?, path, setting)
 }
 
+/// The only line of a file that no other user can read, as it is: others chose it. No message contains
+/// it.
+///
+/// # Errors
+/// As those of [`read_private`], and [`ErrorKind::Invalid`]: it is no line.
+pub(crate) fn read_password(path: &str, setting: &str) -> Result<String> {
+    let text = read_private(path, setting)?;
+    let password = text.trim_end_matches(['\r', '\n']);
+    if password.is_empty() || password.contains(char::is_control) {
+        return Err(Error::invalid(format!("{path} ({setting}) is not a password: one line")));
+    }
+    Ok(password.to_owned())
+}
+
 /// The text of a file that no other user can read.
 ///
 /// # Errors
@@ -40,6 +60,10 @@ pub(crate) fn read_private_secret(path: &str, setting: &str) -> Result<String> {
 pub(crate) fn read_private(path: &str, setting: &str) -> Result<String> {
     let file = File::open(path).map_err(|error| unreadable(path, setting, error))?;
     check_privacy(&file, path, setting)?;
+    text_of(file, path, setting)
+}
+
+fn text_of(file: File, path: &str, setting: &str) -> Result<String> {
     let mut text = String::new();
     let read = file.take(MAX_BYTES + 1).read_to_string(&mut text);
     let bytes = read.map_err(|error| unreadable(path, setting, error))?;
@@ -78,7 +102,7 @@ fn only_line(text: &str, path: &str, setting: &str) -> Result<String> {
 }
 
 fn unreadable(path: &str, setting: &str, error: io::Error) -> Error {
-    let message = format!("cannot read the secret in {path} ({setting})");
+    let message = format!("cannot read {path} ({setting})");
     Error::caused(ErrorKind::Unavailable, message, error)
 }
 
@@ -121,6 +145,11 @@ mod tests {
             let error = read_private_secret(path.to_str().unwrap(), "peers.secret_file");
             let error = error.unwrap_err().to_string();
             assert!(error.contains(why) && !error.contains(text), "{error}");
+        }
+        for (text, password) in [("s3 cret\r\n", Some("s3 cret")), ("\n", None), ("a\nb\n", None)] {
+            fs::write(&path, text).unwrap();
+            let read = read_password(path.to_str().unwrap(), "peers.etcd_password_file");
+            assert_eq!(read.ok().as_deref(), password);
         }
         let error = read_private_secret(dir.path().to_str().unwrap(), "peers.secret_file");
         assert!(error.unwrap_err().to_string().contains("is not a file"));

@@ -7,10 +7,11 @@ use serde::Serialize;
 use tokio::runtime::Handle;
 use tokio::time::timeout;
 
+use super::discovery::PeerSource;
 use super::greeting::{PeerProofs, look};
+use super::proofs_of;
 use super::protocol::{BrokenLink, Member};
 use super::stream::connect;
-use super::{proofs_of, source};
 use crate::error::Result;
 use crate::names::fingerprint::Fingerprint;
 
@@ -55,10 +56,11 @@ impl From<Member> for PeerOffer {
 ///
 /// # Errors
 /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): the settings name no list that can be.
-/// [`ErrorKind::Unavailable`](crate::ErrorKind::Unavailable): the secret or the certificate cannot be read.
+/// [`ErrorKind::Unavailable`](crate::ErrorKind::Unavailable): a secret or a certificate cannot be
+/// read.
 pub async fn look_at_peers(settings: &Settings) -> Result<Vec<PeerReport>> {
     let proofs = proofs_of(&settings.peers)?;
-    let watch = source(&settings.peers).watch(&Handle::current())?;
+    let watch = PeerSource::of(&settings.peers)?.watch(&Handle::current())?;
     let mut peers = watch.peers();
     if peers.borrow().is_empty() {
         // It stays empty then.

@@ -48,7 +48,7 @@ use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::AbortHandle;
 
-use self::discovery::{EtcdSource, PeerAddress, PeerAnnouncement, PeerSource, PeerWatch};
+use self::discovery::{PeerAddress, PeerAnnouncement, PeerSource, PeerWatch};
 use self::greeting::{Credentials, PeerProofs, PeerSecret, random};
 use self::holder::{Holder, LeasedBlocks};
 use self::neighbour::Neighbours;
@@ -155,19 +155,6 @@ fn proofs_of(settings: &PeerSettings) -> Result<PeerProofs> {
     Ok(PeerProofs { secret, tls: PeerTls::of(settings)? })
 }
 
-fn source(settings: &PeerSettings) -> PeerSource {
-    let list = |text: &String| text.split(',').map(|part| part.trim().to_owned()).collect();
-    let PeerSettings { addresses, file, etcd, namespace, .. } = settings;
-    match (file, etcd) {
-        (Some(file), _) => PeerSource::File(file.into()),
-        (None, Some(endpoints)) => {
-            let namespace = namespace.as_deref().unwrap_or("default");
-            PeerSource::Etcd(EtcdSource::new(list(endpoints), namespace))
-        }
-        (None, None) => PeerSource::Static(addresses.as_ref().map(list).unwrap_or_default()),
-    }
-}
-
 /// Other workers that hold blocks of the same model. A manager has them if the settings say so
 /// (`peers.enabled`, `DYN_KVBM_PEERS`): see [`Manager::peers`](crate::Manager::peers).
 ///
@@ -213,15 +200,15 @@ impl Peers {
     /// Serves others and reads at them, on a thread of its own.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if the system refuses a thread or random bytes;
-    /// [`ErrorKind::Invalid`] if a name or an address is none.
+    /// [`ErrorKind::Unavailable`] if the system refuses a thread or random bytes, or the password of
+    /// etcd cannot be read; [`ErrorKind::Invalid`] if that, a name or an address is none.
     pub(crate) fn start(
         listener: PeerListener,
         core: &Arc<Core>,
         memory: &Arc<DramRegion>,
     ) -> Result<Self> {
         let own = listener.own_address()?;
-        let source = source(&listener.settings);
+        let source = PeerSource::of(&listener.settings)?;
         let PeerListener { socket, address, settings, proofs, fingerprint } = listener;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve peers", error);
         let incarnation = u64::from_le_bytes(random()?);

@@ -4,7 +4,6 @@
 //! certificate of the CA: so the CA says who may read.
 
 use std::fmt;
-use std::fs;
 use std::sync::Arc;
 
 use kvbm_settings::PeerSettings;
@@ -23,8 +22,8 @@ use tokio_rustls::{TlsAcceptor, TlsConnector, TlsStream};
 
 use super::protocol::BrokenLink;
 use super::stream::{ONE_SIDED, linger};
-use crate::error::{Error, ErrorKind, Result};
-use crate::secret::read_private;
+use crate::error::{Error, Result};
+use crate::secret::{read_private, read_text};
 
 /// This worker's certificate, and who signs those of others.
 pub(super) struct PeerTls {
@@ -42,8 +41,9 @@ impl PeerTls {
     /// Reads the files that the settings name. `None`: they name none.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`]: one cannot be read. [`ErrorKind::Invalid`]: others can read the
-    /// key, a file is not what it should be, or others would refuse the certificate.
+    /// [`ErrorKind::Unavailable`](crate::ErrorKind::Unavailable): one cannot be read.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): others can read the key, a file is not what
+    /// it should be, or others would refuse the certificate.
     pub(super) fn of(settings: &PeerSettings) -> Result<Option<Self>> {
         let PeerSettings { tls_certificate, tls_key, tls_ca, .. } = settings;
         let (Some(certificate), Some(key), Some(ca)) = (tls_certificate, tls_key, tls_ca) else {
@@ -147,11 +147,8 @@ fn unusable(error: impl fmt::Display) -> TlsError {
 }
 
 fn certificates(path: &str, setting: &str) -> Result<Vec<CertificateDer<'static>>> {
-    let text = fs::read(path).map_err(|error| {
-        let message = format!("cannot read certificates in {path} ({setting})");
-        Error::caused(ErrorKind::Unavailable, message, error)
-    })?;
-    let found = CertificateDer::pem_slice_iter(&text).collect::<Result<Vec<_>, _>>();
+    let text = read_text(path, setting)?;
+    let found = CertificateDer::pem_slice_iter(text.as_bytes()).collect::<Result<Vec<_>, _>>();
     match found {
         Ok(found) if found.is_empty() => {
             Err(no_pem(path, setting, "certificate", &pem::Error::NoItemsFound))
@@ -208,4 +205,4 @@ fn refusal(alert: AlertDescription) -> String {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

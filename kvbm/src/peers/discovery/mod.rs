@@ -22,11 +22,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvbm_settings::PeerSettings;
 use tokio::runtime::Handle;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 
 use crate::error::Result;
+use crate::secret::{read_password, read_private, read_text};
 
 pub use self::address::{PeerAddress, PeerList};
 
@@ -57,6 +59,8 @@ pub struct EtcdSource {
     /// Who asks, if etcd wants to know: a user with the right to read and write keys that begin
     /// with `kvbm/<namespace>/peers/`.
     pub user: Option<EtcdUser>,
+    /// Behind `https`; `None`: the system's certificates count, and none is shown.
+    pub tls: Option<EtcdTls>,
 }
 
 impl EtcdSource {
@@ -65,7 +69,7 @@ impl EtcdSource {
 
     /// An etcd that anyone may ask.
     pub fn new(endpoints: Vec<String>, namespace: impl Into<String>) -> Self {
-        Self { endpoints, namespace: namespace.into(), ttl: Self::TTL, user: None }
+        Self { endpoints, namespace: namespace.into(), ttl: Self::TTL, user: None, tls: None }
     }
 }
 
@@ -78,13 +82,73 @@ pub struct EtcdUser {
     pub password: String,
 }
 
+impl EtcdUser {
+    fn of(settings: &PeerSettings) -> Result<Option<Self>> {
+        let PeerSettings { etcd_user, etcd_password_file, .. } = settings;
+        let Some((name, file)) = etcd_user.clone().zip(etcd_password_file.as_ref()) else {
+            return Ok(None);
+        };
+        Ok(Some(Self { name, password: read_password(file, "peers.etcd_password_file")? }))
+    }
+}
+
 impl fmt::Debug for EtcdUser {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("EtcdUser").field("name", &self.name).finish_non_exhaustive()
     }
 }
 
+/// Certificates, in PEM. The key is never shown.
+#[derive(Clone)]
+pub struct EtcdTls {
+    /// That of a CA which may sign etcd's, beside those of the system.
+    pub ca: String,
+    /// Our certificate and its private key, for an etcd that asks for one.
+    pub identity: String,
+}
+
+impl EtcdTls {
+    /// What other workers are shown is what etcd is shown.
+    fn of(settings: &PeerSettings) -> Result<Option<Self>> {
+        let PeerSettings { tls_certificate, tls_key, tls_ca, .. } = settings;
+        let (Some(certificate), Some(key), Some(ca)) = (tls_certificate, tls_key, tls_ca) else {
+            return Ok(None);
+        };
+        let key = read_private(key, "peers.tls_key")?;
+        let certificate = read_text(certificate, "peers.tls_certificate")?;
+        let ca = read_text(ca, "peers.tls_ca")?;
+        Ok(Some(Self { ca, identity: [certificate, key].join("\n") }))
+    }
+}
+
+impl fmt::Debug for EtcdTls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EtcdTls").field("ca", &self.ca).finish_non_exhaustive()
+    }
+}
+
 impl PeerSource {
+    /// The list that the settings name.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`](crate::ErrorKind::Unavailable): a file of what etcd is shown cannot
+    /// be read. [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): others can read it, or it is
+    /// something else.
+    pub(super) fn of(settings: &PeerSettings) -> Result<Self> {
+        let list = |text: &String| text.split(',').map(|part| part.trim().to_owned()).collect();
+        let PeerSettings { addresses, file, etcd, namespace, .. } = settings;
+        match (file, etcd) {
+            (Some(file), _) => Ok(Self::File(file.into())),
+            (None, Some(endpoints)) => {
+                let namespace = namespace.as_deref().unwrap_or("default");
+                let source = EtcdSource::new(list(endpoints), namespace);
+                let (user, tls) = (EtcdUser::of(settings)?, EtcdTls::of(settings)?);
+                Ok(Self::Etcd(EtcdSource { user, tls, ..source }))
+            }
+            (None, None) => Ok(Self::Static(addresses.as_ref().map(list).unwrap_or_default())),
+        }
+    }
+
     /// Keeps a list of peers on `runtime`, which needs time and I/O enabled. The list contains this
     /// worker too, if it is announced.
     ///
@@ -207,6 +271,27 @@ mod tests {
             PeerSource::Static(vec!["node-1".into()]).watch(&Handle::current()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid);
         assert!(error.to_string().contains("node-1"), "{error}");
+    }
+
+    #[test]
+    fn settings_name_a_list_and_what_etcd_is_shown() {
+        let of = |settings| format!("{:?}", PeerSource::of(&settings).unwrap());
+        let text = |text: &str| Some(text.to_owned());
+        assert_eq!(of(PeerSettings::default()), "Static([])");
+        let listed = PeerSettings { addresses: text("a:1, b:2"), ..PeerSettings::default() };
+        assert_eq!(of(listed), r#"Static(["a:1", "b:2"])"#);
+        let password = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(password.path(), "s3cret\n").unwrap();
+        let etcd = PeerSettings {
+            etcd: text("http://a:2379, http://b:2379"),
+            etcd_user: text("kvbm"),
+            etcd_password_file: text(password.path().to_str().unwrap()),
+            ..PeerSettings::default()
+        };
+        let PeerSource::Etcd(source) = PeerSource::of(&etcd).unwrap() else { panic!("{etcd:?}") };
+        let user = source.user.unwrap();
+        assert_eq!((user.name.as_str(), user.password.as_str()), ("kvbm", "s3cret"));
+        assert_eq!((source.endpoints.len(), source.namespace.as_str()), (2, "default"));
     }
 
     #[tokio::test]

@@ -4,6 +4,7 @@ use std::fs::{self, Permissions};
 use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt;
 
+use kvbm_settings::{Capacity, Settings};
 use rcgen::{
     BasicConstraints, Certificate, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair,
     date_time_ymd,
@@ -16,20 +17,25 @@ use tokio::net::TcpListener;
 use tokio::time::Instant;
 
 use super::*;
+use crate::api::blocking::Blocks;
+use crate::api::manager::Options;
+use crate::names::hash::BlockHash;
+use crate::peers::discovery::EtcdTls;
 use crate::peers::greeting::tests::member;
 use crate::peers::greeting::{Credentials, PeerProofs, PeerSecret, look};
 use crate::peers::holder::{LeasedBlocks, MAX_GREETING, welcome};
 use crate::peers::protocol::Member;
 use crate::peers::stream::{accept, connect};
 use crate::peers::tests::Worker;
+use crate::table::RequestInfo;
 
 const HOST: &str = "127.0.0.1";
 
 /// Signs certificates.
-struct Ca(CertifiedIssuer<'static, KeyPair>);
+pub(in crate::peers) struct Ca(CertifiedIssuer<'static, KeyPair>);
 
 impl Ca {
-    fn new(name: &str) -> Self {
+    pub(in crate::peers) fn new(name: &str) -> Self {
         let mut params = CertificateParams::new(vec![]).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.distinguished_name.push(DnType::CommonName, name);
@@ -57,6 +63,13 @@ impl Ca {
 
     fn worker(&self) -> TlsFiles {
         self.sign(HOST, 4000)
+    }
+
+    /// What etcd and a worker show each other.
+    pub(in crate::peers) fn etcd(&self) -> EtcdTls {
+        let (certificate, key) = self.signed(HOST, 4000);
+        let identity = [certificate.pem(), key.serialize_pem()].concat();
+        EtcdTls { ca: self.0.as_ref().pem(), identity }
     }
 }
 
@@ -230,15 +243,18 @@ impl Place {
         fs::set_permissions(self.path(name), Permissions::from_mode(0o600)).unwrap();
     }
 
-    fn open(&self) -> Result<PeerTls> {
+    fn settings(&self) -> PeerSettings {
         let [certificate, key, ca] = ["own.pem", "own.key", "ca.pem"].map(|name| self.path(name));
-        let settings = PeerSettings {
+        PeerSettings {
             tls_certificate: Some(certificate),
             tls_key: Some(key),
             tls_ca: Some(ca),
             ..PeerSettings::default()
-        };
-        PeerTls::of(&settings).map(|tls| tls.expect("all are named"))
+        }
+    }
+
+    fn open(&self) -> Result<PeerTls> {
+        PeerTls::of(&self.settings()).map(|tls| tls.expect("all are named"))
     }
 
     #[track_caller]
@@ -282,4 +298,51 @@ fn a_key_that_others_can_read_is_refused() {
     let place = Place::new(&ca, &ca.signed(HOST, 4000));
     fs::set_permissions(place.path("own.key"), Permissions::from_mode(0o640)).unwrap();
     place.assert_refused("mode 0640");
+}
+
+fn worker(peers: PeerSettings) -> Blocks {
+    let mut settings = Settings { block_bytes: Some(64 << 10), ..Settings::default() };
+    settings.host.capacity = Some(Capacity::Blocks(16));
+    settings.host.huge_pages = false;
+    settings.peers = PeerSettings {
+        enabled: true,
+        port: 0,
+        shared_memory: false,
+        lease_share: 1.0,
+        lease_ttl_ms: 60_000,
+        ..peers
+    };
+    let fingerprint = Some(member("", 0).fingerprint);
+    Blocks::open(settings, Options { fingerprint, ..Options::default() }).unwrap()
+}
+
+#[test]
+fn blocks_come_over_tls_and_over_nothing_else() {
+    let ca = Ca::new("a");
+    let place = Place::new(&ca, &ca.signed(HOST, 4000));
+    let there = worker(place.settings());
+    let chain: Vec<_> = (1..=12).map(BlockHash::from_u128).collect();
+    let fill = |at: usize, slot: &mut [u8]| {
+        slot.fill(at as u8 + 1);
+        Ok::<_, Error>(())
+    };
+    assert_eq!(there.put(&chain, fill).unwrap(), 12);
+
+    let address = there.manager().peers().unwrap().address().to_string();
+    let (name, addresses) = (address.replace(':', "/"), Some(address));
+    let lease = |here: &Blocks| {
+        here.manager().peers().unwrap().lease(&name, &chain, RequestInfo::default()).wait()
+    };
+    let plain = worker(PeerSettings { addresses: addresses.clone(), ..PeerSettings::default() });
+    let refused = lease(&plain).unwrap_err().to_string();
+    assert!(refused.contains(ONE_SIDED), "{refused}");
+
+    let here = worker(PeerSettings { addresses, ..place.settings() });
+    let pulled = here.manager().peers().unwrap().pull(lease(&here).unwrap()).wait().unwrap();
+    assert_eq!((pulled.copied, pulled.fault), (12, None));
+    let check = |at: usize, block: &[u8]| {
+        assert!(block.iter().all(|&byte| byte == at as u8 + 1), "a wrong block at {at}");
+        Ok::<_, Error>(())
+    };
+    assert_eq!(here.get(&chain, check).unwrap(), 12);
 }

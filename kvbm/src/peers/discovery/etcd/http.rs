@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue};
 use reqwest::redirect::Policy;
-use reqwest::{Client, Response};
+use reqwest::{Certificate, Client, ClientBuilder, Identity, Response};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::peers::discovery::EtcdTls;
 
 /// A machine that vanished is noticed after four of these, while nothing else is sent.
 const PROBE_INTERVAL: Duration = Duration::from_secs(5);
@@ -44,7 +45,7 @@ pub(super) trait Answer: Send {
 pub(super) struct Http(Client);
 
 impl Http {
-    pub(super) fn new() -> Result<Self> {
+    pub(super) fn new(tls: Option<&EtcdTls>) -> Result<Self> {
         // The process may have chosen its cryptography already.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let client = Client::builder()
@@ -52,12 +53,21 @@ impl Http {
             .redirect(Policy::none())
             .tcp_keepalive(PROBE_INTERVAL)
             .tcp_keepalive_interval(PROBE_INTERVAL)
-            .tcp_keepalive_retries(PROBES)
-            .build();
+            .tcp_keepalive_retries(PROBES);
+        let client = match tls {
+            Some(tls) => with_certificates(client, tls).and_then(ClientBuilder::build),
+            None => client.build(),
+        };
         client.map(Self).map_err(|error| {
             Error::caused(ErrorKind::Unavailable, "peers in etcd need an HTTP client", error)
         })
     }
+}
+
+fn with_certificates(client: ClientBuilder, tls: &EtcdTls) -> reqwest::Result<ClientBuilder> {
+    let ca = Certificate::from_pem_bundle(tls.ca.as_bytes())?;
+    let identity = Identity::from_pem(tls.identity.as_bytes())?;
+    Ok(client.tls_certs_merge(ca).identity(identity))
 }
 
 impl Transport for Http {

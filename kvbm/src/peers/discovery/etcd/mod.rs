@@ -18,7 +18,8 @@
 //! build script compiles the protocol (0.21 still does). The gateway takes no more than the HTTP
 //! client that reads objects.
 //!
-//! Behind `https` the system's certificates count. A client's own certificate is not supported.
+//! Behind `https` the system's certificates count, and those of the CA that signs the workers'. An etcd
+//! that asks for a certificate is shown the worker's.
 
 mod announcer;
 mod entries;
@@ -70,7 +71,7 @@ fn gateway(source: &EtcdSource) -> Result<Gateway<Http>> {
         let message = format!("a peer's time to live in etcd is 2 s to 1 h, not {:?}", source.ttl);
         return Err(Error::invalid(message));
     }
-    Gateway::new(source, Http::new()?)
+    Gateway::new(source, Http::new(source.tls.as_ref())?)
 }
 
 /// What the keys of a namespace begin with. No namespace contains a `/`: else its keys could be

@@ -95,7 +95,7 @@ async fn the_status_is_told_and_no_redirection_is_followed() {
     let url = served(etcd.clone()).await;
     for status in [200, 307, 401, 503] {
         etcd.set_fault(MEMBER, Some(Fault::Says(status, "body".into())));
-        let mut answer = Http::new().unwrap().post(range(&url)).await.unwrap();
+        let mut answer = Http::new(None).unwrap().post(range(&url)).await.unwrap();
         assert_eq!(Answer::status(&answer), status);
         let mut body = Vec::new();
         while let Some(piece) = answer.piece().await.unwrap() {
@@ -116,7 +116,7 @@ async fn a_connection_that_is_refused_or_broken_is_told_without_secrets() {
     drop(closed);
     for (url, token) in [(&broken, "s3cret"), (&refused, "s3cret"), (&broken, "s3cret\n")] {
         let call = Call { token: Some(token), ..range(url) };
-        let Err(error) = Http::new().unwrap().post(call).await else { panic!("it answers") };
+        let Err(error) = Http::new(None).unwrap().post(call).await else { panic!("it answers") };
         assert!(!error.is_empty() && !error.contains("s3cret") && !error.contains(url), "{error}");
     }
 }
@@ -130,7 +130,7 @@ async fn an_answer_that_breaks_off_is_told() {
         request(&mut stream).await.unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf").await.unwrap();
     });
-    let mut answer = Http::new().unwrap().post(range(&url)).await.unwrap();
+    let mut answer = Http::new(None).unwrap().post(range(&url)).await.unwrap();
     assert_eq!(answer.piece().await.unwrap().unwrap(), b"half");
     assert!(answer.piece().await.is_err());
 }

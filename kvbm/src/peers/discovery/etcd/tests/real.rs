@@ -18,8 +18,9 @@ use crate::peers::discovery::etcd::messages::{
     Base64, Int64, WatchAnswer, WatchCreation, WatchRequest,
 };
 use crate::peers::discovery::{
-    EtcdSource, EtcdUser, PeerAddress, PeerAnnouncement, PeerList, PeerSource, PeerWatch,
+    EtcdSource, EtcdTls, EtcdUser, PeerAddress, PeerAnnouncement, PeerList, PeerSource, PeerWatch,
 };
+use crate::peers::tls::tests::Ca;
 
 const LATE: Duration = Duration::from_mins(1);
 const TTL: Duration = Duration::from_secs(2);
@@ -30,6 +31,8 @@ struct Etcd {
     data: TempDir,
     client: String,
     peer: String,
+    /// It asks for certificates, and shows one.
+    tls: Option<EtcdTls>,
 }
 
 impl Drop for Etcd {
@@ -41,11 +44,16 @@ impl Drop for Etcd {
 impl Etcd {
     /// `None`: it is not installed. Where `KVBM_REQUIRE` names `etcd` that is a failure.
     async fn start() -> Option<Self> {
+        Self::start_with(None, "http").await
+    }
+
+    async fn start_with(tls: Option<EtcdTls>, scheme: &str) -> Option<Self> {
         let mut etcd = Self {
             child: None,
             data: tempfile::tempdir().unwrap(),
-            client: free_url(),
+            client: free_url().replace("http", scheme),
             peer: free_url(),
+            tls,
         };
         if let Err(error) = etcd.run() {
             skip("etcd", &format!("{error}; apt-get install etcd-server"));
@@ -56,7 +64,16 @@ impl Etcd {
     }
 
     fn run(&mut self) -> std::io::Result<()> {
-        let child = Command::new("etcd")
+        let mut command = Command::new("etcd");
+        if let Some(tls) = &self.tls {
+            // It takes the certificate and the key from one file.
+            let path = |name: &str| self.data.path().join(name);
+            std::fs::write(path("ca.pem"), &tls.ca)?;
+            std::fs::write(path("own.pem"), &tls.identity)?;
+            command.arg("--client-cert-auth").arg("--trusted-ca-file").arg(path("ca.pem"));
+            command.arg("--cert-file").arg(path("own.pem")).arg("--key-file").arg(path("own.pem"));
+        }
+        let child = command
             .arg("--data-dir")
             .arg(self.data.path())
             .args(["--listen-client-urls", &self.client, "--advertise-client-urls", &self.client])
@@ -96,7 +113,8 @@ impl Etcd {
     }
 
     fn source(&self) -> EtcdSource {
-        EtcdSource { ttl: TTL, ..EtcdSource::new(vec![self.client.clone()], "prod") }
+        let tls = self.tls.clone();
+        EtcdSource { ttl: TTL, tls, ..EtcdSource::new(vec![self.client.clone()], "prod") }
     }
 
     async fn ask(&self, path: &str, request: Value) -> Result<Value, EtcdFailure> {
@@ -110,7 +128,7 @@ impl Etcd {
 }
 
 fn gateway(source: &EtcdSource) -> Gateway<Http> {
-    Gateway::new(source, Http::new().unwrap()).unwrap()
+    Gateway::new(source, Http::new(source.tls.as_ref()).unwrap()).unwrap()
 }
 
 fn free_url() -> String {
@@ -241,6 +259,23 @@ async fn a_real_etcd_asks_for_a_user() {
     for (source, said) in
         [(etcd.source(), "user name is empty"), (user("wrong"), "does not take \"kvbm\"")]
     {
+        let asked = gateway(&source).ask::<Value>("/v3/kv/range", &range).await;
+        let text = asked.unwrap_err().to_string();
+        assert!(text.contains(said) && text.contains(&etcd.client), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn a_real_etcd_asks_for_a_certificate() {
+    let ca = Ca::new("a");
+    let Some(etcd) = Etcd::start_with(Some(ca.etcd()), "https").await else { return };
+    let source = etcd.source();
+    let watch = watched(&source);
+    assert_works(&source, &mut watch.peers(), &[]).await;
+
+    let range = json!({"key": Base64::from("kvbm/prod/peers/")});
+    for (tls, said) in [(None, "UnknownIssuer"), (Some(Ca::new("b").etcd()), "UnknownIssuer")] {
+        let source = EtcdSource { tls, ..etcd.source() };
         let asked = gateway(&source).ask::<Value>("/v3/kv/range", &range).await;
         let text = asked.unwrap_err().to_string();
         assert!(text.contains(said) && text.contains(&etcd.client), "{text}");
