@@ -897,7 +897,7 @@ pub(crate) static FOREIGN_VARIABLES: &[ForeignName] = &[
     foreign("ETCD_AUTH_CLIENT_KEY", "peers.tls_key (DYN_KVBM_PEERS_TLS_KEY)"),
     foreign(
         "NIXL_NUM_TRANSPORT_THREADS",
-        "nixl.ucx.num_workers (DYN_KVBM_NIXL_PARAM_UCX__NUM_WORKERS): NIXL never had it",
+        "nixl.ucx.num_workers (DYN_KVBM_NIXL_PARAM_UCX__NUM_WORKERS)",
     ),
 ];
 

@@ -40,7 +40,8 @@ impl NetworkSources {
         let ports = self.ports();
         let mut checks: Vec<_> = ports.iter().map(RdmaPort::check).collect();
         if ports.is_empty() {
-            let none = format!("none in {}: blocks go over TCP", self.devices.display());
+            let none =
+                format!("none in {}: other machines are reached over TCP", self.devices.display());
             checks.push(DoctorCheck::unavailable("RDMA devices", none));
         }
         checks.push(self.ucx_devices(&ports));
@@ -200,18 +201,16 @@ fn file_name(path: &Path) -> Option<&str> {
 
 fn libfabric() -> DoctorCheck {
     let name = "libfabric";
-    match Command::new("fi_info").arg("--list").output() {
-        Ok(listed) => {
-            let text = String::from_utf8_lossy(&listed.stdout).into_owned();
-            let providers: Vec<_> =
-                text.lines().filter_map(|line| line.strip_suffix(':')).collect();
-            DoctorCheck::ready(name, format!("providers: {}", providers.join(", ")))
-        }
-        Err(_) => DoctorCheck::disabled(
+    let listed = Command::new("fi_info").arg("--list").output();
+    let Some(listed) = listed.ok().filter(|listed| listed.status.success()) else {
+        return DoctorCheck::unavailable(
             name,
-            "or not there: fi_info of libfabric would list its providers",
-        ),
-    }
+            "fi_info, which lists its providers, is not installed, or fails",
+        );
+    };
+    let text = String::from_utf8_lossy(&listed.stdout).into_owned();
+    let providers: Vec<_> = text.lines().filter_map(|line| line.strip_suffix(':')).collect();
+    DoctorCheck::ready(name, format!("providers {}", providers.join(", ")))
 }
 
 /// This worker's port, and whether each peer that the settings list answers.

@@ -68,6 +68,7 @@ fn the_doctor_tries_each_tier_and_leaves_nothing() {
     let examine = |more: &[&str]| {
         let mut command = place.command(&[&["doctor"], more].concat());
         command.env("DYN_KVBM_BLOCK_BYTES", "64KiB").env("DYN_KVBM_CPU_CACHE_GB", "0.1");
+        command.env("DYN_KVBM_PEERS", "true").env("DYN_KVBM_PEERS_PORT", "0");
         command
             .env("DYN_KVBM_DISK_CACHE_GB", "0.1")
             .env("DYN_KVBM_DISK_CACHE_DIR", place.path("tmp"));
@@ -90,6 +91,7 @@ fn the_doctor_tries_each_tier_and_leaves_nothing() {
         "what works is routed: {found}"
     );
     assert_eq!(state("machine", "kernel"), Some("ready".into()));
+    assert_eq!(state("peers", "address 127.0.0.1:0"), Some("ready".into()));
     let page = text(&examine(&[]).stdout);
     assert!(page.contains("io_uring") && page.contains("unavailable: "), "{page}");
     place.assert_clean(&[]);
