@@ -1,5 +1,9 @@
 //! Workers that read each other's host tier, as processes: every byte checked, whoever is killed,
-//! frozen or comes back.
+//! frozen or comes back. `tests/peers.sh` runs those that it takes long, root or a trace to run.
+
+mod network;
+mod scale;
+mod trace;
 
 use std::io::stdin;
 use std::net::SocketAddr;
@@ -9,10 +13,11 @@ use std::time::Duration;
 
 use kvbm::blocking::Blocks;
 use kvbm::{BlockHash, Error, Fingerprint, Manager, Options, RequestInfo, Tier};
-use kvbm_settings::{Capacity, EvictionKind, Settings};
+use kvbm_settings::{Capacity, EvictionKind, Loader, Settings};
 use kvbm_tests::process::{Process, role, say};
 use kvbm_tests::rig::{chain, wait_until};
 use kvbm_tiers::testing::{fill_pattern, has_pattern};
+use serde_json::{Value, json};
 
 const BLOCK: u64 = 16 << 10;
 const SLOTS: u64 = 512;
@@ -30,17 +35,27 @@ fn fingerprint(weights: &str) -> Fingerprint {
     }
 }
 
-fn settings(port: u16, addresses: &str) -> Settings {
+/// Those of these tests, and what TOML says beside them.
+fn settings(toml: &str) -> Settings {
     let mut settings = Settings { block_bytes: Some(BLOCK), ..Settings::default() };
     settings.host.capacity = Some(Capacity::Blocks(SLOTS));
     settings.host.huge_pages = false;
     settings.eviction = EvictionKind::Lru;
     settings.peers.enabled = true;
-    settings.peers.port = port;
-    settings.peers.addresses = Some(addresses.to_owned()).filter(|list| !list.is_empty());
+    settings.peers.port = 0;
     settings.peers.secret = Some(SECRET.to_owned());
     settings.peers.lease_ttl_ms = TTL_MS;
-    settings
+    Loader::new().defaults(settings).text(toml).load().unwrap().settings
+}
+
+/// The `--kills` and the like of `tests/peers.sh`.
+fn number_of(variable: &str, otherwise: u32) -> u32 {
+    std::env::var(variable).map_or(otherwise, |number| number.parse().unwrap())
+}
+
+/// Tells `tests/peers.sh` what was measured.
+fn tell_figures(figures: &Value) {
+    println!("figures {figures}");
 }
 
 fn open(settings: Settings, weights: &str) -> Result<Blocks, Error> {
@@ -84,24 +99,31 @@ fn name_of(address: &str) -> String {
 #[test]
 fn process() {
     let Some((_, place)) = role() else { return };
-    let place = place.to_str().unwrap();
-    let [port, addresses, way] = place.split(' ').collect::<Vec<_>>().try_into().unwrap();
-    let mut settings = settings(port.parse().unwrap(), addresses);
-    settings.peers.shared_memory = way == "memory";
-    let blocks = open(settings, "1").unwrap();
+    let blocks = open(settings(place.to_str().unwrap()), "1").unwrap();
     let manager = Arc::clone(blocks.manager());
     say(&manager.peers().unwrap().address().to_string());
+    let mut prompts = Vec::new();
     for line in stdin().lines() {
         let line = line.unwrap();
         let mut words = line.split(' ');
         let what = words.next().unwrap();
         let mut number = || words.next().and_then(|word| word.parse().ok()).unwrap_or_default();
         let (n, length): (u32, u32) = (number(), number());
+        let chain = || prompts.get(n as usize).cloned().unwrap_or_else(|| chain(n, length));
         match what {
-            "compute" => say(&compute(&blocks, &chain(n, length)).to_string()),
-            "check" => say(&check(&blocks, &chain(n, length)).to_string()),
+            "trace" => {
+                prompts = trace::prompts(&line);
+                say(&prompts.len().to_string());
+            }
+            "compute" => say(&compute(&blocks, &chain()).to_string()),
+            "has" => say(&manager.matches(&chain()).longest().to_string()),
+            "check" => say(&check(&blocks, &chain()).to_string()),
             "evict" => say(&manager.admin().evict(Tier::Host, n as usize).to_string()),
-            "read" => say(&read(&manager, words.next().unwrap(), &chain(n, length))),
+            "read" => say(&read(&manager, words.next().unwrap(), &chain())),
+            "known" => {
+                let known = manager.peers().unwrap().known();
+                say(&known.into_iter().map(|(name, _)| name).collect::<Vec<_>>().join(" "));
+            }
             "leased" => say(&manager.peers().unwrap().leased().to_string()),
             "audit" => {
                 let counts = manager.admin().counts(Tier::Host);
@@ -113,6 +135,11 @@ fn process() {
     }
 }
 
+/// The setting that lists others, if there are any.
+fn list(addresses: &str) -> String {
+    if addresses.is_empty() { String::new() } else { format!("peers.addresses = {addresses:?}") }
+}
+
 struct Worker {
     process: Process,
     address: String,
@@ -122,8 +149,15 @@ struct Worker {
 impl Worker {
     /// Its blocks go to neighbours by shared `memory`, or by `tcp` as to others.
     fn start(port: u16, addresses: &str, way: &'static str) -> Self {
-        let place = format!("{port} {addresses} {way}");
-        let mut process = Process::start(module_path!(), "worker", Path::new(&place));
+        Self::with(&format!("peers.port = {port}\n{}", list(addresses)), way)
+    }
+
+    fn with(settings: &str, way: &'static str) -> Self {
+        let place = format!("{settings}\npeers.shared_memory = {}", way == "memory");
+        Self::of(Process::start(module_path!(), "worker", Path::new(&place)), way)
+    }
+
+    fn of(mut process: Process, way: &'static str) -> Self {
         let address = process.hear();
         Self { process, address, way }
     }
@@ -237,7 +271,7 @@ fn either_worker_is_killed_or_frozen_at_any_point() {
 
 /// `KVBM_PEER_KILLS` says how often.
 fn either_side_is_killed_or_frozen_at_any_point(way: &'static str) {
-    let kills = std::env::var("KVBM_PEER_KILLS").map_or(10, |kills| kills.parse().unwrap());
+    let kills = number_of("KVBM_PEER_KILLS", 10);
     let mut random = fastrand::Rng::with_seed(7);
     let mut a = Worker::start(0, "", way);
     let mut c = Worker::start(0, &a.address, way);
@@ -270,7 +304,7 @@ fn either_side_is_killed_or_frozen_at_any_point(way: &'static str) {
         c.read(n, 128, &a.address);
         assert_eq!(c.ask(&format!("check {n} 128")), 128, "then everything works again");
     }
-    println!("{incomplete} of {kills} came in between");
+    tell_figures(&json!({"kill": {"way": way, "kills": kills, "reads_cut_short": incomplete}}));
     a.is_whole();
     c.is_whole();
 }

@@ -36,11 +36,33 @@ impl Process {
     /// # Panics
     /// If the system starts no processes.
     pub fn start(module: &str, role: &str, place: &Path) -> Self {
+        let this = env::current_exe().expect("this executable");
+        Self::start_by(Command::new(this), module, role, place)
+    }
+
+    /// The same, in a network namespace of its own.
+    ///
+    /// # Panics
+    /// If the system starts no processes.
+    pub fn start_alone(module: &str, role: &str, place: &Path) -> Self {
+        let mut command = Command::new("unshare");
+        command.arg("--net").arg(env::current_exe().expect("this executable"));
+        Self::start_by(command, module, role, place)
+    }
+
+    fn start_by(mut command: Command, module: &str, role: &str, place: &Path) -> Self {
         // The name of a test leaves out that of the executable.
         let (_, module) = module.split_once("::").expect("a module of the executable");
-        let mut command = Command::new(env::current_exe().expect("this executable"));
         command.args(["--exact", &format!("{module}::process"), "--nocapture"]);
         command.env(ROLE, role).env(PLACE, place);
+        Self::spawn(command)
+    }
+
+    /// Starts any other command that takes lines and [says](say) others.
+    ///
+    /// # Panics
+    /// If the system starts no processes.
+    pub fn spawn(mut command: Command) -> Self {
         let mut child =
             command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it starts");
         let commands = child.stdin.take().expect("it was asked for");

@@ -26,6 +26,7 @@ features      | 151 |  20 | --all  | each feature alone
 replay        |  20 |  20 | always | a replay, end to end
 chaos         |  64 |  64 | --all  | a minute of chaos
 durability    |  40 |  40 | --all  | what outlives a process
+peers         |  60 |  60 | --all  | workers that read each other
 embedding     | 464 | 172 | --all  | engines that embed kvbm
 backends      | 229 | 137 | --all  | transfer backends
 operators     | 165 |  85 | --all  | what operators look at
@@ -195,6 +196,11 @@ chaos() {
 
 durability() {
     run_script durability tests/durability.sh --cycles 12 --flips 120 --seconds 60
+}
+
+# The other parts are among the tests.
+peers() {
+    run_script 'workers that read each other' tests/peers.sh --quick transfer network scale
 }
 
 embedding() {
