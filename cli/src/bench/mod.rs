@@ -29,7 +29,7 @@ pub(crate) enum Bench {
 
 impl Bench {
     pub(crate) fn run(&self, global: &GlobalOptions) -> Result<(), CommandFailure> {
-        global.load(|loader| loader)?;
+        let settings = global.load(|loader| loader)?.settings;
         match self {
             Self::Table(args) => global.show(&table::run(args)?, table::TableReport::to_text),
             Self::Tiers(args) => global.show(&tiers::run(args)?, tiers::TiersReport::to_text),
@@ -37,7 +37,7 @@ impl Bench {
                 global.show(&observe::run(args)?, observe::ObserveReport::to_text)
             }
             Self::Transfer(args) => {
-                let Some(report) = transfer::run(args)? else { return Ok(()) };
+                let Some(report) = transfer::run(args, &settings.peers)? else { return Ok(()) };
                 global.show(&report, transfer::TransferReport::to_text)
             }
             #[cfg(feature = "nixl")]

@@ -1,7 +1,8 @@
 //! `kvbm bench transfer`: blocks from another process, by each way, beside `memcpy`.
 //!
-//! A second process computes a prompt and holds it. This one leases it there and pulls it, drops
-//! it, and pulls it again. Each round also copies the same bytes with one thread.
+//! A second process computes a prompt and holds it, here or on another machine. This one leases it
+//! there and pulls it, drops it, and pulls it again. Each round also copies the same bytes with one
+//! thread.
 
 use std::hint::black_box;
 use std::io::{self, BufRead, BufReader, Read};
@@ -13,7 +14,7 @@ use clap::Args;
 use kvbm::blocking::Blocks;
 use kvbm::{BlockHash, Fingerprint, Manager, Options, RequestInfo, Tier};
 use kvbm_cli::measuring::rounds::Spread;
-use kvbm_settings::{Capacity, Settings, parse_size};
+use kvbm_settings::{Capacity, PeerSettings, Settings, parse_size};
 use kvbm_tiers::clock;
 use serde::Serialize;
 
@@ -21,25 +22,32 @@ use crate::output::{self, CommandFailure};
 
 /// Prompts whose latency is shown, in blocks, and how often each is pulled.
 const PROMPTS: [usize; 3] = [1, 32, 512];
-const PULLS: usize = 50;
+const PULLS: usize = 100;
+/// Block sizes that are timed here, and between two machines.
+const SIZES: [u64; 3] = [64 << 10, 1 << 20, 4 << 20];
+const SIZE_BETWEEN_MACHINES: u64 = 1 << 20;
 /// Names of blocks are spread, as hashes are.
 const SPREAD: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
 
-/// Times pulls from a process that it starts.
+/// Times pulls from a process that it starts, or from another machine.
 #[derive(Args, Debug)]
 pub(crate) struct TransferArgs {
-    /// Bytes of a block; several with commas between
-    #[arg(long, value_name = "SIZE,…", default_value = "64KiB,1MiB,4MiB", value_delimiter = ',', value_parser = parse_size)]
+    /// Bytes of a block; several with commas between (64KiB,1MiB,4MiB). Between two machines one, the
+    /// same on both (1MiB)
+    #[arg(long, value_name = "SIZE,…", value_delimiter = ',', value_parser = parse_size)]
     size: Vec<u64>,
-    /// Bytes that each round moves
+    /// Bytes that each round moves; the same on both machines
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_size)]
     working_set: u64,
     /// Rounds, after one to warm up
     #[arg(long, value_name = "N", default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Be the other process
-    #[arg(long, hide = true)]
+    /// Hold blocks for another machine, at `peers.host` and `peers.port`, until the input ends
+    #[arg(long)]
     hold: bool,
+    /// Read where a `--hold` on another machine says that it is, with the same secret
+    #[arg(long, value_name = "HOST:PORT", conflicts_with = "hold")]
+    connect: Option<String>,
 }
 
 /// How blocks come.
@@ -72,25 +80,64 @@ struct Row {
 #[derive(Debug, Serialize)]
 struct PromptLatency {
     blocks: usize,
-    us: Spread,
+    us: LatencyQuantiles,
 }
 
-/// `None`: this was the other process.
-pub(crate) fn run(args: &TransferArgs) -> Result<Option<TransferReport>, CommandFailure> {
+/// By nearest rank.
+#[derive(Debug, Serialize)]
+struct LatencyQuantiles {
+    p50: f64,
+    p90: f64,
+    p99: f64,
+}
+
+impl LatencyQuantiles {
+    fn of(mut samples: Vec<f64>) -> Self {
+        samples.sort_by(f64::total_cmp);
+        let at = |percent: usize| samples[(samples.len() * percent).div_ceil(100) - 1];
+        Self { p50: at(50), p90: at(90), p99: at(99) }
+    }
+}
+
+/// `None`: this was the other process. What `peers` says is for two machines.
+pub(crate) fn run(
+    args: &TransferArgs,
+    peers: &PeerSettings,
+) -> Result<Option<TransferReport>, CommandFailure> {
     if args.hold {
-        return hold(args).map(|()| None);
+        let mut settings = settings(args, args.only_size()?);
+        settings.peers.host = peers.host;
+        settings.peers.port = peers.port;
+        share_secret(&mut settings, peers);
+        return hold(args, settings).map(|()| None);
     }
     let mut rows = Vec::new();
-    for &size in &args.size {
-        let holder = Holder::start(args, size)?;
-        for way in [Way::SharedMemory, Way::Tcp] {
-            rows.push(measure(args, (way, size), &holder.address)?);
+    if let Some(holder) = &args.connect {
+        let size = args.only_size()?;
+        let mut settings = settings(args, size);
+        share_secret(&mut settings, peers);
+        rows.push(measure(args, (Way::Tcp, size), settings, holder)?);
+    } else {
+        let sizes = if args.size.is_empty() { &SIZES[..] } else { &args.size };
+        for &size in sizes {
+            let holder = Holder::start(args, size)?;
+            for way in [Way::SharedMemory, Way::Tcp] {
+                rows.push(measure(args, (way, size), settings(args, size), &holder.address)?);
+            }
         }
     }
     Ok(Some(TransferReport { working_set: args.working_set, rows }))
 }
 
 impl TransferArgs {
+    fn only_size(&self) -> Result<u64, CommandFailure> {
+        match self.size[..] {
+            [] => Ok(SIZE_BETWEEN_MACHINES),
+            [size] => Ok(size),
+            _ => Err(CommandFailure::unusable("--hold and --connect take one --size")),
+        }
+    }
+
     fn chain(&self, size: u64) -> Vec<BlockHash> {
         let blocks = (self.working_set / size.max(1)).max(1);
         let name = |n| BlockHash::from_u128(u128::from(n).wrapping_mul(SPREAD));
@@ -107,6 +154,11 @@ fn settings(args: &TransferArgs, size: u64) -> Settings {
     settings
 }
 
+fn share_secret(settings: &mut Settings, peers: &PeerSettings) {
+    settings.peers.secret.clone_from(&peers.secret);
+    settings.peers.secret_file.clone_from(&peers.secret_file);
+}
+
 fn open(settings: Settings) -> Result<Blocks, CommandFailure> {
     let fingerprint = Fingerprint {
         model: "bench".to_owned(),
@@ -119,9 +171,9 @@ fn open(settings: Settings) -> Result<Blocks, CommandFailure> {
 }
 
 /// The other process: it holds the prompt until its input ends.
-fn hold(args: &TransferArgs) -> Result<(), CommandFailure> {
-    let size = args.size[0];
-    let (blocks, chain) = (open(settings(args, size))?, args.chain(size));
+fn hold(args: &TransferArgs, settings: Settings) -> Result<(), CommandFailure> {
+    let chain = args.chain(args.only_size()?);
+    let blocks = open(settings)?;
     let kept = blocks.put(&chain, |position, slot| {
         slot.fill(position as u8 | 1);
         Ok::<_, kvbm::Error>(())
@@ -147,6 +199,13 @@ impl Holder {
         let mut command = Command::new(std::env::current_exe().map_err(broken)?);
         command.args(["bench", "transfer", "--hold", "--size", &size.to_string()]);
         command.args(["--working-set", &args.working_set.to_string()]);
+        // What this one was told is for two machines.
+        for (name, _) in std::env::vars_os() {
+            if name.as_encoded_bytes().starts_with(b"DYN_KVBM_") {
+                command.env_remove(name);
+            }
+        }
+        command.env("DYN_KVBM_PEERS_PORT", "0");
         let mut child =
             command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(broken)?;
         let mut address = String::new();
@@ -170,10 +229,11 @@ impl Drop for Holder {
 fn measure(
     args: &TransferArgs,
     (way, size): (Way, u64),
+    settings: Settings,
     holder: &str,
 ) -> Result<Row, CommandFailure> {
     let chain = args.chain(size);
-    let reader = Reader::open(args, (way, size), holder)?;
+    let reader = Reader::open(settings, way, holder)?;
     let bytes = size as usize * chain.len();
     let (from, mut to) = (vec![1_u8; bytes], vec![2_u8; bytes]);
     let (mut pulls, mut copies) = (Vec::new(), Vec::new());
@@ -210,16 +270,13 @@ struct Reader {
 }
 
 impl Reader {
-    fn open(
-        args: &TransferArgs,
-        (way, size): (Way, u64),
-        holder: &str,
-    ) -> Result<Self, CommandFailure> {
-        let mut settings = settings(args, size);
+    fn open(mut settings: Settings, way: Way, holder: &str) -> Result<Self, CommandFailure> {
         settings.peers.addresses = Some(holder.to_owned());
         settings.peers.shared_memory = way == Way::SharedMemory;
         let manager = Arc::clone(open(settings)?.manager());
-        Ok(Self { manager, peer: holder.replace(':', "/") })
+        let known = manager.peers().ok_or_else(no_peers)?.known();
+        let peer = known.into_iter().map(|(name, _)| name).next().unwrap_or_default();
+        Ok(Self { manager, peer })
     }
 
     /// How long a prompt takes that is not here.
@@ -241,7 +298,7 @@ impl Reader {
     fn latency(&self, chain: &[BlockHash]) -> Result<PromptLatency, CommandFailure> {
         let us = (0..PULLS).map(|_| Ok(self.pull(chain)?.as_secs_f64() * 1e6));
         let us = us.collect::<Result<Vec<_>, CommandFailure>>()?;
-        Ok(PromptLatency { blocks: chain.len(), us: Spread::of(us) })
+        Ok(PromptLatency { blocks: chain.len(), us: LatencyQuantiles::of(us) })
     }
 }
 
@@ -251,7 +308,7 @@ fn no_peers() -> CommandFailure {
 
 impl TransferReport {
     pub(crate) fn to_text(&self) -> String {
-        let titles = ["way", "block", "GB/s", "memcpy", "ratio", "1 block", "32", "512"];
+        let titles = ["way", "block", "GB/s", "memcpy", "ratio", "1 block, p50 / p99", "32", "512"];
         let mut table = output::table(&titles, 1);
         for row in &self.rows {
             let way = match row.way {
@@ -260,7 +317,8 @@ impl TransferReport {
             };
             let latency = |blocks: usize| {
                 let prompt = row.prompts.iter().find(|prompt| prompt.blocks == blocks);
-                prompt.map(|prompt| format!("{:.0} µs", prompt.us.median)).unwrap_or_default()
+                let us = prompt.map(|prompt| &prompt.us);
+                us.map(|us| format!("{:.0} / {:.0} µs", us.p50, us.p99)).unwrap_or_default()
             };
             table.add_row(
                 [

@@ -1,6 +1,10 @@
 //! The other commands, and the help.
 
-use crate::{Place, json, text};
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
+
+use crate::{Place, assert_fails, json, text};
 
 #[test]
 fn every_command_helps() {
@@ -157,4 +161,39 @@ fn the_table_is_timed() {
     for key in ["match_8192_us", "match_288_us", "cycle_ns_per_block", "bytes_per_block"] {
         assert!(report[key].as_f64() > Some(0.0), "{key} in {report}");
     }
+}
+
+#[test]
+fn transfers_are_timed_from_another_process_and_another_machine() {
+    let place = Place::new();
+    fs::write(place.path("secret"), "the-secret-of-this-test").expect("the file is written");
+    let bench = ["bench", "transfer", "--working-set", "1MiB", "--rounds", "1", "--json"];
+    let with_secret = |more: &[&str]| {
+        let mut command = place.command(&[&bench[..], more].concat());
+        command.env("DYN_KVBM_PEERS_SECRET_FILE", "secret").env("DYN_KVBM_PEERS_PORT", "0");
+        command
+    };
+    let mut holder = with_secret(&["--size", "16KiB", "--hold"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the binary starts");
+    let mut address = String::new();
+    let said = holder.stdout.take().expect("it was asked for");
+    BufReader::new(said).read_line(&mut address).expect("it says where it is");
+    let connect = ["--connect", address.trim(), "--size", "16KiB"];
+    let report = json(&with_secret(&connect).output().expect("the binary starts"));
+    let row = &report["rows"][0];
+    assert_eq!((&row["way"], &row["size"]), (&"tcp".into(), &16_384.into()));
+    assert!(row["prompts"][1]["us"]["p99"].as_f64() > row["prompts"][0]["us"]["p50"].as_f64());
+    // Without the secret, or with blocks of another size, nothing comes.
+    assert_fails(&place.run(&[&bench[..], &connect].concat()), 2, &["secret"]);
+    let other = with_secret(&["--connect", address.trim()]).output().expect("the binary starts");
+    assert_fails(&other, 2, &["1048576", "16384"]);
+    drop(holder.stdin.take());
+    assert!(holder.wait().expect("it ends").success());
+
+    let local = place.run(&[&bench[..], &["--size", "16KiB"]].concat());
+    assert_eq!(json(&local)["rows"].as_array().map(Vec::len), Some(2), "two ways");
+    place.assert_clean(&["secret"]);
 }
