@@ -85,6 +85,7 @@ discovery() { expect 'peers are found' nextest 'package(kvbm) and test(peers::di
 scale() { expect 'many peers are used' nextest 'package(kvbm-tests) and test(peers::scale::)'; }
 
 if $install && ! command -v etcd >/dev/null; then apt-get install --quiet=2 --yes etcd-server >&2; fi
+cargo nextest run --cargo-profile checked "${WHOLE[@]}" --no-run >&2
 for part in "${parts[@]}"; do
     say "$part"
     if [[ $part == kill ]]; then kill_and_freeze; else "$part"; fi
