@@ -10,8 +10,11 @@ use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::routing::post;
-use kvbm::{BlockHash, Manager, RequestId, RequestInfo, SpanExport, Tier};
-use kvbm_settings::TraceSettings;
+use kvbm::blocking::Blocks;
+use kvbm::{
+    BlockHash, Error, Fingerprint, Manager, Options, RequestId, RequestInfo, SpanExport, Tier,
+};
+use kvbm_settings::{Capacity, Settings, TraceSettings};
 use kvbm_tests::engine;
 use kvbm_tests::rig::hash;
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
@@ -132,6 +135,55 @@ fn serve_traced(manager: &Manager, request: u64, chain: &[BlockHash]) {
     engine::serve_for(manager, of(request), chain);
 }
 
+/// A worker that others read at.
+fn worker(addresses: Option<String>) -> Blocks {
+    let mut settings = Settings { block_bytes: Some(4096), ..Settings::default() };
+    settings.host.capacity = Some(Capacity::Blocks(16));
+    settings.host.huge_pages = false;
+    (settings.peers.enabled, settings.peers.port) = (true, 0);
+    settings.peers.addresses = addresses;
+    let [model, weights] = ["spans", "1"].map(str::to_owned);
+    let model = Fingerprint { model, weights, block_tokens: 16, ..Fingerprint::default() };
+    Blocks::open(settings, Options { fingerprint: Some(model), ..Options::default() }).unwrap()
+}
+
+/// As an engine does that has a span for each request: what another worker does for it is found
+/// under that span.
+fn read_at_a_peer(collector: &mut Collector, export: &SpanExport, chain: &[BlockHash]) {
+    let there = worker(None);
+    there.put(chain, |at, slot| Ok::<_, Error>(slot.fill(at as u8))).unwrap();
+    let peers_there = there.manager().peers().unwrap();
+    let address = peers_there.address().to_string();
+    let here = worker(Some(address.clone()));
+    let peers = here.manager().peers().unwrap();
+    let peer = address.replace(':', "/");
+    let root = tracing::info_span!("serve", request = 9).entered();
+    let lease = peers.lease(&peer, chain, of(9)).wait().unwrap();
+    assert_eq!(peers.pull(lease).wait().unwrap().copied, chain.len());
+    drop(root);
+    let began = Instant::now();
+    while peers_there.leased() > 0 {
+        assert!(began.elapsed() < Duration::from_mins(1), "the lease goes on");
+        std::thread::yield_now();
+    }
+    // Then all that it did has ended.
+    let reader = peers.name().to_owned();
+    drop(there);
+    assert!(export.flush());
+    let root = collector.find("serve", "request", "9");
+    let leased = collector.find("peer_lease", "request", "9");
+    let pulled = collector.find("peer_pull", "request", "9");
+    let served = collector.find("peer_serve", "reader", &reader);
+    for (span, parent) in [(&leased, &root), (&pulled, &root), (&served, &leased)] {
+        let (of_parent, trace) = (&parent.span_id, &parent.trace_id);
+        assert_eq!((&span.parent_span_id, &span.trace_id), (of_parent, trace), "{}", span.name);
+    }
+    let says = |span: &Span, keys: [&str; 2]| keys.map(|key| text(&span.attributes, key).unwrap());
+    assert_eq!(says(&leased, ["peer", "blocks"]), [&*peer, "3"]);
+    assert_eq!(says(&pulled, ["way", "blocks"]), ["shared_memory", "3"]);
+    assert_eq!(says(&served, ["blocks", "end"]), ["3", "whole"]);
+}
+
 #[test]
 fn a_collector_is_told_of_requests_and_disturbs_nobody() {
     let mut collector = Collector::start();
@@ -176,6 +228,7 @@ fn a_collector_is_told_of_requests_and_disturbs_nobody() {
     let flushed = collector.find("flush", "to", "disk");
     assert!(flushed.parent_span_id.is_empty() && text(&flushed.attributes, "request").is_none());
     assert_eq!(collector.service, "kvbm");
+    read_at_a_peer(&mut collector, &export, &chain);
 
     // Whatever the collector does, requests are served.
     for (mood, request) in [(Mood::Failing, 1_000), (Mood::Hanging, 20_000)] {

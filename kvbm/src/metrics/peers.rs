@@ -37,7 +37,7 @@ impl PeerLeaseEnd {
         Self::Busy,
     ];
 
-    const fn name(self) -> &'static str {
+    pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Whole => "whole",
             Self::GivenUp => "given_up",
@@ -60,7 +60,7 @@ pub(crate) enum PeerWay {
 }
 
 impl PeerWay {
-    const fn name(self) -> &'static str {
+    pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Tcp => "tcp",
             Self::SharedMemory => "shared_memory",

@@ -17,6 +17,7 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::bytes::BytesMut;
 use tokio_util::codec::{FramedRead, LengthDelimitedCodec};
+use tracing::{Instrument, Span};
 
 use super::greeting::{Credentials, random};
 use super::parts;
@@ -25,6 +26,7 @@ use super::protocol::{
     BrokenLink, Hello, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, MAX_PROBES, Member, Probe,
     ReadEnd, ReadRequest, SlotRun, ToHolder, ToReader, decode, requests, send, shortened,
 };
+use super::spans;
 use crate::api::allocation::LentSlot;
 use crate::api::lease::Lease;
 use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics};
@@ -32,6 +34,7 @@ use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::Core;
 use crate::table::RequestInfo;
 use crate::task::Class;
+use crate::traces::TraceParent;
 
 /// A reader that connects says who it is within this time.
 pub(super) const MAX_GREETING: Duration = Duration::from_secs(10);
@@ -139,13 +142,22 @@ struct HeldLease {
     /// Those of its blocks that may be read: the reader has those before.
     named: Range<usize>,
     until: Instant,
+    /// Blocks that were sent.
+    sent: usize,
     counted: CountedLease,
     _share: LeasedShare,
+    span: Span,
 }
 
 impl HeldLease {
     fn end(mut self, how: PeerLeaseEnd) {
         self.counted.end = how;
+    }
+}
+
+impl Drop for HeldLease {
+    fn drop(&mut self) {
+        spans::served(&self.span, self.sent, self.counted.end);
     }
 }
 
@@ -176,7 +188,9 @@ impl Holder {
         };
         greeted();
         tracing::debug!(reader = member.name, "a worker reads here");
-        let mut session = Session { holder: self, link, held: None };
+        let reader = &member.name;
+        let mut session =
+            Session { holder: self, reader, link, held: None, parent: None, asked: None };
         if let Err(why) = session.run().await {
             tracing::debug!(reader = member.name, %why, "a reader is gone");
         }
@@ -229,8 +243,9 @@ impl Holder {
         let named = before..before + blocks.len();
         let answer = self.answer(named.end, &blocks, request);
         let until = Instant::now() + self.ttl;
-        let counted = self.metrics.lease_out();
-        (answer, Some(HeldLease { lease, chain, named, until, counted, _share: share }))
+        let (counted, span) = (self.metrics.lease_out(), Span::current());
+        let (sent, _share) = (0, share);
+        (answer, Some(HeldLease { lease, chain, named, until, sent, counted, _share, span }))
     }
 
     /// A reader reads the host tier: what lies further down comes there first. `None`: a reset came
@@ -319,8 +334,13 @@ impl Holder {
 /// One reader's connection.
 struct Session<'a, S> {
     holder: &'a Holder,
+    reader: &'a str,
     link: Requests<S>,
     held: Option<HeldLease>,
+    /// What the next lease is a part of.
+    parent: Option<TraceParent>,
+    /// The span of a lease of which more is asked for.
+    asked: Option<Span>,
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
@@ -340,6 +360,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
                 ToHolder::Lease(request) => self.lease(&request).await?,
                 ToHolder::Read(request) => self.read(request).await?,
                 ToHolder::Release(end) => self.release(end).await,
+                ToHolder::Trace(parent) => self.parent = Some(parent),
                 ToHolder::Hello(_) | ToHolder::Join(_) | ToHolder::Look(_) => {
                     return Err(BrokenLink::Unexpected("it says again who it is"));
                 }
@@ -363,7 +384,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
 
     async fn lease(&mut self, request: &LeaseRequest) -> Result<(), BrokenLink> {
         self.release(ReadEnd::GivenUp).await;
-        let (answer, held) = self.holder.lease(request).await?;
+        let span = self.asked.take();
+        let span = span.unwrap_or_else(|| spans::of_serving(self.reader, self.parent.take()));
+        let (answer, held) = self.holder.lease(request).instrument(span.clone()).await?;
+        spans::answered(&span, &answer);
+        self.asked = matches!(answer, ToReader::Between(_)).then_some(span);
         self.held = held;
         self.send(&answer).await
     }
@@ -388,7 +413,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
         request: ReadRequest,
         wanted: Range<usize>,
     ) -> Result<(), BrokenLink> {
-        let Some(held) = &self.held else { return Ok(()) };
+        let Some(held) = &mut self.held else { return Ok(()) };
         let Holder { core, memory, .. } = self.holder;
         let mut header = Some(ToReader::Blocks(request));
         for part in parts(wanted, LENT) {
@@ -408,6 +433,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
                     .write_all(block.ok_or(BrokenLink::Unexpected("a slot of other memory"))?)
                     .await?;
             }
+            held.sent += part.len();
             self.holder.metrics.sent(part.len() as u64);
         }
         Ok(self.link.get_mut().flush().await?)

@@ -16,8 +16,10 @@ use super::protocol::{
 use super::stream::{PeerStream, connect};
 use super::{parts, probes};
 use crate::api::filling::FillingSlots;
+use crate::metrics::PeerWay;
 use crate::names::epoch::EpochDigest;
 use crate::names::hash::BlockHash;
+use crate::traces::TraceParent;
 
 /// What a request for blocks asks for. Tests have small blocks.
 const READ_BYTES: usize = if cfg!(test) { 2 << 10 } else { 4 << 20 };
@@ -41,6 +43,8 @@ pub(super) struct Wanted<'a> {
     pub(super) tenant: Option<u32>,
     /// How long it waits for blocks, at most.
     pub(super) limit: Duration,
+    /// What the holder's part is to be a part of.
+    pub(super) trace: Option<TraceParent>,
 }
 
 /// What a lease names: the blocks behind the first `before`, by their checksums. It lasts for `ttl`
@@ -92,6 +96,9 @@ impl PeerLink {
 
     /// Leases what is there: two messages if that is all that is wanted or nothing, else four.
     pub(super) async fn lease(&mut self, wanted: &Wanted<'_>) -> Result<NamedBlocks, PeerFault> {
+        if let Some(parent) = wanted.trace {
+            send(&mut self.stream, &ToHolder::Trace(parent)).await?;
+        }
         let asked = probes::first(wanted.before, wanted.chain.len().min(MAX_BLOCKS as usize));
         let answer = match self.ask(wanted, &asked, false).await? {
             ToReader::Between(found) => {
@@ -230,6 +237,11 @@ impl PeerLink {
             }
         }
         Ok(())
+    }
+
+    /// How blocks come over it.
+    pub(super) const fn way(&self) -> PeerWay {
+        if self.memory.is_some() { PeerWay::SharedMemory } else { PeerWay::Tcp }
     }
 
     /// The lease is not needed any more.

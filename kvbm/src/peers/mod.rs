@@ -17,6 +17,7 @@
 //! | `reader` | reads what others hold |
 //! | `loading` | loads onto the device from what a peer holds |
 //! | `neighbour` | the memory of workers on the same host |
+//! | `spans` | what tracers are told |
 //! | `look` | what peers show of themselves, to people |
 
 pub(crate) mod discovery;
@@ -29,6 +30,7 @@ mod neighbour;
 mod probes;
 mod protocol;
 mod reader;
+mod spans;
 mod stream;
 #[cfg(test)]
 mod tests;
@@ -47,6 +49,7 @@ use kvbm_tiers::{DramRegion, Memory};
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::AbortHandle;
+use tracing::Instrument;
 
 use self::discovery::{PeerAddress, PeerAnnouncement, PeerSource, PeerWatch};
 use self::greeting::{Credentials, PeerProofs, PeerSecret, random};
@@ -327,7 +330,8 @@ impl Peers {
         work: impl Future<Output = Result<T>> + Send + 'static,
     ) -> Transfer<T> {
         let (told, answer) = oneshot::channel();
-        self.runtime.spawn(async move { drop(told.send(work.await)) });
+        let work = async move { drop(told.send(work.await)) };
+        self.runtime.spawn(work.in_current_span());
         Transfer::answered(answer)
     }
 

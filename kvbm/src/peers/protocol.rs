@@ -19,6 +19,7 @@ use tokio_util::codec::LengthDelimitedCodec;
 use crate::names::epoch::EpochDigest;
 use crate::names::fingerprint::Fingerprint;
 use crate::names::hash::BlockHash;
+use crate::traces::TraceParent;
 
 /// What both sides must agree on. Raise it with every change of a message.
 pub(super) const VERSION: u16 = 2;
@@ -74,6 +75,8 @@ pub(super) enum ToHolder {
     Release(ReadEnd),
     /// In place of a join: who knows the secret may see who this is, whatever its own blocks are.
     Look(Option<Proof>),
+    /// Before a request for a lease, if the reader sends spans to a collector: whose part it is.
+    Trace(TraceParent),
 }
 
 /// Messages to a reader.

@@ -12,23 +12,26 @@ use std::time::Duration;
 use kvbm_tiers::{DramRegion, Tier};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, timeout, timeout_at};
+use tracing::Instrument;
 
 use super::discovery::PeerList;
 use super::greeting::Credentials;
 use super::link::{NamedBlocks, PeerFault, PeerLink, Wanted};
 use super::neighbour::Neighbours;
 use super::protocol::{BrokenLink, ReadEnd};
+use super::spans;
 use crate::api::filling::FillingSlots;
 use crate::api::lease::Lease;
 use crate::api::transfer::Transferred;
 use crate::error::{Error, Result};
-use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics, PeerWay};
+use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics};
 use crate::names::epoch::EpochDigest;
 use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::Core;
 use crate::sync::Mutex;
 use crate::table::{NamespaceId, RequestInfo};
 use crate::task::Class;
+use crate::traces::TraceParent;
 
 /// Connections to a peer that wait for their next use, and how long they do.
 const MAX_WAITING: usize = 4;
@@ -129,12 +132,26 @@ impl Reader {
         chain: Vec<BlockHash>,
         info: RequestInfo,
     ) -> Result<PeerLease> {
+        let span = spans::of_lease(&peer, &info);
+        let trace = TraceParent::of(&span);
+        let leased = self.lease_traced(peer, chain, info, trace).instrument(span.clone()).await;
+        spans::leased(&span, &leased);
+        leased
+    }
+
+    async fn lease_traced(
+        &self,
+        peer: String,
+        chain: Vec<BlockHash>,
+        info: RequestInfo,
+        trace: Option<TraceParent>,
+    ) -> Result<PeerLease> {
         let address = self.known.borrow().get(&peer).map(str::to_owned);
         let address = address.ok_or_else(|| Error::invalid(format!("no peer {peer} is known")))?;
         let before = self.bring_ours(Chain::from(&chain), info).await?;
         let (epoch, namespace) = self.present();
         let (tenant, limit, asked) = (info.hints.tenant, self.limit, Instant::now());
-        let wanted = Wanted { chain: &chain, before, epoch, tenant, limit };
+        let wanted = Wanted { chain: &chain, before, epoch, tenant, limit, trace };
         let mut counted = self.metrics.lease_in();
         let leased = timeout_at(asked + limit, self.lease_at(&address, &wanted)).await;
         match leased.unwrap_or(Err(BrokenLink::Late.into())) {
@@ -236,13 +253,25 @@ impl Reader {
     /// last, `arrived` gets a lease of what is there.
     pub(super) async fn pull(
         &self,
-        mut lease: PeerLease,
+        lease: PeerLease,
         part: usize,
-        mut arrived: impl FnMut(Lease) + Send,
+        arrived: impl FnMut(Lease) + Send,
     ) -> Result<Pulled> {
         if !Arc::ptr_eq(&lease.of, &self.credentials) {
             return Err(Error::invalid("the lease is of another manager's peer"));
         }
+        let span = spans::of_pull(&lease.peer, lease.link.way(), &lease.info);
+        let pulled = self.pull_in_parts(lease, part, arrived).instrument(span.clone()).await;
+        spans::pulled(&span, &pulled);
+        pulled
+    }
+
+    async fn pull_in_parts(
+        &self,
+        mut lease: PeerLease,
+        part: usize,
+        mut arrived: impl FnMut(Lease) + Send,
+    ) -> Result<Pulled> {
         let (blocks, started) = (lease.blocks(), Instant::now());
         let (mut until, mut copied) = (lease.named.before, 0);
         let (told, fault) = loop {
@@ -255,8 +284,7 @@ impl Reader {
             }
             arrived(told.lease);
         };
-        let way = if lease.link.memory.is_some() { PeerWay::SharedMemory } else { PeerWay::Tcp };
-        self.metrics.pulled(way, copied as u64, started.elapsed());
+        self.metrics.pulled(lease.link.way(), copied as u64, started.elapsed());
         lease.counted.end = match &fault {
             Some(fault) => end_of(fault),
             None if copied > 0 => PeerLeaseEnd::Whole,

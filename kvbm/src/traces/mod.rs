@@ -1,5 +1,5 @@
-//! Spans for tracers: to an OpenTelemetry collector, and as ranges on the timeline of a
-//! profiler.
+//! Spans for tracers: to an OpenTelemetry collector, also those that another worker's are parts
+//! of, and as ranges on the timeline of a profiler.
 //!
 //! A library has no subscriber of its own: the program that embeds it adds a layer to its one, and
 //! the settings say whether and where to.
@@ -8,6 +8,7 @@
 mod export;
 #[cfg(feature = "nvtx")]
 mod nvtx;
+mod parent;
 
 use kvbm_settings::TraceSettings;
 use tracing::Level;
@@ -17,6 +18,7 @@ pub use self::export::SpanExport;
 #[cfg(feature = "nvtx")]
 pub use self::nvtx::NvtxRanges;
 
+pub(crate) use self::parent::TraceParent;
 use crate::error::{Error, Result};
 
 /// A requested but missing feature is an error; spans without a listener are a warning.
