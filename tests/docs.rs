@@ -76,7 +76,7 @@ fn series_are_few_whatever_happens() {
         ("verdict", 2),
         ("budget", 3),
         ("kind", 7),
-        ("end", 7),
+        ("end", 8),
         ("way", 2),
         ("group", 1),
         // Eight that the settings name, and all others together.

@@ -140,7 +140,7 @@ def rate(by: str, metric: str, span: str = RATE) -> str:
 
 
 def quantile_of_pulls(share: str) -> str:
-    return f"histogram_quantile({share}, {rate('le', of('kvbm_peer_pull_seconds_bucket'))})"
+    return f"histogram_quantile({share}, {rate('le, way', of('kvbm_peer_pull_seconds_bucket'))})"
 
 
 def instead(value: str, label: str, words: str) -> str:
@@ -842,15 +842,23 @@ PEERS = [
         "Time of a pull",
         "From the first request for blocks to the arrival of the last, whatever their number.",
         "s",
-        (quantile_of_pulls("0.5"), "p50"),
-        (quantile_of_pulls("0.99"), "p99"),
+        (quantile_of_pulls("0.5"), "{{way}} p50"),
+        (quantile_of_pulls("0.99"), "{{way}} p99"),
         width=12,
     ),
     lines(
         "Workers that were not let in",
-        "They did not know the secret, or had other blocks. The log says which.",
+        "They did not know the secret, had other blocks, or found all connections in use. The log says which.",
         "short",
-        (rate("instance", of("kvbm_peer_refused_total")), "{{instance}} / s"),
+        (rate("reason", of("kvbm_peer_refused_total")), "{{reason}} / s"),
+        width=12,
+    ),
+    lines(
+        "Leases that there are",
+        "At peers (received) and to peers (sent); and those that were cut, since peers.lease_share left no room for all blocks.",
+        "short",
+        (f"sum by (direction) ({of('kvbm_peer_leases')})", "{{direction}}"),
+        (rate("instance", of("kvbm_peer_leases_cut_total")), "{{instance}} cut / s"),
         width=12,
     ),
 ]

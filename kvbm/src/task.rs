@@ -13,7 +13,7 @@ pub enum Class {
     Save,
     /// Copying dirty blocks down.
     Flush,
-    /// No request waits yet.
+    /// No request of this manager waits yet.
     Prefetch,
 }
 

@@ -31,7 +31,7 @@ use crate::table::{Match, Miss};
 pub(crate) use self::faults::Fault;
 pub(crate) use self::gauges::{ObjectTraffic, RankGauges, StateGauges};
 pub(crate) use self::leases::Lookups;
-pub(crate) use self::peers::{CountedLease, PeerLeaseEnd, PeerMetrics, PeerWay};
+pub(crate) use self::peers::{CountedLease, PeerLeaseEnd, PeerMetrics, PeerRefusal, PeerWay};
 pub(crate) use self::tenants::{TenantLeases, TenantMetrics};
 
 /// Handles to all metrics.

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use prometheus::{Histogram, HistogramOpts, IntCounter, IntCounterVec};
+use prometheus::{
+    HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+};
 
 use super::MetricsBuilder;
 use crate::error::Result;
@@ -16,6 +18,8 @@ pub(crate) enum PeerLeaseEnd {
     GivenUp,
     /// Its time was over.
     Expired,
+    /// The other side did not answer in time.
+    Late,
     /// A reset, a forgotten tenant or a damaged block ended it.
     Void,
     /// A block was not what its checksum says.
@@ -27,10 +31,11 @@ pub(crate) enum PeerLeaseEnd {
 }
 
 impl PeerLeaseEnd {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::Whole,
         Self::GivenUp,
         Self::Expired,
+        Self::Late,
         Self::Void,
         Self::Wrong,
         Self::Gone,
@@ -42,10 +47,44 @@ impl PeerLeaseEnd {
             Self::Whole => "whole",
             Self::GivenUp => "given_up",
             Self::Expired => "expired",
+            Self::Late => "late",
             Self::Void => "void",
             Self::Wrong => "wrong",
             Self::Gone => "gone",
             Self::Busy => "busy",
+        }
+    }
+}
+
+/// Why a connection was turned away: label values of `kvbm_peer_refused_total`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PeerRefusal {
+    /// It does not know the secret.
+    Secret,
+    /// Its blocks are others.
+    Blocks,
+    /// It is this worker itself.
+    Itself,
+    /// It speaks another version of the protocol.
+    Version,
+    /// It is no worker, or what it says makes no sense.
+    Unreadable,
+    /// There are as many connections as there may be.
+    Full,
+}
+
+impl PeerRefusal {
+    const ALL: [Self; 6] =
+        [Self::Secret, Self::Blocks, Self::Itself, Self::Version, Self::Unreadable, Self::Full];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Secret => "secret",
+            Self::Blocks => "blocks",
+            Self::Itself => "itself",
+            Self::Version => "version",
+            Self::Unreadable => "unreadable",
+            Self::Full => "full",
         }
     }
 }
@@ -82,10 +121,12 @@ const PULL_BOUNDS: [f64; 16] = [
 pub(crate) struct PeerMetrics {
     block_bytes: u64,
     leases: IntCounterVec,
+    open: IntGaugeVec,
+    cut: IntCounter,
     blocks: IntCounterVec,
     bytes: IntCounterVec,
-    pull_seconds: Histogram,
-    refused: IntCounter,
+    pull_seconds: HistogramVec,
+    refused: IntCounterVec,
 }
 
 impl PeerMetrics {
@@ -102,6 +143,17 @@ impl PeerMetrics {
                 "Leases that ended, at peers (`received`) and to peers (`sent`), by how.",
                 &["direction", "end"],
             )?,
+            open: b.register(IntGaugeVec::new(
+                Opts::new(
+                    "kvbm_peer_leases",
+                    "Leases that there are, at peers (`received`) and to peers (`sent`).",
+                ),
+                &["direction"],
+            ))?,
+            cut: b.counter(
+                "kvbm_peer_leases_cut_total",
+                "Leases to peers of fewer blocks than there are, for want of `peers.lease_share`.",
+            )?,
             blocks: b.counters(
                 "kvbm_peer_blocks_total",
                 "Blocks that came from peers (`received`) and went to peers (`sent`).",
@@ -112,10 +164,12 @@ impl PeerMetrics {
                 "Bytes that came from peers (`received`) and went to peers (`sent`).",
                 &way,
             )?,
-            pull_seconds: b.register(Histogram::with_opts(seconds.buckets(PULL_BOUNDS.into())))?,
-            refused: b.counter(
+            pull_seconds: b
+                .register(HistogramVec::new(seconds.buckets(PULL_BOUNDS.into()), &["way"]))?,
+            refused: b.counters(
                 "kvbm_peer_refused_total",
                 "Workers that connected and were not let in.",
+                &["reason"],
             )?,
         })
     }
@@ -128,7 +182,11 @@ impl PeerMetrics {
                 self.leases.with_label_values(&[direction, end.name()]);
             });
             self.moved(direction, PeerWay::Tcp, 0);
+            self.open.with_label_values(&[direction]);
         }
+        PeerRefusal::ALL.iter().for_each(|reason| {
+            self.refused.with_label_values(&[reason.name()]);
+        });
     }
 
     fn moved(&self, direction: &str, way: PeerWay, blocks: u64) {
@@ -140,7 +198,7 @@ impl PeerMetrics {
     /// A pull ended: the blocks that it brought, and the time that it took.
     pub(crate) fn pulled(&self, way: PeerWay, blocks: u64, took: Duration) {
         self.moved(IN, way, blocks);
-        self.pull_seconds.observe(took.as_secs_f64());
+        self.pull_seconds.with_label_values(&[way.name()]).observe(took.as_secs_f64());
     }
 
     pub(crate) fn sent(&self, blocks: u64) {
@@ -149,16 +207,27 @@ impl PeerMetrics {
 
     /// A lease at a peer that was asked for.
     pub(crate) fn lease_in(&self) -> CountedLease {
-        CountedLease { leases: self.leases.clone(), direction: IN, end: PeerLeaseEnd::GivenUp }
+        self.lease(IN, PeerLeaseEnd::GivenUp)
     }
 
     /// A lease that a peer asked for.
     pub(crate) fn lease_out(&self) -> CountedLease {
-        CountedLease { leases: self.leases.clone(), direction: OUT, end: PeerLeaseEnd::Gone }
+        self.lease(OUT, PeerLeaseEnd::Gone)
     }
 
-    pub(crate) fn refused(&self) {
-        self.refused.inc();
+    fn lease(&self, direction: &'static str, end: PeerLeaseEnd) -> CountedLease {
+        let open = self.open.with_label_values(&[direction]);
+        open.inc();
+        CountedLease { leases: self.leases.clone(), open, direction, end }
+    }
+
+    /// A lease to a peer is shorter than what is there.
+    pub(crate) fn cut(&self) {
+        self.cut.inc();
+    }
+
+    pub(crate) fn refused(&self, why: PeerRefusal) {
+        self.refused.with_label_values(&[why.name()]).inc();
     }
 }
 
@@ -166,6 +235,7 @@ impl PeerMetrics {
 #[derive(Debug)]
 pub(crate) struct CountedLease {
     leases: IntCounterVec,
+    open: IntGauge,
     direction: &'static str,
     /// How it would end now.
     pub(crate) end: PeerLeaseEnd,
@@ -173,6 +243,7 @@ pub(crate) struct CountedLease {
 
 impl Drop for CountedLease {
     fn drop(&mut self) {
+        self.open.dec();
         self.leases.with_label_values(&[self.direction, self.end.name()]).inc();
     }
 }

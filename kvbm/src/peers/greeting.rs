@@ -110,7 +110,7 @@ async fn meet(
         proof.is_some_and(|proof| secret.is_proved(&said(Side::Holder, None), proof))
     };
     if !secret.is_none_or(is_known) {
-        return Err(BrokenLink::Refused(unknown_secret()));
+        return Err(BrokenLink::OtherSecret);
     }
     Ok(secret.map(|secret| secret.proof(&said(Side::Reader, member))))
 }
@@ -172,7 +172,7 @@ impl Credentials {
         let is_known =
             |secret: &PeerSecret| proof.is_some_and(|proof| secret.is_proved(&said, proof));
         if !self.proofs.secret.as_ref().is_none_or(is_known) {
-            return Err(BrokenLink::Refused(unknown_secret()));
+            return Err(BrokenLink::OtherSecret);
         }
         member.map_or(Ok(()), |member| self.check(member))
     }
@@ -181,19 +181,13 @@ impl Credentials {
     fn check(&self, theirs: &Member) -> Result<(), BrokenLink> {
         let ours = &self.member;
         if ours.incarnation == theirs.incarnation {
-            return Err(BrokenLink::Refused("it is the same worker".to_owned()));
+            return Err(BrokenLink::Itself);
         }
         match difference(ours, theirs) {
             None => Ok(()),
-            Some(what) => Err(BrokenLink::Refused(format!("their blocks differ: {what}"))),
+            Some(what) => Err(BrokenLink::OtherBlocks(what)),
         }
     }
-}
-
-fn unknown_secret() -> String {
-    "the two do not know the same secret: give all workers one peers.secret_file \
-     (DYN_KVBM_PEERS_SECRET_FILE)"
-        .to_owned()
 }
 
 /// The first thing that differs, with both values.

@@ -29,7 +29,7 @@ use super::protocol::{
 use super::spans;
 use crate::api::allocation::LentSlot;
 use crate::api::lease::Lease;
-use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics};
+use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics, PeerRefusal};
 use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::Core;
 use crate::table::RequestInfo;
@@ -79,7 +79,7 @@ async fn admit<S: AsyncRead + AsyncWrite + Unpin>(
     link: &mut Requests<S>,
     credentials: &Credentials,
 ) -> Result<Option<Member>, BrokenLink> {
-    let reader = Hello::parse(&next(link).await?).map_err(BrokenLink::Refused)?;
+    let reader = Hello::parse(&next(link).await?)?;
     let ours = random().map_err(|error| BrokenLink::Refused(error.to_string()))?;
     send(link.get_mut(), &ToReader::Challenge(credentials.challenge(&reader, ours))).await?;
     let (proof, member) = match decode(&next(link).await?)? {
@@ -183,7 +183,7 @@ impl Holder {
             }
             Err(why) => {
                 tracing::warn!(%why, "a worker that connected is not let in");
-                return self.metrics.refused();
+                return self.metrics.refused(refusal(&why));
             }
         };
         greeted();
@@ -210,7 +210,7 @@ impl Holder {
         let is_known =
             |probe: &&Probe| self.core.table().is_known_at(probe.last(), probe.blocks as usize);
         let Some(found) = request.probes.iter().rev().find(is_known) else {
-            return Ok((self.answer(0, &[], request), None));
+            return Ok((self.answer(0, &[], request, false), None));
         };
         if !request.is_last && gap_behind(found.blocks as usize, &lengths).is_some() {
             return Ok((ToReader::Between(found.blocks), None));
@@ -218,7 +218,7 @@ impl Holder {
         match self.core.chain_ending_with(found.last(), found.blocks as usize) {
             Some(chain) => Ok(self.lease_chain(chain, request).await),
             // It left just now.
-            None => Ok((self.answer(0, &[], request), None)),
+            None => Ok((self.answer(0, &[], request, false), None)),
         }
     }
 
@@ -230,6 +230,7 @@ impl Holder {
     async fn lease_chain(&self, mut chain: Vec<BlockHash>, request: &LeaseRequest) -> Leased {
         // A lease pins the whole chain, whatever the reader has of it.
         let share = self.leased.take(chain.len());
+        let is_cut = share.blocks < chain.len();
         chain.truncate(share.blocks);
         let before = request.held as usize;
         if chain.len() <= before {
@@ -241,24 +242,34 @@ impl Holder {
         let Some(lease) = lease else { return self.refusal(LeaseEnd::Void) };
         let blocks = self.named_blocks(&lease, &chain, before).await;
         let named = before..before + blocks.len();
-        let answer = self.answer(named.end, &blocks, request);
+        let answer = self.answer(named.end, &blocks, request, is_cut);
+        if is_cut {
+            self.metrics.cut();
+        }
         let until = Instant::now() + self.ttl;
         let (counted, span) = (self.metrics.lease_out(), Span::current());
         let (sent, _share) = (0, share);
         (answer, Some(HeldLease { lease, chain, named, until, sent, counted, _share, span }))
     }
 
-    /// A reader reads the host tier: what lies further down comes there first. `None`: a reset came
-    /// in between.
+    /// A reader reads the host tier: what lies further down comes there first. No request here waits
+    /// for that, so it comes as a prefetch, behind what engines wait for and only while queues have
+    /// room: a miss costs a reader less than a delay costs here. `None`: a reset came in between.
     async fn brought_to_host(&self, lease: Lease) -> Option<Lease> {
         if lease.blocks(Tier::Host) >= lease.held().longest() {
             return Some(lease);
         }
-        let brought = self.core.transfer(Class::Load, Tier::Host, lease).await;
+        let brought = self.core.transfer(Class::Prefetch, Tier::Host, lease).await;
         brought.ok().map(|brought| brought.lease)
     }
 
-    fn answer(&self, blocks: usize, named: &[(SlotId, u32)], request: &LeaseRequest) -> ToReader {
+    fn answer(
+        &self,
+        blocks: usize,
+        named: &[(SlotId, u32)],
+        request: &LeaseRequest,
+        is_cut: bool,
+    ) -> ToReader {
         let asked = if request.wants_slots { named } else { &[] };
         ToReader::Leased(LeaseAnswer {
             epoch: self.core.table().epoch_digest(),
@@ -266,6 +277,7 @@ impl Holder {
             ttl_ms: self.ttl.as_millis().try_into().unwrap_or(u32::MAX),
             checksums: named.iter().map(|(_, crc)| crc.to_le_bytes()).collect(),
             slots: SlotRun::all(asked.iter().map(|(slot, _)| *slot)),
+            is_cut,
         })
     }
 
@@ -449,6 +461,16 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
         } else {
             Err(BrokenLink::Unexpected("the blocks that it reads are gone"))
         }
+    }
+}
+
+fn refusal(why: &BrokenLink) -> PeerRefusal {
+    match why {
+        BrokenLink::OtherSecret => PeerRefusal::Secret,
+        BrokenLink::OtherBlocks(_) => PeerRefusal::Blocks,
+        BrokenLink::Itself => PeerRefusal::Itself,
+        BrokenLink::OtherVersion(_) => PeerRefusal::Version,
+        _ => PeerRefusal::Unreadable,
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 use kvbm_tiers::{PeerMemory, SlotId};
 use tokio::io::AsyncReadExt;
 use tokio::time::{Instant, timeout_at};
+use tokio_util::sync::CancellationToken;
 
 use super::greeting::Credentials;
 use super::protocol::{
@@ -55,6 +56,8 @@ pub(super) struct NamedBlocks {
     /// Where they lie in a neighbour's memory.
     slots: Vec<SlotId>,
     pub(super) ttl: Duration,
+    /// The peer has more, but no more room for leases.
+    pub(super) is_cut: bool,
 }
 
 /// Why a peer gave less than it should.
@@ -68,6 +71,10 @@ pub(super) enum PeerFault {
     Behind,
     #[error("the index of the host tier does not know yet what left it")]
     NoIndex,
+    #[error("blocks before those that came are still on their way from elsewhere")]
+    Awaited,
+    #[error("it was cancelled")]
+    Cancelled,
     #[error("{0}")]
     Ended(LeaseEnd),
 }
@@ -142,6 +149,7 @@ impl PeerLink {
         named: &NamedBlocks,
         until: Instant,
         filling: &mut FillingSlots<'_>,
+        cancelled: &CancellationToken,
     ) -> Result<(), PeerFault> {
         if filling.kept() < named.before {
             return Err(PeerFault::Behind);
@@ -149,9 +157,17 @@ impl PeerLink {
         if Instant::now() >= until {
             return Err(PeerFault::Ended(LeaseEnd::Expired));
         }
-        match &self.memory {
-            Some(memory) => copy(memory, named, until, filling).await,
-            None => self.read(named, filling).await,
+        let arriving = async {
+            match &self.memory {
+                Some(memory) => copy(memory, named, until, filling).await,
+                None => self.read(named, filling).await,
+            }
+        };
+        // Both may end anywhere: this thread writes the slots, and nothing goes on to.
+        tokio::select! {
+            biased;
+            () = cancelled.cancelled() => Err(PeerFault::Cancelled),
+            arrived = arriving => arrived,
         }
     }
 
@@ -292,5 +308,5 @@ fn named(wanted: &Wanted<'_>, answer: &LeaseAnswer) -> Result<NamedBlocks, PeerF
     // A peer does not say how long we wait at most.
     let ttl = Duration::from_millis(answer.ttl_ms.into()).min(wanted.limit);
     let slots = SlotRun::slots(&answer.slots, answer.checksums.len());
-    Ok(NamedBlocks { before, checksums, slots, ttl })
+    Ok(NamedBlocks { before, checksums, slots, ttl, is_cut: answer.is_cut })
 }

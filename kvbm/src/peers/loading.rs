@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvbm_tiers::{Fence, Memory, SlotId, Tier};
 
+use tokio_util::sync::CancellationToken;
+
 use super::Peers;
 use super::reader::{PeerLease, Pulled, Reader};
 use crate::api::engine_memory::{EngineMemory, Loaded, Writers};
@@ -55,9 +57,10 @@ impl Peers {
     /// Brings what a lease names into the host tier, and all of its chain onto the device.
     pub(crate) fn load(&self, lease: PeerLease) -> Transfer<Transferred> {
         let reader = Arc::clone(&self.reader);
-        self.start_on_thread(async move {
-            let pulled = reader.pull(lease, usize::MAX, drop).await?;
-            reader.core.transfer(Class::Load, Tier::Device, pulled.lease).await
+        self.start_on_thread(async move |cancelled| {
+            let pulled = reader.pull(lease, usize::MAX, drop, &cancelled).await?;
+            let loading = reader.core.transfer(Class::Load, Tier::Device, pulled.lease);
+            cancelled_with(loading, &cancelled).await
         })
     }
 
@@ -68,9 +71,9 @@ impl Peers {
         arrived: &Arc<AtomicUsize>,
     ) -> Transfer<Pulled> {
         let (reader, arrived) = (Arc::clone(&self.reader), Arc::clone(arrived));
-        self.start_on_thread(async move {
-            let (lease, part) = (leasing.await?, reader.part());
-            reader.pull(lease, part, |held| count(&held, &arrived)).await
+        self.start_on_thread(async move |cancelled| {
+            let (lease, part) = (cancelled_with(leasing, &cancelled).await?, reader.part());
+            reader.pull(lease, part, |held| count(&held, &arrived), &cancelled).await
         })
     }
 
@@ -82,7 +85,10 @@ impl Peers {
         arrived: &Arc<AtomicUsize>,
     ) -> Transfer<Loaded> {
         let (reader, arrived) = (Arc::clone(&self.reader), Arc::clone(arrived));
-        self.start_on_thread(async move { reader.load_into(leasing.await?, slots, &arrived).await })
+        self.start_on_thread(async move |cancelled| {
+            let lease = cancelled_with(leasing, &cancelled).await?;
+            reader.load_into(lease, slots, &arrived, &cancelled).await
+        })
     }
 
     /// Brings what a lease names into the host tier, and from there into an engine's slots.
@@ -91,8 +97,9 @@ impl Peers {
         let count = Arc::new(LayerCount::new(layers.get(), slots.slots.len()));
         let reader = Arc::clone(&self.reader);
         let ends = EndsLayers(Arc::clone(&count));
-        let transfer = self.start_on_thread(async move {
-            let loaded = reader.load_into(lease, slots, &AtomicUsize::new(0)).await?;
+        let transfer = self.start_on_thread(async move |cancelled| {
+            let arrived = AtomicUsize::new(0);
+            let loaded = reader.load_into(lease, slots, &arrived, &cancelled).await?;
             ends.0.end(loaded.is_whole);
             Ok(loaded)
         });
@@ -111,15 +118,26 @@ impl Reader {
         lease: PeerLease,
         slots: EngineSlots,
         arrived: &AtomicUsize,
+        cancelled: &CancellationToken,
     ) -> Result<Loaded> {
         let mut loads = EngineLoads::new(&self.core, slots);
         let go_on = |held: Lease| {
             count(&held, arrived);
             loads.go_on(held);
         };
-        let pulled = self.pull(lease, self.part(), go_on).await;
-        loads.end(pulled.map(|pulled| pulled.lease)).await
+        let pulled = self.pull(lease, self.part(), go_on, cancelled).await;
+        loads.end(pulled.map(|pulled| pulled.lease), cancelled).await
     }
+}
+
+/// The answer of a part of a transfer, which is cancelled with the whole.
+async fn cancelled_with<T>(mut part: Transfer<T>, whole: &CancellationToken) -> Result<T> {
+    tokio::select! {
+        biased;
+        answer = &mut part => return answer,
+        () = whole.cancelled() => part.cancel(),
+    }
+    part.await
 }
 
 fn count(held: &Lease, arrived: &AtomicUsize) {
@@ -168,7 +186,7 @@ impl<'a> EngineLoads<'a> {
 
     /// Loads the rest, from whichever tier has it, and waits for all: the engine may use its slots
     /// then. What was begun is answered for even if the pull failed.
-    async fn end(mut self, pulled: Result<Lease>) -> Result<Loaded> {
+    async fn end(mut self, pulled: Result<Lease>, cancelled: &CancellationToken) -> Result<Loaded> {
         let wanted = self.slots.wanted();
         let failure = pulled.map(|lease| self.load(lease, wanted.end)).err();
         let writers = Writers::new(&self.with_media);
@@ -176,7 +194,7 @@ impl<'a> EngineLoads<'a> {
         let (mut arrived, mut is_whole, mut held) = (0, true, None);
         for load in self.loads {
             // None of an engine's slots was begun to be written, else it is no error.
-            let loaded = load.await.ok();
+            let loaded = cancelled_with(load, cancelled).await.ok();
             arrived += loaded.as_ref().filter(|_| is_whole).map_or(0, |loaded| loaded.arrived);
             is_whole = is_whole && loaded.as_ref().is_some_and(|loaded| loaded.is_whole);
             held = loaded.map(|loaded| loaded.lease).or(held);

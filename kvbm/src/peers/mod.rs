@@ -49,6 +49,7 @@ use kvbm_tiers::{DramRegion, Memory};
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::AbortHandle;
+use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
 
 use self::discovery::{PeerAddress, PeerAnnouncement, PeerSource, PeerWatch};
@@ -61,6 +62,7 @@ use self::tls::PeerTls;
 use crate::api::manager::Options;
 use crate::api::transfer::Transfer;
 use crate::error::{Error, ErrorKind, Result};
+use crate::metrics::PeerRefusal;
 use crate::names::fingerprint::Fingerprint;
 use crate::names::hash::Chain;
 use crate::scheduler::Core;
@@ -75,7 +77,7 @@ pub use self::protocol::read_in_every_way as read_peer_frame;
 pub use self::reader::{PeerLease, Pulled};
 
 /// Connections at a time, and those of them that have not said yet whose they are.
-const MAX_READERS: usize = 256;
+const MAX_READERS: usize = if cfg!(test) { 2 } else { 256 };
 const MAX_STRANGERS: usize = 64;
 /// The pause after a connection that could not be accepted: there are no descriptors left, most
 /// often.
@@ -308,11 +310,18 @@ impl Peers {
     ) -> Transfer<PeerLease> {
         let (reader, peer) = (Arc::clone(&self.reader), peer.to_owned());
         let chain = chain.into().hashes.to_vec();
-        self.start_on_thread(async move { reader.lease(peer, chain, info).await })
+        self.start_on_thread(async move |cancelled| {
+            let leased = reader.lease(peer, chain, info);
+            tokio::select! {
+                leased = leased => leased,
+                () = cancelled.cancelled() => Err(Error::unavailable("the request for a lease was cancelled")),
+            }
+        })
     }
 
     /// Brings what a lease names into the host tier, as far as there is room. Blocks that do not
-    /// come, come late or are not what they should be are missing, and the answer says why.
+    /// come, come late or are not what they should be are missing, and the answer says why; so it
+    /// does if it is [cancelled](Transfer::cancel).
     ///
     /// [`Manager::load`](crate::Manager::load) and [`Manager::load_into`](crate::Manager::load_into)
     /// take the lease as well, and bring the blocks further.
@@ -322,17 +331,24 @@ impl Peers {
     /// [`Closed`](ErrorKind::Closed) after [`Manager::close`](crate::Manager::close).
     pub fn pull(&self, lease: PeerLease) -> Transfer<Pulled> {
         let reader = Arc::clone(&self.reader);
-        self.start_on_thread(async move { reader.pull(lease, usize::MAX, drop).await })
+        self.start_on_thread(async move |cancelled| {
+            reader.pull(lease, usize::MAX, drop, &cancelled).await
+        })
     }
 
-    fn start_on_thread<T: Send + 'static>(
+    fn start_on_thread<T: Send + 'static, Work>(
         &self,
-        work: impl Future<Output = Result<T>> + Send + 'static,
-    ) -> Transfer<T> {
+        work: impl FnOnce(CancellationToken) -> Work,
+    ) -> Transfer<T>
+    where
+        Work: Future<Output = Result<T>> + Send + 'static,
+    {
         let (told, answer) = oneshot::channel();
+        let cancelled = CancellationToken::new();
+        let work = work(cancelled.clone());
         let work = async move { drop(told.send(work.await)) };
         self.runtime.spawn(work.in_current_span());
-        Transfer::answered(answer)
+        Transfer::answered(answer).cancelled_by(move || cancelled.cancel())
     }
 
     /// Serves nobody any more. Leases of others end, and pulls under way are answered as closed.
@@ -417,7 +433,10 @@ async fn accept(socket: tokio::net::TcpListener, holder: Arc<Holder>) {
             Ok((stream, _)) => {
                 // Without it answers come late, no more.
                 let _ = stream.set_nodelay(true);
-                let Ok(place) = Arc::clone(&places).try_acquire_owned() else { continue };
+                let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
+                    holder.metrics.refused(PeerRefusal::Full);
+                    continue;
+                };
                 strangers.make_room();
                 let (holder, is_known) = (Arc::clone(&holder), Arc::new(AtomicBool::new(false)));
                 let greeted = Arc::clone(&is_known);

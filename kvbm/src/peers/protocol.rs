@@ -50,8 +50,20 @@ pub(super) enum BrokenLink {
     TooLong(usize, usize),
     #[error("{0}")]
     Unexpected(&'static str),
+    /// By the other side.
     #[error("{0}")]
     Refused(String),
+    #[error(
+        "the two do not know the same secret: give all workers one peers.secret_file \
+         (DYN_KVBM_PEERS_SECRET_FILE)"
+    )]
+    OtherSecret,
+    #[error("their blocks differ: {0}")]
+    OtherBlocks(String),
+    #[error("it is the same worker")]
+    Itself,
+    #[error("it speaks version {0} of the protocol, this worker version {VERSION}")]
+    OtherVersion(u16),
     #[error("it did not answer in time")]
     Late,
 }
@@ -168,6 +180,8 @@ pub(super) struct LeaseAnswer {
     pub(super) checksums: Vec<[u8; 4]>,
     /// Where they lie, if that was asked for.
     pub(super) slots: Vec<SlotRun>,
+    /// More is there, and what others have leased leaves it no room.
+    pub(super) is_cut: bool,
 }
 
 /// Blocks that lie in successive slots: the first slot, and how many.
@@ -214,24 +228,18 @@ impl Hello {
     }
 
     /// The hello in a first message; an error says who it is that cannot be talked to.
-    pub(super) fn parse(message: &[u8]) -> Result<Nonce, String> {
+    pub(super) fn parse(message: &[u8]) -> Result<Nonce, BrokenLink> {
         // Read on their own: what follows may be another version's.
-        let (variant, magic, version) = match postcard::take_from_bytes::<(u8, u32, u16)>(message) {
-            Ok((beginning, _)) => beginning,
-            Err(error) => return Err(format!("it does not say who it is: {error}")),
-        };
+        let ((variant, magic, version), _) = postcard::take_from_bytes::<(u8, u32, u16)>(message)?;
         if (variant, magic) != (0, MAGIC) {
-            return Err("it is no kvbm worker".to_owned());
+            return Err(BrokenLink::Unexpected("it is no kvbm worker"));
         }
         if version != VERSION {
-            return Err(format!(
-                "it speaks version {version} of the protocol, this worker version {VERSION}"
-            ));
+            return Err(BrokenLink::OtherVersion(version));
         }
-        match postcard::from_bytes(message) {
-            Ok(ToHolder::Hello(hello)) => Ok(hello.nonce),
-            Ok(_) => Err("it asks before it says who it is".to_owned()),
-            Err(error) => Err(error.to_string()),
+        match postcard::from_bytes(message)? {
+            ToHolder::Hello(hello) => Ok(hello.nonce),
+            _ => Err(BrokenLink::Unexpected("it asks before it says who it is")),
         }
     }
 }
@@ -360,7 +368,8 @@ mod tests {
             let slots = SlotRun::all((0..blocks).map(|n| SlotId((1 << 30) - 2 * n)));
             assert_eq!(SlotRun::slots(&slots, usize::MAX).len(), blocks as usize);
             let (epoch, ttl_ms) = (EpochDigest::default(), u32::MAX);
-            let leased = LeaseAnswer { epoch, blocks, ttl_ms, checksums, slots };
+            let is_cut = true;
+            let leased = LeaseAnswer { epoch, blocks, ttl_ms, checksums, slots, is_cut };
             postcard::to_extend(&ToReader::Leased(leased), vec![0; 4]).unwrap().len()
         };
         assert!(answer(512) <= 256 + (4 + 8) * 512);
@@ -383,14 +392,14 @@ mod tests {
     fn who_cannot_be_talked_to_is_named() {
         let hello = |hello: &Hello| postcard::to_allocvec(&ToHolder::Hello(hello.clone())).unwrap();
         let ours = Hello::new([7; 32]);
-        assert_eq!(Hello::parse(&hello(&ours)), Ok([7; 32]));
+        assert_eq!(Hello::parse(&hello(&ours)).unwrap(), [7; 32]);
         for (message, said) in [
-            (Vec::new(), "it does not say who it is"),
+            (Vec::new(), "bytes that are no message"),
             (b"GET / HTTP/1.1".to_vec(), "it is no kvbm worker"),
             (hello(&Hello { version: 9, ..ours.clone() }), "it speaks version 9"),
             (hello(&Hello { magic: 1, ..ours }), "it is no kvbm worker"),
         ] {
-            let error = Hello::parse(&message).unwrap_err();
+            let error = Hello::parse(&message).unwrap_err().to_string();
             assert!(error.starts_with(said), "{error}");
         }
     }

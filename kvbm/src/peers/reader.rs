@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use kvbm_tiers::{DramRegion, Tier};
 use tokio::sync::{oneshot, watch};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
 
 use super::discovery::PeerList;
@@ -22,7 +23,7 @@ use super::protocol::{BrokenLink, ReadEnd};
 use super::spans;
 use crate::api::filling::FillingSlots;
 use crate::api::lease::Lease;
-use crate::api::transfer::Transferred;
+use crate::api::transfer::{Transfer, Transferred};
 use crate::error::{Error, Result};
 use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics};
 use crate::names::epoch::EpochDigest;
@@ -97,6 +98,12 @@ impl PeerLease {
         self.named.before + self.named.checksums.len()
     }
 
+    /// Whether the peer has more of the chain, which it does not lease: what it leased to all reaches
+    /// its `peers.lease_share`.
+    pub const fn is_cut(&self) -> bool {
+        self.named.is_cut
+    }
+
     /// How many of them only the peer has.
     pub const fn only_there(&self) -> usize {
         self.named.checksums.len()
@@ -112,14 +119,15 @@ pub struct Pulled {
     pub blocks: usize,
     /// Brought from the peer by this load.
     pub copied: usize,
-    /// Why the peer did not give the others, if that is why they are missing: else they found no
-    /// room.
+    /// Why the others are missing, if it is not that they found no room.
     pub fault: Option<String>,
 }
 
 /// How a part of a pull ended.
 struct PulledPart {
-    told: Transferred,
+    held: Lease,
+    /// Leading blocks of the chain that the host tier has now.
+    blocks: usize,
     copied: usize,
     fault: Option<PeerFault>,
 }
@@ -256,12 +264,14 @@ impl Reader {
         lease: PeerLease,
         part: usize,
         arrived: impl FnMut(Lease) + Send,
+        cancelled: &CancellationToken,
     ) -> Result<Pulled> {
         if !Arc::ptr_eq(&lease.of, &self.credentials) {
             return Err(Error::invalid("the lease is of another manager's peer"));
         }
         let span = spans::of_pull(&lease.peer, lease.link.way(), &lease.info);
-        let pulled = self.pull_in_parts(lease, part, arrived).instrument(span.clone()).await;
+        let pulled = self.pull_in_parts(lease, part, arrived, cancelled);
+        let pulled = pulled.instrument(span.clone()).await;
         spans::pulled(&span, &pulled);
         pulled
     }
@@ -271,18 +281,19 @@ impl Reader {
         mut lease: PeerLease,
         part: usize,
         mut arrived: impl FnMut(Lease) + Send,
+        cancelled: &CancellationToken,
     ) -> Result<Pulled> {
         let (blocks, started) = (lease.blocks(), Instant::now());
         let (mut until, mut copied) = (lease.named.before, 0);
-        let (told, fault) = loop {
+        let (held, here, fault) = loop {
             until = until.saturating_add(part).min(blocks);
-            let PulledPart { told, copied: more, fault } =
-                self.pull_part(&mut lease, until).await?;
+            let PulledPart { held, blocks: here, copied: more, fault } =
+                self.pull_part(&mut lease, until, cancelled).await?;
             copied += more;
-            if until == blocks || fault.is_some() || told.blocks < until {
-                break (told, fault);
+            if until == blocks || fault.is_some() || here < until {
+                break (held, here, fault);
             }
-            arrived(told.lease);
+            arrived(held);
         };
         self.metrics.pulled(lease.link.way(), copied as u64, started.elapsed());
         lease.counted.end = match &fault {
@@ -292,11 +303,31 @@ impl Reader {
         };
         self.release(lease, fault.as_ref()).await;
         let fault = fault.map(|fault| fault.to_string());
-        Ok(Pulled { lease: told.lease, blocks: told.blocks, copied, fault })
+        Ok(Pulled { lease: held, blocks: here, copied, fault })
+    }
+
+    /// Blocks are there once those before them are, which others may bring. An error says why that
+    /// is not waited for any longer.
+    async fn await_others(
+        &self,
+        published: Transfer<Transferred>,
+        cancelled: &CancellationToken,
+    ) -> Result<Result<Transferred>, PeerFault> {
+        tokio::select! {
+            biased;
+            told = published => Ok(told),
+            () = cancelled.cancelled() => Err(PeerFault::Cancelled),
+            () = sleep(self.limit) => Err(PeerFault::Awaited),
+        }
     }
 
     /// Brings the blocks up to `until`.
-    async fn pull_part(&self, lease: &mut PeerLease, until: usize) -> Result<PulledPart> {
+    async fn pull_part(
+        &self,
+        lease: &mut PeerLease,
+        until: usize,
+        cancelled: &CancellationToken,
+    ) -> Result<PulledPart> {
         let chain = Chain::from(&lease.chain).prefix(until);
         let mut filling = FillingSlots::take(&self.core, &self.memory, chain, lease.info)?;
         if filling.namespace() != Some(lease.namespace) {
@@ -308,15 +339,25 @@ impl Reader {
             Err(PeerFault::NoIndex)
         } else {
             let limit = lease.asked + lease.named.ttl;
-            lease.link.bring(&lease.named, limit, &mut filling).await
+            lease.link.bring(&lease.named, limit, &mut filling, cancelled).await
         };
         if lease.link.memory.is_none() {
             // The holder saw what was asked for since, and renewed the lease.
             lease.asked = began;
         }
         let copied = filling.kept() - before;
-        let told = filling.publish().ok_or_else(Error::closed)?.await?;
-        Ok(PulledPart { told, copied, fault: brought.err() })
+        let published = filling.publish().ok_or_else(Error::closed)?;
+        match self.await_others(published, cancelled).await {
+            Ok(told) => {
+                let Transferred { lease: held, blocks, .. } = told?;
+                Ok(PulledPart { held, blocks, copied, fault: brought.err() })
+            }
+            Err(why) => {
+                let held = self.core.lease(chain, RequestInfo { has_asked: true, ..lease.info });
+                let (blocks, fault) = (held.blocks(Tier::Host), brought.err().or(Some(why)));
+                Ok(PulledPart { held, blocks, copied, fault })
+            }
+        }
     }
 
     /// What a lower tier here has need not come from a peer. Returns how many leading blocks the
@@ -343,8 +384,9 @@ impl Reader {
         let end = match fault {
             None => ReadEnd::Whole,
             Some(PeerFault::Wrong) => ReadEnd::Wrong,
-            Some(PeerFault::Behind | PeerFault::NoIndex) => ReadEnd::GivenUp,
-            Some(PeerFault::Link(_) | PeerFault::Ended(_)) => return,
+            Some(PeerFault::Behind | PeerFault::NoIndex | PeerFault::Awaited) => ReadEnd::GivenUp,
+            Some(PeerFault::Cancelled) if link.memory.is_some() => ReadEnd::GivenUp,
+            Some(_) => return,
         };
         if timeout(self.limit, link.release(end)).await.is_ok_and(|sent| sent.is_ok()) {
             self.keep(&address, link);
@@ -355,9 +397,11 @@ impl Reader {
 fn end_of(fault: &PeerFault) -> PeerLeaseEnd {
     match fault {
         PeerFault::Wrong => PeerLeaseEnd::Wrong,
-        PeerFault::Behind | PeerFault::NoIndex => PeerLeaseEnd::GivenUp,
+        PeerFault::Behind | PeerFault::NoIndex | PeerFault::Awaited | PeerFault::Cancelled => {
+            PeerLeaseEnd::GivenUp
+        }
         PeerFault::Ended(why) => (*why).into(),
-        PeerFault::Link(BrokenLink::Late) => PeerLeaseEnd::Expired,
+        PeerFault::Link(BrokenLink::Late) => PeerLeaseEnd::Late,
         PeerFault::Link(_) => PeerLeaseEnd::Gone,
     }
 }

@@ -1,5 +1,7 @@
 //! Two workers over a simulated network, in simulated time: a model of what a reader may see.
 
+mod limits;
+
 use std::cell::RefCell;
 use std::future::ready;
 use std::io;
@@ -11,11 +13,13 @@ use std::time::Duration;
 use kvbm_policies::EvictionKind;
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tiers::{PeerMemory, Tier};
+use prometheus::Registry;
 use proptest::prelude::*;
 use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf, duplex};
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
 
 use super::discovery::{PeerAddress, PeerList};
 use super::greeting::tests::member;
@@ -40,6 +44,7 @@ const TTL: Duration = Duration::from_secs(10);
 /// A worker with a host tier.
 pub(super) struct Worker {
     blocks: Blocks,
+    registry: Registry,
     /// What its blocks come from now.
     weights: RefCell<String>,
     credentials: Arc<Credentials>,
@@ -47,17 +52,24 @@ pub(super) struct Worker {
 
 impl Worker {
     pub(super) async fn new(name: &str, incarnation: u64) -> Self {
+        Self::open(name, incarnation, |_| ()).await
+    }
+
+    async fn open(name: &str, incarnation: u64, set: impl FnOnce(&mut Settings)) -> Self {
         let mut settings = Settings { block_bytes: Some(BLOCK as u64), ..Settings::default() };
         settings.host.capacity = Some(Capacity::Blocks(SLOTS.into()));
         settings.host.huge_pages = false;
         settings.eviction = EvictionKind::Lru;
         // Its memory can be mapped. Tests serve others over links of their own.
         settings.peers.enabled = true;
-        let manager = Manager::assemble(settings, &Options::default(), "").await.unwrap();
+        set(&mut settings);
+        let options = Options::default();
+        let manager = Manager::assemble(settings, &options, "").await.unwrap();
         let blocks = Blocks::of(Arc::new(manager)).unwrap();
         let proofs = PeerProofs { secret: Some(PeerSecret::new("0123456789abcdef")), tls: None };
         Self {
             blocks,
+            registry: options.registry,
             weights: RefCell::new("those of the fingerprint".to_owned()),
             credentials: Arc::new(Credentials { member: member(name, incarnation), proofs }),
         }
@@ -101,6 +113,20 @@ impl Worker {
 
     fn reset_again(&self, weights: Option<&str>) {
         self.reset(self.manager().epoch() + 1, weights);
+    }
+
+    /// A counter, or the sum of those that have these labels.
+    fn counted(&self, name: &str, labels: &[(&str, &str)]) -> u64 {
+        let families = self.registry.gather();
+        let rows = families.iter().filter(|family| family.name() == name);
+        let rows = rows.flat_map(prometheus::proto::MetricFamily::get_metric);
+        let has = |row: &&prometheus::proto::Metric| {
+            let has = |wanted: &(&str, &str)| {
+                row.get_label().iter().any(|label| (label.name(), label.value()) == *wanted)
+            };
+            labels.iter().all(has)
+        };
+        rows.filter(has).map(|row| row.get_counter().get_value() as u64).sum()
     }
 
     pub(super) fn holder(&self, leased: &Arc<LeasedBlocks>) -> Arc<Holder> {
@@ -311,8 +337,9 @@ impl Pair {
     async fn pull(&mut self) -> usize {
         let Some(lease) = self.lease.take() else { return 0 };
         let chain = lease.chain.clone();
-        let pulled =
-            self.reader.pull(lease, usize::MAX, drop).await.map_or(0, |pulled| pulled.copied);
+        let never = CancellationToken::new();
+        let pulled = self.reader.pull(lease, usize::MAX, drop, &never).await;
+        let pulled = pulled.map_or(0, |pulled| pulled.copied);
         self.here.check(&chain);
         pulled
     }
@@ -400,7 +427,7 @@ fn blocks_that_only_a_peer_has_come_from_there() {
         pair.here.compute(&wanted[..4]);
         pair.lease(&wanted, Fault::None).await;
         let lease = pair.lease.as_ref().unwrap();
-        assert_eq!((lease.blocks(), lease.only_there()), (10, 6));
+        assert_eq!((lease.blocks(), lease.only_there(), lease.is_cut()), (10, 6, false));
         assert_eq!(pair.leased.blocks(), 10, "all of them are pinned");
         assert_eq!((pair.pull().await, pair.here.check(&wanted)), (6, 10));
         pair.heals().await;
@@ -444,7 +471,9 @@ fn no_more_is_leased_than_the_share() {
         let wanted = chain(0, 13);
         pair.there.compute(&wanted);
         pair.lease(&wanted, Fault::None).await;
-        assert_eq!(pair.lease.as_ref().unwrap().blocks(), 12);
+        let lease = pair.lease.as_ref().unwrap();
+        assert_eq!((lease.blocks(), lease.is_cut()), (12, true));
+        assert_eq!(pair.there.counted("kvbm_peer_leases_cut_total", &[]), 1);
         assert_eq!(pair.pull().await, 12);
         pair.lease(&wanted, Fault::None).await;
         assert!(pair.lease.is_none(), "a lease of the last block pins all 13");

@@ -19,7 +19,7 @@ _LABELS: dict[str, tuple[str, ...]] = {
     for labels, names in {
         (): """requests_total requested_tokens_total recompute_tokens_total orphan_blocks_total duplicate_blocks_total
             out_of_reach_tokens_total epoch accounting_drift background_panics_total completion_panics
-            disk_write_budget_bytes peer_refused_total""",
+            disk_write_budget_bytes peer_leases_cut_total""",
         ("tier",): """hit_tokens_total checksum_failures_total shadow_wrong_rate_bound dirty_blocks published_blocks
             evicted_blocks declined_blocks quarantined_blocks unreadable_blocks flush_failures unflushed_blocks
             full_reservations index_failures_total""",
@@ -27,7 +27,7 @@ _LABELS: dict[str, tuple[str, ...]] = {
             copies_overdue queue_blocks batches_in_flight breaker_open""",
         ("from", "to", "kind"): "transfer_failures_total",
         ("reason", "tier"): "misses_total",
-        ("reason",): "missed_tokens_total",
+        ("reason",): "missed_tokens_total peer_refused_total",
         ("tier", "scale"): "estimated_hit_rate",
         ("tier", "state"): "slots",
         ("tier", "outcome"): "scrubbed_blocks_total",
@@ -37,7 +37,7 @@ _LABELS: dict[str, tuple[str, ...]] = {
         ("tenant", "tier"): "tenant_blocks tenant_evicted_blocks",
         ("dir",): "disk_directory_up disk_directory_failures_total",
         ("request", "outcome"): "object_requests_total",
-        ("direction",): "object_bytes_total",
+        ("direction",): "object_bytes_total peer_leases",
         ("direction", "end"): "peer_leases_total",
         ("direction", "way"): "peer_blocks_total peer_bytes_total",
         ("budget",): "object_budget_refusals_total object_budget_left",
