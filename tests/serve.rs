@@ -6,7 +6,10 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use kvbm::{BlockHash, ErrorKind, Hints, Manager, Options, RequestId, RequestInfo, Tier};
+use kvbm::blocking::Blocks;
+use kvbm::{
+    BlockHash, Error, ErrorKind, Fingerprint, Hints, Manager, Options, RequestId, RequestInfo, Tier,
+};
 use kvbm_settings::{Capacity, Settings, WriteBudget};
 use kvbm_tests::engine;
 use kvbm_tests::rig::hash;
@@ -534,6 +537,64 @@ fn answers_are_what_the_description_says() {
         deviations(&api, schema, &serde_json::from_str(&body).unwrap(), path, &mut found);
         assert!(found.is_empty(), "{found:#?}");
     }
+}
+
+/// A worker that others read at.
+fn worker(peer: Option<&str>) -> (Blocks, SocketAddr) {
+    let mut settings = engine::without_device(4096, 16);
+    (settings.metrics.enabled, settings.metrics.port) = (true, 0);
+    (settings.peers.enabled, settings.peers.port) = (true, 0);
+    settings.peers.addresses = peer.map(str::to_owned);
+    let [model, weights] = ["served", "1"].map(str::to_owned);
+    let model = Fingerprint { model, weights, block_tokens: 16, ..Fingerprint::default() };
+    let options = Options { fingerprint: Some(model), ..Options::default() };
+    let blocks = Blocks::open(settings, options).unwrap();
+    let address = blocks.manager().admin().serving_at().expect("it serves");
+    (blocks, address)
+}
+
+#[test]
+fn peers_are_shown_with_what_is_open_and_what_a_request_took() {
+    let (there, shown_there) = worker(None);
+    let wanted: Vec<BlockHash> = (0..6).map(hash).collect();
+    there.put(&wanted[..4], |at, slot| Ok::<_, Error>(slot.fill(at as u8))).unwrap();
+    let address = there.manager().peers().unwrap().address().to_string();
+    let (here, shown_here) = worker(Some(&address));
+    let (peer, peers) = (address.replace(':', "/"), here.manager().peers().unwrap());
+    let info = RequestInfo { request: Some(RequestId(5)), ..RequestInfo::default() };
+    let state = |at: SocketAddr| json(at, "/v1/state")["peers"]["peers"][0].take();
+    let why = || json(shown_here, "/v1/why?request=5");
+    let idle = state(shown_here);
+    assert_eq!((idle["name"].as_str(), idle["address"].as_str()), (Some(&*peer), Some(&*address)));
+    assert_eq!((&idle["links"], &idle["fault"]), (&serde_json::json!({}), &Value::Null));
+
+    let lease = peers.lease(&peer, &wanted, info).wait().unwrap();
+    let leased = state(shown_here);
+    assert_eq!(leased["links"], serde_json::json!({"shared_memory": 1}));
+    assert_eq!(leased["leased_in_blocks"], 4);
+    let reader = state(shown_there);
+    assert_eq!((&reader["readers"], &reader["leased_out_blocks"]), (&1.into(), &4.into()));
+    assert_eq!(reader["name"], peers.name());
+    assert_eq!(peers.pull(lease).wait().unwrap().copied, 4);
+    assert_eq!(state(shown_here)["leased_in_blocks"], 0);
+    let taken = serde_json::json!({"peer": peer, "way": "shared_memory", "leased_blocks": 4,
+        "copied_blocks": 4, "why": "the peer has no more"});
+    let told = why();
+    assert_eq!((&told["from_peer"], &told["blocks"]), (&taken, &6.into()));
+    // What was here when it asked the peer.
+    assert_eq!(told["next"]["position"], 0);
+
+    drop(there);
+    let refused = peers.lease(&peer, &wanted, info).wait().unwrap_err().to_string();
+    let fault = state(shown_here)["fault"]["why"].take();
+    assert!(refused.contains(fault.as_str().unwrap()), "{fault} is not in: {refused}");
+    assert_eq!((&why()["from_peer"]["way"], &why()["from_peer"]["why"]), (&Value::Null, &fault));
+    let api: Value = serde_json::from_str(OPENAPI).unwrap();
+    let mut found = Vec::new();
+    for (name, answer) in [("State", json(shown_here, "/v1/state")), ("Why", why())] {
+        deviations(&api, &api["components"]["schemas"][name], &answer, name, &mut found);
+    }
+    assert!(found.is_empty(), "{found:#?}");
 }
 
 /// What a metric says of a series, by what stands between its braces.

@@ -42,25 +42,42 @@ pub(crate) fn run(args: &WhyArgs, global: &GlobalOptions) -> Result<(), CommandF
     global.show(&answer, text)
 }
 
-/// In a line or two.
+/// In a line, or a few.
 fn text(why: &Value) -> String {
+    [Some(found(why)), missing(&why["next"]), from_peer(&why["from_peer"])]
+        .into_iter()
+        .flatten()
+        .collect::<Vec<_>>()
+        .join("\n")
+}
+
+fn found(why: &Value) -> String {
     let found = why["found"].as_array().into_iter().flatten();
     let found: Vec<_> =
         found.map(|of| format!("{} {} blocks", word(&of["tier"]), of["blocks"])).collect();
-    let summary = format!("{} of {}", found.join(", "), why["blocks"]);
-    let next = &why["next"];
+    format!("{} of {}", found.join(", "), why["blocks"])
+}
+
+fn missing(next: &Value) -> Option<String> {
     if next.is_null() {
-        return summary;
+        return None;
     }
     let block: String = word(&next["block"]).chars().take(6).collect();
     let tier = next["tier"].as_str().map(|tier| format!(" ({tier})")).unwrap_or_default();
     let age = next["age_s"].as_u64().map(|age| format!(", {age} s ago")).unwrap_or_default();
     let policy = next["policy"].as_str().map(|policy| format!(": {policy}")).unwrap_or_default();
-    format!(
-        "{summary}\nblock {} ({block}…): {}{tier}{age}{policy}",
-        next["position"],
-        word(&next["reason"])
-    )
+    let (position, reason) = (&next["position"], word(&next["reason"]));
+    Some(format!("block {position} ({block}…): {reason}{tier}{age}{policy}"))
+}
+
+fn from_peer(taken: &Value) -> Option<String> {
+    let peer = taken["peer"].as_str()?;
+    let why = taken["why"].as_str().map(|why| format!(": {why}")).unwrap_or_default();
+    let Some(way) = taken["way"].as_str() else {
+        return Some(format!("peer {peer} gave no lease{why}"));
+    };
+    let (copied, leased) = (&taken["copied_blocks"], &taken["leased_blocks"]);
+    Some(format!("peer {peer}: {copied} of {leased} leased blocks came by {way}{why}"))
 }
 
 fn word(value: &Value) -> &str {
@@ -148,5 +165,20 @@ mod tests {
             "policy": null});
         let told = text(&json!({"blocks": 1, "found": [], "next": never}));
         assert!(told.ends_with("block 0 (c0ffee…): never_seen"), "{told}");
+    }
+
+    #[test]
+    fn a_peer_is_named_with_what_came_from_it() {
+        let why = |from_peer| text(&json!({"blocks": 9, "found": [], "from_peer": from_peer}));
+        let told =
+            why(json!({"peer": "prefill-1", "way": "tcp", "leased_blocks": 4, "copied_blocks": 3,
+            "why": "it did not answer in time"}));
+        let expected =
+            "peer prefill-1: 3 of 4 leased blocks came by tcp: it did not answer in time";
+        assert_eq!(told.lines().last(), Some(expected));
+        let told =
+            why(json!({"peer": "prefill-1", "way": null, "leased_blocks": 0, "copied_blocks": 0,
+            "why": "it is away"}));
+        assert_eq!(told.lines().last(), Some("peer prefill-1 gave no lease: it is away"));
     }
 }

@@ -857,7 +857,7 @@ PEERS = [
         "Leases that there are",
         "At peers (received) and to peers (sent); and those that were cut, since peers.lease_share left no room for all blocks.",
         "short",
-        (f"sum by (direction) ({of('kvbm_peer_leases')})", "{{direction}}"),
+        (f"sum by (direction) ({of('kvbm_peer_open_leases')})", "{{direction}}"),
         (rate("instance", of("kvbm_peer_leases_cut_total")), "{{instance}} cut / s"),
         width=12,
     ),

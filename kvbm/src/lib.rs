@@ -77,6 +77,7 @@ pub use names::epoch::NewEpoch;
 pub use names::fingerprint::{Fingerprint, Hashing, KvLayout, Ranks, Rope};
 pub use names::hash::{BlockHash, Chain, ChainHasher};
 pub use observe::events::{CacheEvent, CachedBlock, Events, RemoveReason, StoreReason};
+pub use observe::requests::FromPeer;
 pub use observe::shadow::{Elements, ShadowCounts, ShadowSample, ShadowVerdict};
 pub use observe::state::{
     BreakerState, Degraded, FaultState, Found, LookupCounts, Missing, NamespaceState, Readiness,
@@ -87,7 +88,10 @@ pub use peers::discovery::{
 };
 #[cfg(feature = "testing")]
 pub use peers::read_peer_frame;
-pub use peers::{PeerLease, PeerOffer, PeerReport, Peers, Pulled, look_at_peers};
+pub use peers::{
+    PeerFaultState, PeerLease, PeerOffer, PeerReport, PeerState, Peers, PeersState, Pulled,
+    look_at_peers,
+};
 pub use scheduler::{Drained, StagingCounts};
 #[cfg(feature = "serve")]
 pub use serve::TIER_COLORS;

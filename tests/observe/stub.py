@@ -143,9 +143,25 @@ class Made:
                 "blocks_total": int(self.asked),
                 "hit_blocks_total": sum(tier["hit_blocks_total"] for tier in tiers),
             },
+            "peers": self.peers(),
             "faults": faults if trouble else [],
             "settings": SETTINGS,
         }
+
+    def peers(self) -> dict | None:
+        if self.kind == "empty":
+            return None
+        lost = {"at_s": self.at - 4.0, "why": "it did not answer in time"}
+        idle = {"links": {}, "readers": 0, "leased_in_blocks": 0, "leased_out_blocks": 0, "fault": None}
+        busy = {"links": {"shared_memory": 2, "tcp": 1}, "leased_in_blocks": 384}
+        peers = [
+            {"name": "prefill-1", "address": "10.0.0.1:6890"} | idle | busy,
+            {"name": "prefill-2", "address": "10.0.0.2:6890"} | idle,
+            {"name": "decode-2", "address": None} | idle | {"readers": 1, "leased_out_blocks": 96},
+        ]
+        if self.kind == "trouble":
+            peers[0]["fault"] = lost
+        return {"name": "decode-1", "address": "10.0.0.9:6890", "known": 12, "peers": peers}
 
     def metrics(self) -> str:
         if self.kind == "empty":
@@ -221,7 +237,9 @@ class Handler(BaseHTTPRequestHandler):
     def why(self) -> dict:
         found = [{"tier": "device", "blocks": 12}, {"tier": "disk", "blocks": 40}]
         missing = {"block": "9c1f77a0b2", "position": 40, "reason": "evicted", "tier": "host", "age_s": 42}
-        return {"blocks": 60, "found": found, "next": missing | {"policy": "eviction = hazard"}}
+        taken = {"peer": "prefill-1", "way": "tcp", "leased_blocks": 8, "copied_blocks": 5, "why": "it was cancelled"}
+        missing["policy"] = "eviction = hazard"
+        return {"blocks": 60, "found": found, "next": missing, "from_peer": taken}
 
     def tell(self, kind: str, body: bytes) -> None:
         self.send_response(200)

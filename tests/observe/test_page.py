@@ -100,6 +100,18 @@ def test_it_shows_every_section_from_what_the_server_tells(page):
     shoot(page, "wide")
 
 
+def test_peers_are_shown_where_there_are_some(page, stub):
+    rows = page.run("return [...document.querySelectorAll('#peers tbody tr')].map(row => row.innerText)")
+    assert len(rows) == 3 and "prefill-1 at 10.0.0.1:6890" in rows[0]
+    assert "2 by shared memory, 1 by tcp" in rows[0] and "384" in rows[0]
+    assert "only reads here" in rows[2] and "96" in rows[2]
+    assert "knows of 12 peers; 10 more are not shown" in text(page, "#peers-words")
+    become(stub, "trouble")
+    assert page.wait("return document.querySelector('#peers').innerText.includes('ago: it did not answer in time')")
+    become(stub, "empty")
+    assert page.wait("return document.querySelector('#peers-section').hidden")
+
+
 def test_why_blocks_were_not_found_is_of_late(page):
     assert page.wait("return counted.misses.size > 0")
     shown = page.run("""
@@ -240,6 +252,8 @@ def test_why_is_answered_in_words(page):
     assert page.wait("return document.querySelector('#why-answer').textContent.includes('Found')")
     assert "12 blocks in device, 40 blocks in disk" in text(page, "#why-answer")
     assert "made room for others (last in host, gone for 42 s, eviction = hazard)" in text(page, "#why-answer")
+    taken = "5 of 8 leased blocks came from the peer prefill-1 by tcp: it was cancelled."
+    assert taken in text(page, "#why-answer")
 
 
 def test_settings_are_filtered(page):

@@ -143,7 +143,9 @@ impl Manager {
                  (DYN_KVBM_CPU_CACHE_PERSIST) or the keys of encryption unset, or set peers.enabled (DYN_KVBM_PEERS) to false";
             return Err(Error::invalid(message));
         };
-        self.peers = Some(Peers::start(listener, core, memory)?);
+        let peers = Peers::start(listener, core, memory)?;
+        self.observed.with_peers(peers.book());
+        self.peers = Some(peers);
         Ok(self)
     }
 

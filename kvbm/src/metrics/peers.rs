@@ -90,7 +90,7 @@ impl PeerRefusal {
 }
 
 /// How blocks come from a peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum PeerWay {
     /// Over the connection.
     Tcp,
@@ -145,7 +145,7 @@ impl PeerMetrics {
             )?,
             open: b.register(IntGaugeVec::new(
                 Opts::new(
-                    "kvbm_peer_leases",
+                    "kvbm_peer_open_leases",
                     "Leases that there are, at peers (`received`) and to peers (`sent`).",
                 ),
                 &["direction"],
@@ -184,6 +184,7 @@ impl PeerMetrics {
             self.moved(direction, PeerWay::Tcp, 0);
             self.open.with_label_values(&[direction]);
         }
+        self.pull_seconds.with_label_values(&[PeerWay::Tcp.name()]);
         PeerRefusal::ALL.iter().for_each(|reason| {
             self.refused.with_label_values(&[reason.name()]);
         });

@@ -7,6 +7,7 @@ use std::time::Instant;
 use kvbm_policies::{MissRatio, RequestId, SampledRequests};
 use kvbm_tiers::clock;
 use kvbm_tiers::geometry::MAX_SLOTS;
+use serde::Serialize;
 
 use crate::names::hash::{BlockHash, Chain};
 use crate::sync::Mutex;
@@ -109,8 +110,23 @@ impl DemandCurve {
 /// Requests that are remembered: half a megabyte.
 pub(crate) const MAX_REQUESTS: usize = 4096;
 
+/// What a request took from the peer that it asked last.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct FromPeer {
+    /// The peer's name.
+    pub peer: String,
+    /// How its blocks come: `tcp` or `shared_memory`. `None`: it gave no lease.
+    pub way: Option<&'static str>,
+    /// Blocks that were leased there, and were not here.
+    pub leased_blocks: usize,
+    /// Those of them that came.
+    pub copied_blocks: usize,
+    /// Why not more of the chain came from there, for people.
+    pub why: Option<String>,
+}
+
 /// What a request found when it leased its chain.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct RecentRequest {
     request: RequestId,
     pub(crate) held: Match,
@@ -119,6 +135,7 @@ pub(crate) struct RecentRequest {
     /// The first block that no tier had.
     pub(crate) missing: Option<(BlockHash, Miss)>,
     pub(crate) at: Instant,
+    pub(crate) from_peer: Option<Box<FromPeer>>,
 }
 
 /// The last requests that the engine named.
@@ -134,7 +151,8 @@ impl RecentRequests {
         miss: Option<Miss>,
     ) {
         let missing = miss.map(|miss| (chain.hashes[held.longest()], miss));
-        let asked = RecentRequest { request, held, blocks: chain.len(), missing, at: clock::now() };
+        let (blocks, at, from_peer) = (chain.len(), clock::now(), None);
+        let asked = RecentRequest { request, held, blocks, missing, at, from_peer };
         let mut requests = self.0.lock();
         if requests.len() == MAX_REQUESTS {
             requests.pop_front();
@@ -144,7 +162,14 @@ impl RecentRequests {
 
     /// What a request found when it last asked.
     pub(crate) fn find(&self, request: RequestId) -> Option<RecentRequest> {
-        self.0.lock().iter().rev().find(|recent| recent.request == request).copied()
+        self.0.lock().iter().rev().find(|recent| recent.request == request).cloned()
+    }
+
+    /// What it took from a peer then. False: it is not remembered.
+    pub(crate) fn note_from_peer(&self, request: RequestId, taken: &FromPeer) -> bool {
+        let mut requests = self.0.lock();
+        let recent = requests.iter_mut().rev().find(|recent| recent.request == request);
+        recent.map(|recent| recent.from_peer = Some(Box::new(taken.clone()))).is_some()
     }
 }
 

@@ -17,7 +17,8 @@ use crate::api::manager::RouteReport;
 use crate::assemble::SharedStore;
 use crate::metrics::Lookups as Counted;
 use crate::names::hash::{BlockHash, Chain};
-use crate::observe::requests::RecentRequest;
+use crate::observe::requests::{FromPeer, RecentRequest};
+use crate::peers::{PeerBook, PeersState};
 use crate::scheduler::Core;
 use crate::table::{Match, Miss, MissReason};
 
@@ -44,6 +45,8 @@ pub struct State {
     pub routes: Vec<RouteState>,
     /// What leases asked for, and found.
     pub lookups: LookupCounts,
+    /// Other workers; `None`: there are to be none.
+    pub peers: Option<PeersState>,
     /// Recent faults, latest first; each kind once for each place.
     pub faults: Vec<FaultState>,
     /// Settings in force, by their TOML path. Secrets appear as `(set)`.
@@ -167,6 +170,9 @@ pub struct Why {
     pub found: Vec<Found>,
     /// The first block that no tier has; `None`: all are there.
     pub next: Option<Missing>,
+    /// What the request took from a peer, if it asked one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub from_peer: Option<FromPeer>,
 }
 
 /// How much of a chain a tier has.
@@ -212,6 +218,7 @@ pub(crate) struct ObservedState {
     store: SharedStore,
     /// Of cache groups beside full attention.
     groups: OnceLock<Vec<Weak<Core>>>,
+    peers: OnceLock<Arc<PeerBook>>,
 }
 
 impl ObservedState {
@@ -223,13 +230,18 @@ impl ObservedState {
         block_tokens: u64,
     ) -> Self {
         let (core, store) = (Arc::downgrade(core), SharedStore::default());
-        let (opened, groups) = (clock::now(), OnceLock::new());
-        Self { core, routes, device, settings, block_tokens, opened, store, groups }
+        let (opened, groups, peers) = (clock::now(), OnceLock::new(), OnceLock::new());
+        Self { core, routes, device, settings, block_tokens, opened, store, groups, peers }
     }
 
     /// Adds the tables of the other cache groups.
     pub(crate) fn with_groups<'a>(&self, groups: impl Iterator<Item = &'a Arc<Core>>) {
         self.groups.get_or_init(|| groups.map(Arc::downgrade).collect());
+    }
+
+    /// Adds the other workers.
+    pub(crate) fn with_peers(&self, book: &Arc<PeerBook>) {
+        self.peers.get_or_init(|| Arc::clone(book));
     }
 
     /// Adds a shared store, which may be out of use.
@@ -259,6 +271,7 @@ impl ObservedState {
                 blocks_total: counted.blocks,
                 hit_blocks_total: counted.hit.iter().sum(),
             },
+            peers: self.peers.get().map(|book| book.state(self.opened)),
             faults: self.faults(&core),
             settings: self.settings.shown_values().into_iter().collect(),
         })
@@ -302,9 +315,12 @@ impl ObservedState {
     /// What a request found when it last asked; `None`: it is not among the recent ones.
     pub(crate) fn why_of(&self, request: RequestId) -> Option<Why> {
         let core = self.core.upgrade()?;
-        let RecentRequest { held, blocks, missing, at, .. } = core.recent_request(request)?;
+        let RecentRequest { held, blocks, missing, at, from_peer, .. } =
+            core.recent_request(request)?;
+        let (request, asked_s_ago) = (Some(request.0), Some(at.elapsed().as_secs_f64()));
+        let from_peer = from_peer.map(|taken| *taken);
         let why = self.explain(&core, &held, blocks, missing);
-        Some(Why { request: Some(request.0), asked_s_ago: Some(at.elapsed().as_secs_f64()), ..why })
+        Some(Why { request, asked_s_ago, from_peer, ..why })
     }
 
     /// Remembers requests from here on.
@@ -330,7 +346,7 @@ impl ObservedState {
             age_s,
             policy: self.policy_behind(reason, tier),
         });
-        Why { request: None, asked_s_ago: None, blocks, found, next }
+        Why { request: None, asked_s_ago: None, blocks, found, next, from_peer: None }
     }
 
     /// The setting that keeps blocks of the host from the disk: the rule, or else the budget.

@@ -19,6 +19,7 @@ use tokio_util::bytes::BytesMut;
 use tokio_util::codec::{FramedRead, LengthDelimitedCodec};
 use tracing::{Instrument, Span};
 
+use super::book::{OpenAtPeer, PeerBook, PeerUse};
 use super::greeting::{Credentials, random};
 use super::parts;
 use super::probes::gap_behind;
@@ -29,7 +30,7 @@ use super::protocol::{
 use super::spans;
 use crate::api::allocation::LentSlot;
 use crate::api::lease::Lease;
-use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics, PeerRefusal};
+use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics};
 use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::Core;
 use crate::table::RequestInfo;
@@ -50,6 +51,7 @@ pub(super) struct Holder {
     pub(super) credentials: Arc<Credentials>,
     pub(super) ttl: Duration,
     pub(super) leased: Arc<LeasedBlocks>,
+    pub(super) book: Arc<PeerBook>,
     pub(super) metrics: PeerMetrics,
 }
 
@@ -146,6 +148,7 @@ struct HeldLease {
     sent: usize,
     counted: CountedLease,
     _share: LeasedShare,
+    _open: OpenAtPeer,
     span: Span,
 }
 
@@ -183,12 +186,13 @@ impl Holder {
             }
             Err(why) => {
                 tracing::warn!(%why, "a worker that connected is not let in");
-                return self.metrics.refused(refusal(&why));
+                return self.metrics.refused((&why).into());
             }
         };
         greeted();
         tracing::debug!(reader = member.name, "a worker reads here");
         let reader = &member.name;
+        let _open = self.book.open(reader, PeerUse::Reader, 1);
         let mut session =
             Session { holder: self, reader, link, held: None, parent: None, asked: None };
         if let Err(why) = session.run().await {
@@ -196,7 +200,7 @@ impl Holder {
         }
     }
 
-    async fn lease(&self, request: &LeaseRequest) -> Result<Leased, BrokenLink> {
+    async fn lease(&self, reader: &str, request: &LeaseRequest) -> Result<Leased, BrokenLink> {
         let lengths: Vec<_> = request.probes.iter().map(|probe| probe.blocks as usize).collect();
         let is_sound = request.probes.len() <= MAX_PROBES
             && lengths.is_sorted()
@@ -216,7 +220,7 @@ impl Holder {
             return Ok((ToReader::Between(found.blocks), None));
         }
         match self.core.chain_ending_with(found.last(), found.blocks as usize) {
-            Some(chain) => Ok(self.lease_chain(chain, request).await),
+            Some(chain) => Ok(self.lease_chain(reader, chain, request).await),
             // It left just now.
             None => Ok((self.answer(0, &[], request, false), None)),
         }
@@ -227,7 +231,12 @@ impl Holder {
         (ToReader::Ended(why), None)
     }
 
-    async fn lease_chain(&self, mut chain: Vec<BlockHash>, request: &LeaseRequest) -> Leased {
+    async fn lease_chain(
+        &self,
+        reader: &str,
+        mut chain: Vec<BlockHash>,
+        request: &LeaseRequest,
+    ) -> Leased {
         // A lease pins the whole chain, whatever the reader has of it.
         let share = self.leased.take(chain.len());
         let is_cut = share.blocks < chain.len();
@@ -248,8 +257,10 @@ impl Holder {
         }
         let until = Instant::now() + self.ttl;
         let (counted, span) = (self.metrics.lease_out(), Span::current());
+        let _open = self.book.open(reader, PeerUse::LeasedOut, share.blocks);
         let (sent, _share) = (0, share);
-        (answer, Some(HeldLease { lease, chain, named, until, sent, counted, _share, span }))
+        let held = HeldLease { lease, chain, named, until, sent, counted, _share, _open, span };
+        (answer, Some(held))
     }
 
     /// A reader reads the host tier: what lies further down comes there first. No request here waits
@@ -398,7 +409,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
         self.release(ReadEnd::GivenUp).await;
         let span = self.asked.take();
         let span = span.unwrap_or_else(|| spans::of_serving(self.reader, self.parent.take()));
-        let (answer, held) = self.holder.lease(request).instrument(span.clone()).await?;
+        let (answer, held) =
+            self.holder.lease(self.reader, request).instrument(span.clone()).await?;
         spans::answered(&span, &answer);
         self.asked = matches!(answer, ToReader::Between(_)).then_some(span);
         self.held = held;
@@ -460,36 +472,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
             send(self.link.get_mut(), &ToReader::Ended(LeaseEnd::Void)).await
         } else {
             Err(BrokenLink::Unexpected("the blocks that it reads are gone"))
-        }
-    }
-}
-
-fn refusal(why: &BrokenLink) -> PeerRefusal {
-    match why {
-        BrokenLink::OtherSecret => PeerRefusal::Secret,
-        BrokenLink::OtherBlocks(_) => PeerRefusal::Blocks,
-        BrokenLink::Itself => PeerRefusal::Itself,
-        BrokenLink::OtherVersion(_) => PeerRefusal::Version,
-        _ => PeerRefusal::Unreadable,
-    }
-}
-
-impl From<ReadEnd> for PeerLeaseEnd {
-    fn from(end: ReadEnd) -> Self {
-        match end {
-            ReadEnd::Whole => Self::Whole,
-            ReadEnd::GivenUp => Self::GivenUp,
-            ReadEnd::Wrong => Self::Wrong,
-        }
-    }
-}
-
-impl From<LeaseEnd> for PeerLeaseEnd {
-    fn from(end: LeaseEnd) -> Self {
-        match end {
-            LeaseEnd::Expired => Self::Expired,
-            LeaseEnd::Busy => Self::Busy,
-            LeaseEnd::Void | LeaseEnd::OtherEpoch => Self::Void,
         }
     }
 }

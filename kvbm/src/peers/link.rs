@@ -9,6 +9,7 @@ use tokio::io::AsyncReadExt;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
+use super::book::OpenAtPeer;
 use super::greeting::Credentials;
 use super::protocol::{
     BrokenLink, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, Member, Probe, ReadEnd,
@@ -33,6 +34,8 @@ pub(super) struct PeerLink {
     pub(super) holder: Member,
     /// The holder's host tier, if that is a neighbour's.
     pub(super) memory: Option<Arc<PeerMemory>>,
+    /// In the book, if it is there.
+    pub(super) open: Option<OpenAtPeer>,
 }
 
 /// What a reader wants of a chain.
@@ -79,6 +82,13 @@ pub(super) enum PeerFault {
     Ended(LeaseEnd),
 }
 
+impl PeerFault {
+    /// Whether the peer, or the way to it, is why.
+    pub(super) const fn is_of_peer(&self) -> bool {
+        matches!(self, Self::Link(_) | Self::Wrong | Self::Ended(_))
+    }
+}
+
 impl From<std::io::Error> for PeerFault {
     fn from(error: std::io::Error) -> Self {
         Self::Link(error.into())
@@ -98,7 +108,7 @@ impl PeerLink {
         credentials: &Credentials,
     ) -> Result<Self, BrokenLink> {
         let holder = credentials.greet(&mut stream).await?;
-        Ok(Self { stream, holder, memory: None })
+        Ok(Self { stream, holder, memory: None, open: None })
     }
 
     /// Leases what is there: two messages if that is all that is wanted or nothing, else four.

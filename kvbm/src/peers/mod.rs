@@ -17,9 +17,13 @@
 //! | `reader` | reads what others hold |
 //! | `loading` | loads onto the device from what a peer holds |
 //! | `neighbour` | the memory of workers on the same host |
+//! | `counting` | how ends and refusals are counted |
+//! | `book` | what goes on with each peer, for people |
 //! | `spans` | what tracers are told |
 //! | `look` | what peers show of themselves, to people |
 
+mod book;
+mod counting;
 pub(crate) mod discovery;
 mod greeting;
 mod holder;
@@ -70,6 +74,8 @@ use crate::secret::read_private_secret;
 use crate::sync::{JoinHandle, Mutex, spawn};
 use crate::table::RequestInfo;
 
+pub(crate) use self::book::PeerBook;
+pub use self::book::{PeerFaultState, PeerState, PeersState};
 pub(crate) use self::loading::EngineSlots;
 pub use self::look::{PeerOffer, PeerReport, look_at_peers};
 #[cfg(feature = "testing")]
@@ -178,6 +184,7 @@ fn proofs_of(settings: &PeerSettings) -> Result<PeerProofs> {
 pub struct Peers {
     reader: Arc<Reader>,
     leased: Arc<LeasedBlocks>,
+    book: Arc<PeerBook>,
     name: String,
     address: SocketAddr,
     runtime: Handle,
@@ -234,6 +241,7 @@ impl Peers {
         let credentials = Arc::new(Credentials { member, proofs });
         let most = f64::from(memory.slots()) * settings.lease_share;
         let leased = Arc::new(LeasedBlocks::new(most as usize));
+        let book = PeerBook::new(own.name(), address, watch.peers());
         core.metrics().peers().count_from_zero();
         let holder = Holder {
             core: Arc::clone(core),
@@ -241,6 +249,7 @@ impl Peers {
             credentials: Arc::clone(&credentials),
             ttl: Duration::from_millis(settings.lease_ttl_ms),
             leased: Arc::clone(&leased),
+            book: Arc::clone(&book),
             metrics: core.metrics().peers().clone(),
         };
         let reader = Reader {
@@ -251,6 +260,7 @@ impl Peers {
             waiting: Mutex::default(),
             neighbours: settings.shared_memory.then(Neighbours::default),
             limit: holder.ttl,
+            book: Arc::clone(&book),
             metrics: core.metrics().peers().clone(),
         };
         let (reader, handle) = (Arc::new(reader), runtime.handle());
@@ -265,6 +275,7 @@ impl Peers {
         Ok(Self {
             reader,
             leased,
+            book,
             name: own.name().to_owned(),
             address,
             runtime: handle,
@@ -289,6 +300,11 @@ impl Peers {
         let known = known.borrow();
         let others = known.iter().filter(|(name, _)| *name != self.name);
         others.map(|(name, address)| (name.to_owned(), address.to_owned())).collect()
+    }
+
+    /// For the live page.
+    pub(crate) const fn book(&self) -> &Arc<PeerBook> {
+        &self.book
     }
 
     /// Blocks that are leased to others now.

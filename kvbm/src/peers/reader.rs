@@ -15,6 +15,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
 
+use super::book::{OpenAtPeer, PeerBook, PeerUse};
 use super::discovery::PeerList;
 use super::greeting::Credentials;
 use super::link::{NamedBlocks, PeerFault, PeerLink, Wanted};
@@ -28,6 +29,7 @@ use crate::error::{Error, Result};
 use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics};
 use crate::names::epoch::EpochDigest;
 use crate::names::hash::{BlockHash, Chain};
+use crate::observe::requests::FromPeer;
 use crate::scheduler::Core;
 use crate::sync::Mutex;
 use crate::table::{NamespaceId, RequestInfo};
@@ -50,6 +52,7 @@ pub(super) struct Reader {
     pub(super) neighbours: Option<Neighbours>,
     /// How long it waits for an answer, at most.
     pub(super) limit: Duration,
+    pub(super) book: Arc<PeerBook>,
     pub(super) metrics: PeerMetrics,
 }
 
@@ -76,6 +79,7 @@ pub struct PeerLease {
     /// It was asked for then, or what it names was.
     asked: Instant,
     counted: CountedLease,
+    _open: OpenAtPeer,
 }
 
 impl fmt::Debug for PeerLease {
@@ -102,6 +106,15 @@ impl PeerLease {
     /// its `peers.lease_share`.
     pub const fn is_cut(&self) -> bool {
         self.named.is_cut
+    }
+
+    /// Why it is not of the whole chain, if it is not.
+    fn shortage(&self) -> Option<&'static str> {
+        match (self.blocks() < self.chain.len(), self.is_cut()) {
+            (true, true) => Some("the peer has more, but peers.lease_share there leaves no room"),
+            (true, false) => Some("the peer has no more"),
+            (false, _) => None,
+        }
     }
 
     /// How many of them only the peer has.
@@ -161,11 +174,12 @@ impl Reader {
         let (tenant, limit, asked) = (info.hints.tenant, self.limit, Instant::now());
         let wanted = Wanted { chain: &chain, before, epoch, tenant, limit, trace };
         let mut counted = self.metrics.lease_in();
-        let leased = timeout_at(asked + limit, self.lease_at(&address, &wanted)).await;
+        let leased = timeout_at(asked + limit, self.lease_at(&peer, &address, &wanted)).await;
         match leased.unwrap_or(Err(BrokenLink::Late.into())) {
             Ok((link, named)) => {
                 let of = Arc::clone(&self.credentials);
-                Ok(PeerLease {
+                let _open = self.book.open(&peer, PeerUse::LeasedIn, named.checksums.len());
+                let lease = PeerLease {
                     of,
                     link,
                     peer,
@@ -176,15 +190,55 @@ impl Reader {
                     named,
                     asked,
                     counted,
-                })
+                    _open,
+                };
+                self.note(&lease, 0, lease.shortage());
+                Ok(lease)
             }
             Err(fault) => {
-                counted.end = end_of(&fault);
-                Err(Error::unavailable(format!(
-                    "the peer {peer} ({address}) gives no lease: {fault}"
-                )))
+                counted.end = (&fault).into();
+                self.note_refusal(&peer, (&chain, &info), &fault);
+                let message = format!("the peer {peer} ({address}) gives no lease: {fault}");
+                Err(Error::unavailable(message))
             }
         }
+    }
+
+    /// For people: a peer gave no lease.
+    fn note_refusal(
+        &self,
+        peer: &str,
+        (chain, info): (&[BlockHash], &RequestInfo),
+        fault: &PeerFault,
+    ) {
+        let why = fault.to_string();
+        self.book.failed(peer, &why);
+        if let Some(request) = info.request {
+            let peer = peer.to_owned();
+            let (way, leased_blocks, copied_blocks, why) = (None, 0, 0, Some(why));
+            let taken = FromPeer { peer, way, leased_blocks, copied_blocks, why };
+            self.core.note_from_peer(request, Chain::from(chain), taken);
+        }
+    }
+
+    /// For people: what came of a lease, and that is all.
+    fn note_pull(&self, lease: &PeerLease, here: usize, copied: usize, fault: Option<&PeerFault>) {
+        let fault = fault.map(|fault| (fault.is_of_peer(), fault.to_string()));
+        if let Some((true, why)) = &fault {
+            self.book.failed(&lease.peer, why);
+        }
+        let no_room = (here < lease.blocks()).then_some("the host tier has no room for more");
+        let fault = fault.as_ref().map(|(_, why)| &**why);
+        self.note(lease, copied, fault.or(no_room).or_else(|| lease.shortage()));
+    }
+
+    /// For people: what a request has of a lease, if it has a name.
+    fn note(&self, lease: &PeerLease, copied_blocks: usize, why: Option<&str>) {
+        let Some(request) = lease.info.request else { return };
+        let (peer, way) = (lease.peer.clone(), Some(lease.link.way().name()));
+        let (leased_blocks, why) = (lease.only_there(), why.map(str::to_owned));
+        let taken = FromPeer { peer, way, leased_blocks, copied_blocks, why };
+        self.core.note_from_peer(request, Chain::from(&lease.chain), taken);
     }
 
     /// The epoch here, and what blocks are blocks of in it.
@@ -195,6 +249,7 @@ impl Reader {
 
     async fn lease_at(
         &self,
+        peer: &str,
         address: &str,
         wanted: &Wanted<'_>,
     ) -> Result<(PeerLink, NamedBlocks), PeerFault> {
@@ -211,6 +266,7 @@ impl Reader {
         if let Some(neighbours) = &self.neighbours {
             link.memory = neighbours.memory_of(&link.holder).await;
         }
+        link.open = Some(self.book.open(peer, PeerUse::Link(link.way()), 1));
         let leased = link.lease(wanted).await;
         self.keep_refused(address, link, leased)
     }
@@ -297,10 +353,11 @@ impl Reader {
         };
         self.metrics.pulled(lease.link.way(), copied as u64, started.elapsed());
         lease.counted.end = match &fault {
-            Some(fault) => end_of(fault),
+            Some(fault) => fault.into(),
             None if copied > 0 => PeerLeaseEnd::Whole,
             None => PeerLeaseEnd::GivenUp,
         };
+        self.note_pull(&lease, here, copied, fault.as_ref());
         self.release(lease, fault.as_ref()).await;
         let fault = fault.map(|fault| fault.to_string());
         Ok(Pulled { lease: held, blocks: here, copied, fault })
@@ -391,17 +448,5 @@ impl Reader {
         if timeout(self.limit, link.release(end)).await.is_ok_and(|sent| sent.is_ok()) {
             self.keep(&address, link);
         }
-    }
-}
-
-fn end_of(fault: &PeerFault) -> PeerLeaseEnd {
-    match fault {
-        PeerFault::Wrong => PeerLeaseEnd::Wrong,
-        PeerFault::Behind | PeerFault::NoIndex | PeerFault::Awaited | PeerFault::Cancelled => {
-            PeerLeaseEnd::GivenUp
-        }
-        PeerFault::Ended(why) => (*why).into(),
-        PeerFault::Link(BrokenLink::Late) => PeerLeaseEnd::Late,
-        PeerFault::Link(_) => PeerLeaseEnd::Gone,
     }
 }

@@ -21,6 +21,7 @@ use tokio::task::AbortHandle;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
+use super::book::PeerBook;
 use super::discovery::{PeerAddress, PeerList};
 use super::greeting::tests::member;
 use super::greeting::{Credentials, PeerProofs, PeerSecret};
@@ -129,6 +130,11 @@ impl Worker {
         rows.filter(has).map(|row| row.get_counter().get_value() as u64).sum()
     }
 
+    fn book(&self) -> Arc<PeerBook> {
+        let known = watch::channel(Arc::default()).1;
+        PeerBook::new(&self.credentials.member.name, ADDRESS.parse().unwrap(), known)
+    }
+
     pub(super) fn holder(&self, leased: &Arc<LeasedBlocks>) -> Arc<Holder> {
         let (core, memory) = self.manager().host_tier().unwrap();
         Arc::new(Holder {
@@ -137,6 +143,7 @@ impl Worker {
             credentials: Arc::clone(&self.credentials),
             ttl: TTL,
             leased: Arc::clone(leased),
+            book: self.book(),
             metrics: core.metrics().peers().clone(),
         })
     }
@@ -153,6 +160,7 @@ impl Worker {
             waiting: Mutex::default(),
             neighbours: None,
             limit: TTL,
+            book: self.book(),
             metrics: core.metrics().peers().clone(),
         }
     }

@@ -8,7 +8,7 @@ use kvbm_tiers::{Route, Tier};
 use super::Core;
 use crate::metrics::TenantLeases;
 use crate::names::hash::{BlockHash, Chain};
-use crate::observe::requests::{DemandSample, RecentRequest, RecentRequests};
+use crate::observe::requests::{DemandSample, FromPeer, RecentRequest, RecentRequests};
 use crate::table::{Match, Miss, RequestInfo};
 
 /// What requests ask for and find.
@@ -91,6 +91,16 @@ impl Core {
     /// What a request found when it last asked, if that was recent.
     pub(crate) fn recent_request(&self, request: RequestId) -> Option<RecentRequest> {
         self.requests.recent.get()?.find(request)
+    }
+
+    /// What a request took from a peer, which may be all that it asks for.
+    pub(crate) fn note_from_peer(&self, request: RequestId, chain: Chain<'_>, taken: FromPeer) {
+        let Some(recent) = self.requests.recent.get() else { return };
+        if !recent.note_from_peer(request, &taken) {
+            let (held, miss) = self.why(chain);
+            recent.note(request, chain, held, miss);
+            recent.note_from_peer(request, &taken);
+        }
     }
 
     /// Blocks that a medium is copying on a route, without overdue ones.

@@ -121,8 +121,8 @@ function remember(state) {
   if (last && state.uptime_s < last.state.uptime_s) samples.length = 0;
   samples.push({ at: state.uptime_s, state });
   while (samples.length && samples[0].at < state.uptime_s - REMEMBERED_S) samples.shift();
-  // Settings and faults are shown as they are last: remembered for an hour they would be most of the memory.
-  if (last) last.state = { ...last.state, settings: undefined, faults: undefined };
+  // Settings, peers and faults are shown as they are last: remembered for an hour they would be most of the memory.
+  if (last) last.state = { ...last.state, settings: undefined, faults: undefined, peers: undefined };
 }
 
 /// The newest sample at least `seconds` older than the one at `index`, or the oldest that there is.
@@ -510,6 +510,27 @@ function showMisses() {
   }));
 }
 
+function showPeers(state) {
+  const { peers } = state;
+  $("peers-section").hidden = !peers;
+  if (!peers) return;
+  const more = peers.known - peers.peers.filter((peer) => peer.address).length;
+  put("peers-words", `It is ${peers.name}, at ${peers.address}, and knows of ${some(peers.known, "peer")}${more > 0 ? `; ${count(more)} more are not shown` : ""}.`);
+  const cell = (label, text, kind = "number") => make("td", { "data-label": label, class: kind }, text);
+  const rows = peers.peers.map((peer) => {
+    const links = Object.entries(peer.links).map(([way, number]) => `${count(number)} by ${plain(way)}`);
+    const { fault } = peer;
+    return make("tr", {},
+      make("th", { scope: "row" }, peer.name, make("span", { class: "backend" }, peer.address ? ` at ${peer.address}` : " only reads here")),
+      cell("Connections to it", links.join(", ") || "none", ""),
+      cell("From it", count(peer.readers)),
+      cell("Blocks leased there", count(peer.leased_in_blocks)),
+      cell("Leased here", count(peer.leased_out_blocks)),
+      cell("Last fault", fault ? `${duration(Math.max(0, state.uptime_s - fault.at_s))} ago: ${fault.why}` : "none", fault && state.uptime_s - fault.at_s < RECENT_FAULT_S ? "bad" : ""));
+  });
+  $("peers").tBodies[0].replaceChildren(...(rows.length ? rows : [make("tr", {}, make("td", { colspan: 6, class: "empty" }, "No peer is known yet."))]));
+}
+
 function showFaults(state) {
   const faults = [...(state.faults ?? [])].sort((a, b) => b.at_s - a.at_s);
   if (!faults.length) return void $("faults").replaceChildren(make("li", { class: "empty" }, "Nothing went wrong."));
@@ -567,7 +588,7 @@ async function ask(event) {
   }
 }
 
-function whyWords({ found: parts, next }) {
+function whyWords({ found: parts, next, from_peer: taken }) {
   const total = (parts ?? []).reduce((most, part) => Math.max(most, part.blocks), 0);
   const words = [make("p", {}, total
     ? `Found: ${parts.filter((part) => part.blocks).map((part) => `${some(part.blocks, "block")} in ${title(part.tier).toLowerCase()}`).join(", ")}.`
@@ -577,6 +598,10 @@ function whyWords({ found: parts, next }) {
     const facts = [next.tier && `last in ${title(next.tier).toLowerCase()}`, next.age_s != null && `gone for ${duration(next.age_s)}`, next.policy].filter(Boolean);
     words.push(make("p", {}, `The next block ${REASONS[next.reason] ?? plain(next.reason)}${facts.length ? ` (${facts.join(", ")})` : ""}.`),
       make("p", { class: "quiet" }, `Block ${next.block}`));
+  }
+  if (taken) {
+    const came = taken.way ? `${count(taken.copied_blocks)} of ${some(taken.leased_blocks, "leased block")} came from the peer ${taken.peer} by ${plain(taken.way)}` : `The peer ${taken.peer} gave no lease`;
+    words.push(make("p", {}, `${came}${taken.why ? `: ${taken.why}` : ""}.`));
   }
   return words;
 }
@@ -643,6 +668,7 @@ function show() {
   showFlows(state);
   showRate();
   showRoutes(state);
+  showPeers(state);
   showFaults(state);
   showSettings(state);
 }

@@ -37,7 +37,7 @@ _LABELS: dict[str, tuple[str, ...]] = {
         ("tenant", "tier"): "tenant_blocks tenant_evicted_blocks",
         ("dir",): "disk_directory_up disk_directory_failures_total",
         ("request", "outcome"): "object_requests_total",
-        ("direction",): "object_bytes_total peer_leases",
+        ("direction",): "object_bytes_total peer_open_leases",
         ("direction", "end"): "peer_leases_total",
         ("direction", "way"): "peer_blocks_total peer_bytes_total",
         ("budget",): "object_budget_refusals_total object_budget_left",

@@ -1,0 +1,50 @@
+//! How leases end and why connections are refused, as they are counted.
+
+use super::link::PeerFault;
+use super::protocol::{BrokenLink, LeaseEnd, ReadEnd};
+use crate::metrics::{PeerLeaseEnd, PeerRefusal};
+
+impl From<&PeerFault> for PeerLeaseEnd {
+    fn from(fault: &PeerFault) -> Self {
+        match fault {
+            PeerFault::Wrong => Self::Wrong,
+            PeerFault::Behind | PeerFault::NoIndex => Self::GivenUp,
+            PeerFault::Awaited | PeerFault::Cancelled => Self::GivenUp,
+            PeerFault::Ended(why) => (*why).into(),
+            PeerFault::Link(BrokenLink::Late) => Self::Late,
+            PeerFault::Link(_) => Self::Gone,
+        }
+    }
+}
+
+impl From<ReadEnd> for PeerLeaseEnd {
+    fn from(end: ReadEnd) -> Self {
+        match end {
+            ReadEnd::Whole => Self::Whole,
+            ReadEnd::GivenUp => Self::GivenUp,
+            ReadEnd::Wrong => Self::Wrong,
+        }
+    }
+}
+
+impl From<LeaseEnd> for PeerLeaseEnd {
+    fn from(end: LeaseEnd) -> Self {
+        match end {
+            LeaseEnd::Expired => Self::Expired,
+            LeaseEnd::Busy => Self::Busy,
+            LeaseEnd::Void | LeaseEnd::OtherEpoch => Self::Void,
+        }
+    }
+}
+
+impl From<&BrokenLink> for PeerRefusal {
+    fn from(why: &BrokenLink) -> Self {
+        match why {
+            BrokenLink::OtherSecret => Self::Secret,
+            BrokenLink::OtherBlocks(_) => Self::Blocks,
+            BrokenLink::Itself => Self::Itself,
+            BrokenLink::OtherVersion(_) => Self::Version,
+            _ => Self::Unreadable,
+        }
+    }
+}
