@@ -36,13 +36,16 @@ pub(crate) struct PeerLease {
     /// How many of them only the peer has.
     #[pyo3(get)]
     only_there: usize,
+    /// The peer has more, but leases no more at a time (`peers.lease_share`).
+    #[pyo3(get)]
+    is_cut: bool,
     held: Option<HeldAtPeer>,
 }
 
 impl PeerLease {
     fn new(lease: HeldAtPeer) -> Self {
-        let (blocks, only_there) = (lease.blocks(), lease.only_there());
-        Self { peer: lease.peer().to_owned(), blocks, only_there, held: Some(lease) }
+        let (blocks, only_there, is_cut) = (lease.blocks(), lease.only_there(), lease.is_cut());
+        Self { peer: lease.peer().to_owned(), blocks, only_there, is_cut, held: Some(lease) }
     }
 
     pub(crate) fn take(&mut self) -> PyResult<HeldAtPeer> {
@@ -93,6 +96,11 @@ pub(crate) struct Pull(pub(crate) Transfer<Pulled>);
 
 #[pymethods]
 impl Pull {
+    /// Ends it early: what has come stays.
+    fn cancel(&mut self) {
+        self.0.cancel();
+    }
+
     /// How it ended, or `None` while it is under way. The answer is given once.
     fn poll(&mut self) -> PyResult<Option<PullEnd>> {
         ended(self.0.try_take(), PullEnd::new)

@@ -116,7 +116,10 @@ class Prefills:
             ended = prefilled.pull.wait(seconds)
             if ended is not None and ended.fault:
                 logger.warning("%d blocks came from %s: %s", ended.copied, prefilled.peer, ended.fault)
-            return ended is not None or now > prefilled.until
+            if ended is None and now > prefilled.until:
+                prefilled.pull.cancel()
+                return True
+            return ended is not None
         if prefilled.leasing is None:
             if now < prefilled.next:
                 time.sleep(min(seconds, prefilled.next - now))
@@ -128,7 +131,7 @@ class Prefills:
         prefilled.leasing = None
         if lease.blocks > prefilled.found:
             prefilled.found, prefilled.since = lease.blocks, now
-        if lease.blocks < wanted and now < min(prefilled.until, prefilled.since + _MAX_PAUSE):
+        if lease.blocks < wanted and not lease.is_cut and now < min(prefilled.until, prefilled.since + _MAX_PAUSE):
             # Its last blocks are still on their way to its tiers.
             prefilled.next = now + _PAUSE
             return False
