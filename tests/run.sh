@@ -12,8 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # In the order in which they run: the function; seconds where crates of others are built and ours are not (their first build adds
 # up to eight minutes to lints and tests), and where everything is; whether it runs always or with --all; what it is. Taken on
-# two cores with nothing else at work, but for these, which are estimates: both figures of spans, vLLM and operators, the first of
-# tests, replay and backends, and the second of interleavings, dependencies and features.
+# two cores with nothing else at work, but for these, which are estimates: both figures of spans, peers, vLLM and operators, the
+# first of tests, replay and backends, and the second of interleavings, dependencies and features.
 readonly PARTS='
 formatting    |   1 |   1 | always | formatting
 lints         |  13 |   2 | always | lints

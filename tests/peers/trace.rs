@@ -184,7 +184,7 @@ impl Cluster {
             Victim::Reader => &mut self.readers,
         };
         let worker = victims[0].take().unwrap();
-        std::thread::sleep(Duration::from_micros(fastrand::u64(0..500)));
+        std::thread::sleep(Duration::from_micros(fastrand::u64(0..150)));
         worker.process.kill();
     }
 
