@@ -1,9 +1,13 @@
 //! What a pull waits for, and what a holder gives at most.
 
+use tokio::io::copy_bidirectional;
+use tokio::net::TcpListener;
+
 use super::*;
 use crate::api::filling::FillingSlots;
 use crate::names::hash::Chain;
 use crate::observe::events::{CacheEvent, StoreReason};
+use crate::peers::protocol::Member;
 use crate::peers::reader::Pulled;
 use crate::peers::{MAX_READERS, accept};
 
@@ -108,7 +112,7 @@ fn what_a_reader_wants_of_the_disk_is_prefetched_there() {
 fn a_reader_too_many_is_turned_away_and_counted() {
     for_real(async {
         let pair = Pair::new().await;
-        let socket = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = socket.local_addr().unwrap().to_string();
         tokio::spawn(accept(socket, pair.there.holder(&pair.leased)));
         let connect = || PeerLink::connect(&address, &pair.reader.credentials);
@@ -120,5 +124,48 @@ fn a_reader_too_many_is_turned_away_and_counted() {
         assert_eq!(refused(), 0);
         assert!(connect().await.is_err());
         assert_eq!(refused(), 1);
+    });
+}
+
+/// A holder whose bytes stop coming.
+async fn hang(socket: TcpListener, holder: Holder) {
+    let (mut reader, _) = socket.accept().await.unwrap();
+    let (theirs, mut ours) = duplex(1 << 10);
+    let stream = FaultyStream { stream: theirs, fault: Fault::Hang(4 * BLOCK), sent: 0 };
+    let passing = copy_bidirectional(&mut reader, &mut ours);
+    let (_, _) = tokio::join!(holder.serve(stream, || {}), passing);
+}
+
+#[test]
+fn a_transfer_from_a_peer_that_hangs_can_be_cancelled() {
+    for_real(async {
+        let pair = Pair::new().await;
+        let wanted = chain(0, 10);
+        pair.there.compute(&wanted);
+        let mut holder = Arc::into_inner(pair.there.holder(&pair.leased)).unwrap();
+        let of_holder = Member { block_bytes: BLOCK as u64, ..member("there", 1) };
+        holder.credentials = Arc::new(Credentials { member: of_holder.clone(), secret: None });
+        let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = socket.local_addr().unwrap().to_string();
+        tokio::spawn(hang(socket, holder));
+
+        let mut settings = Settings { block_bytes: Some(BLOCK as u64), ..Settings::default() };
+        settings.host.capacity = Some(Capacity::Blocks(SLOTS.into()));
+        settings.host.huge_pages = false;
+        (settings.peers.enabled, settings.peers.port) = (true, 0);
+        settings.peers.addresses = Some(address.clone());
+        // Nothing else ends it.
+        settings.peers.lease_ttl_ms = 3_600_000;
+        let fingerprint = Some(of_holder.fingerprint);
+        let options = Options { fingerprint, ..Options::default() };
+        let manager = Manager::open(settings, options).await.unwrap();
+        let peers = manager.peers().unwrap();
+        let peer = address.replace(':', "/");
+        let lease = peers.lease(&peer, &wanted, RequestInfo::default()).await.unwrap();
+        let mut pull = peers.pull(lease);
+        pull.cancel();
+        let pulled = timeout(Duration::from_mins(1), pull).await.expect("it goes on").unwrap();
+        assert_eq!(pulled.fault.as_deref(), Some("it was cancelled"));
+        assert_eq!(manager.admin().counts(Tier::Host).filling, 0);
     });
 }
