@@ -151,7 +151,11 @@ fn worker(addresses: Option<String>) -> Blocks {
 /// under that span.
 fn read_at_a_peer(collector: &mut Collector, export: &SpanExport, chain: &[BlockHash]) {
     let there = worker(None);
-    there.put(chain, |at, slot| Ok::<_, Error>(slot.fill(at as u8))).unwrap();
+    let fill = |at: usize, slot: &mut [u8]| {
+        slot.fill(at as u8);
+        Ok::<_, Error>(())
+    };
+    there.put(chain, fill).unwrap();
     let peers_there = there.manager().peers().unwrap();
     let address = peers_there.address().to_string();
     let here = worker(Some(address.clone()));

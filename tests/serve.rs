@@ -555,28 +555,32 @@ fn worker(peer: Option<&str>) -> (Blocks, SocketAddr) {
 
 #[test]
 fn peers_are_shown_with_what_is_open_and_what_a_request_took() {
-    let (there, shown_there) = worker(None);
+    let (there, holder_page) = worker(None);
     let wanted: Vec<BlockHash> = (0..6).map(hash).collect();
-    there.put(&wanted[..4], |at, slot| Ok::<_, Error>(slot.fill(at as u8))).unwrap();
+    let fill = |at: usize, slot: &mut [u8]| {
+        slot.fill(at as u8);
+        Ok::<_, Error>(())
+    };
+    there.put(&wanted[..4], fill).unwrap();
     let address = there.manager().peers().unwrap().address().to_string();
-    let (here, shown_here) = worker(Some(&address));
+    let (here, page) = worker(Some(&address));
     let (peer, peers) = (address.replace(':', "/"), here.manager().peers().unwrap());
     let info = RequestInfo { request: Some(RequestId(5)), ..RequestInfo::default() };
     let state = |at: SocketAddr| json(at, "/v1/state")["peers"]["peers"][0].take();
-    let why = || json(shown_here, "/v1/why?request=5");
-    let idle = state(shown_here);
+    let why = || json(page, "/v1/why?request=5");
+    let idle = state(page);
     assert_eq!((idle["name"].as_str(), idle["address"].as_str()), (Some(&*peer), Some(&*address)));
     assert_eq!((&idle["links"], &idle["fault"]), (&serde_json::json!({}), &Value::Null));
 
     let lease = peers.lease(&peer, &wanted, info).wait().unwrap();
-    let leased = state(shown_here);
+    let leased = state(page);
     assert_eq!(leased["links"], serde_json::json!({"shared_memory": 1}));
     assert_eq!(leased["leased_in_blocks"], 4);
-    let reader = state(shown_there);
+    let reader = state(holder_page);
     assert_eq!((&reader["readers"], &reader["leased_out_blocks"]), (&1.into(), &4.into()));
     assert_eq!(reader["name"], peers.name());
     assert_eq!(peers.pull(lease).wait().unwrap().copied, 4);
-    assert_eq!(state(shown_here)["leased_in_blocks"], 0);
+    assert_eq!(state(page)["leased_in_blocks"], 0);
     let taken = serde_json::json!({"peer": peer, "way": "shared_memory", "leased_blocks": 4,
         "copied_blocks": 4, "why": "the peer has no more"});
     let told = why();
@@ -586,12 +590,12 @@ fn peers_are_shown_with_what_is_open_and_what_a_request_took() {
 
     drop(there);
     let refused = peers.lease(&peer, &wanted, info).wait().unwrap_err().to_string();
-    let fault = state(shown_here)["fault"]["why"].take();
+    let fault = state(page)["fault"]["why"].take();
     assert!(refused.contains(fault.as_str().unwrap()), "{fault} is not in: {refused}");
     assert_eq!((&why()["from_peer"]["way"], &why()["from_peer"]["why"]), (&Value::Null, &fault));
     let api: Value = serde_json::from_str(OPENAPI).unwrap();
     let mut found = Vec::new();
-    for (name, answer) in [("State", json(shown_here, "/v1/state")), ("Why", why())] {
+    for (name, answer) in [("State", json(page, "/v1/state")), ("Why", why())] {
         deviations(&api, &api["components"]["schemas"][name], &answer, name, &mut found);
     }
     assert!(found.is_empty(), "{found:#?}");

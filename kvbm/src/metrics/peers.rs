@@ -61,6 +61,8 @@ impl PeerLeaseEnd {
 pub(crate) enum PeerRefusal {
     /// It does not know the secret.
     Secret,
+    /// Only one side speaks TLS, or its certificate is not of our CA.
+    Tls,
     /// Its blocks are others.
     Blocks,
     /// It is this worker itself.
@@ -74,12 +76,20 @@ pub(crate) enum PeerRefusal {
 }
 
 impl PeerRefusal {
-    const ALL: [Self; 6] =
-        [Self::Secret, Self::Blocks, Self::Itself, Self::Version, Self::Unreadable, Self::Full];
+    const ALL: [Self; 7] = [
+        Self::Secret,
+        Self::Tls,
+        Self::Blocks,
+        Self::Itself,
+        Self::Version,
+        Self::Unreadable,
+        Self::Full,
+    ];
 
     const fn name(self) -> &'static str {
         match self {
             Self::Secret => "secret",
+            Self::Tls => "tls",
             Self::Blocks => "blocks",
             Self::Itself => "itself",
             Self::Version => "version",

@@ -8,11 +8,11 @@ impl From<&PeerFault> for PeerLeaseEnd {
     fn from(fault: &PeerFault) -> Self {
         match fault {
             PeerFault::Wrong => Self::Wrong,
-            PeerFault::Behind | PeerFault::NoIndex => Self::GivenUp,
-            PeerFault::Awaited | PeerFault::Cancelled => Self::GivenUp,
             PeerFault::Ended(why) => (*why).into(),
             PeerFault::Link(BrokenLink::Late) => Self::Late,
             PeerFault::Link(_) => Self::Gone,
+            // Not for the peer's sake.
+            _ => Self::GivenUp,
         }
     }
 }
@@ -41,6 +41,7 @@ impl From<&BrokenLink> for PeerRefusal {
     fn from(why: &BrokenLink) -> Self {
         match why {
             BrokenLink::OtherSecret => Self::Secret,
+            BrokenLink::Tls(_) => Self::Tls,
             BrokenLink::OtherBlocks(_) => Self::Blocks,
             BrokenLink::Itself => Self::Itself,
             BrokenLink::OtherVersion(_) => Self::Version,

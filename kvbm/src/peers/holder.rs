@@ -147,8 +147,8 @@ struct HeldLease {
     /// Blocks that were sent.
     sent: usize,
     counted: CountedLease,
-    _share: LeasedShare,
-    _open: OpenAtPeer,
+    /// What it takes while it lasts.
+    _taken: (LeasedShare, OpenAtPeer),
     span: Span,
 }
 
@@ -257,9 +257,9 @@ impl Holder {
         }
         let until = Instant::now() + self.ttl;
         let (counted, span) = (self.metrics.lease_out(), Span::current());
-        let _open = self.book.open(reader, PeerUse::LeasedOut, share.blocks);
-        let (sent, _share) = (0, share);
-        let held = HeldLease { lease, chain, named, until, sent, counted, _share, _open, span };
+        let open = self.book.open(reader, PeerUse::LeasedOut, share.blocks);
+        let held =
+            HeldLease { lease, chain, named, until, sent: 0, counted, _taken: (share, open), span };
         (answer, Some(held))
     }
 

@@ -58,6 +58,9 @@ pub(super) enum BrokenLink {
          (DYN_KVBM_PEERS_SECRET_FILE)"
     )]
     OtherSecret,
+    /// What to do about certificates.
+    #[error("{0}")]
+    Tls(String),
     #[error("their blocks differ: {0}")]
     OtherBlocks(String),
     #[error("it is the same worker")]

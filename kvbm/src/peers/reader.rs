@@ -178,7 +178,7 @@ impl Reader {
         match leased.unwrap_or(Err(BrokenLink::Late.into())) {
             Ok((link, named)) => {
                 let of = Arc::clone(&self.credentials);
-                let _open = self.book.open(&peer, PeerUse::LeasedIn, named.checksums.len());
+                let open = self.book.open(&peer, PeerUse::LeasedIn, named.checksums.len());
                 let lease = PeerLease {
                     of,
                     link,
@@ -190,7 +190,7 @@ impl Reader {
                     named,
                     asked,
                     counted,
-                    _open,
+                    _open: open,
                 };
                 self.note(&lease, 0, lease.shortage());
                 Ok(lease)
@@ -217,7 +217,7 @@ impl Reader {
             let peer = peer.to_owned();
             let (way, leased_blocks, copied_blocks, why) = (None, 0, 0, Some(why));
             let taken = FromPeer { peer, way, leased_blocks, copied_blocks, why };
-            self.core.note_from_peer(request, Chain::from(chain), taken);
+            self.core.note_from_peer(request, Chain::from(chain), &taken);
         }
     }
 
@@ -238,7 +238,7 @@ impl Reader {
         let (peer, way) = (lease.peer.clone(), Some(lease.link.way().name()));
         let (leased_blocks, why) = (lease.only_there(), why.map(str::to_owned));
         let taken = FromPeer { peer, way, leased_blocks, copied_blocks, why };
-        self.core.note_from_peer(request, Chain::from(&lease.chain), taken);
+        self.core.note_from_peer(request, Chain::from(&lease.chain), &taken);
     }
 
     /// The epoch here, and what blocks are blocks of in it.

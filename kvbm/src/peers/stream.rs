@@ -57,7 +57,7 @@ pub(super) async fn accept(
             // To a reader that speaks TLS it is no TLS, which tells it the same.
             let _ = send(&mut stream, &ToReader::Refused(ONE_SIDED.to_owned())).await;
             linger(stream).await;
-            Err(BrokenLink::Refused(ONE_SIDED.to_owned()))
+            Err(BrokenLink::Tls(ONE_SIDED.to_owned()))
         }
     }
 }

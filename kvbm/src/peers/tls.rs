@@ -165,7 +165,7 @@ fn no_pem(path: &str, setting: &str, what: &str, error: &pem::Error) -> Error {
 pub(super) fn explained(why: BrokenLink) -> BrokenLink {
     let BrokenLink::Closed(error) = &why else { return why };
     let error = error.get_ref().and_then(|error| error.downcast_ref::<TlsError>());
-    error.map(|error| BrokenLink::Refused(remedy(error))).unwrap_or(why)
+    error.map(|error| BrokenLink::Tls(remedy(error))).unwrap_or(why)
 }
 
 fn remedy(error: &TlsError) -> String {

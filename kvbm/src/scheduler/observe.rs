@@ -94,12 +94,12 @@ impl Core {
     }
 
     /// What a request took from a peer, which may be all that it asks for.
-    pub(crate) fn note_from_peer(&self, request: RequestId, chain: Chain<'_>, taken: FromPeer) {
+    pub(crate) fn note_from_peer(&self, request: RequestId, chain: Chain<'_>, taken: &FromPeer) {
         let Some(recent) = self.requests.recent.get() else { return };
-        if !recent.note_from_peer(request, &taken) {
+        if !recent.note_from_peer(request, taken) {
             let (held, miss) = self.why(chain);
             recent.note(request, chain, held, miss);
-            recent.note_from_peer(request, &taken);
+            recent.note_from_peer(request, taken);
         }
     }
 

@@ -133,7 +133,8 @@ async fn hang(socket: TcpListener, holder: Holder) {
     let (theirs, mut ours) = duplex(1 << 10);
     let stream = FaultyStream { stream: theirs, fault: Fault::Hang(4 * BLOCK), sent: 0 };
     let passing = copy_bidirectional(&mut reader, &mut ours);
-    let (_, _) = tokio::join!(holder.serve(stream, || {}), passing);
+    let serving = holder.serve(ready(Ok(stream)), || {});
+    let ((), _) = tokio::join!(serving, passing);
 }
 
 #[test]
@@ -144,7 +145,8 @@ fn a_transfer_from_a_peer_that_hangs_can_be_cancelled() {
         pair.there.compute(&wanted);
         let mut holder = Arc::into_inner(pair.there.holder(&pair.leased)).unwrap();
         let of_holder = Member { block_bytes: BLOCK as u64, ..member("there", 1) };
-        holder.credentials = Arc::new(Credentials { member: of_holder.clone(), secret: None });
+        let proofs = PeerProofs { secret: None, tls: None };
+        holder.credentials = Arc::new(Credentials { member: of_holder.clone(), proofs });
         let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = socket.local_addr().unwrap().to_string();
         tokio::spawn(hang(socket, holder));
