@@ -2,6 +2,7 @@
 //! worker's port, and its peers.
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::fs;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -172,14 +173,15 @@ impl RdmaPort {
         let state = state.split_once(": ").map_or(state.as_str(), |(_, state)| state);
         let mut detail = format!("{link_layer}, {rate}, {state}");
         if let Some(mtu) = mtu {
-            detail += &format!(", MTU of its interface {mtu}");
+            let _ = write!(detail, ", MTU of its interface {mtu}");
         }
         if state != "ACTIVE" {
             let remedy = "check cable, switch and, on InfiniBand, the subnet manager";
             return DoctorCheck::unavailable(name, format!("{detail}; {remedy}"));
         }
         if link_layer == "Ethernet" && mtu.is_some_and(|mtu| mtu < ROCE_MTU) {
-            detail += &format!(
+            let _ = write!(
+                detail,
                 ", too small for RoCE's 4096: set {ROCE_MTU} or more; UDP port 4791 has to be open"
             );
         }

@@ -19,6 +19,7 @@ use tokio::time::Instant;
 use super::*;
 use crate::api::blocking::Blocks;
 use crate::api::manager::Options;
+use crate::metrics::PeerRefusal;
 use crate::names::hash::BlockHash;
 use crate::peers::discovery::EtcdTls;
 use crate::peers::greeting::tests::member;
@@ -196,7 +197,9 @@ async fn stranger(files: TlsFiles, version: &'static SupportedProtocolVersion) -
         assert!(stream.read_u8().await.is_err(), "it is let in");
     };
     let (held, ()) = tokio::join!(hold(socket, proofs(files)), client);
-    held.unwrap_err().to_string()
+    let why = held.unwrap_err();
+    assert_eq!(PeerRefusal::from(&why), PeerRefusal::Tls);
+    why.to_string()
 }
 
 #[tokio::test]
