@@ -166,11 +166,12 @@ fn the_table_is_timed() {
 #[test]
 fn transfers_are_timed_from_another_process_and_another_machine() {
     let place = Place::new();
-    fs::write(place.path("secret"), "the-secret-of-this-test").expect("the file is written");
     let bench = ["bench", "transfer", "--working-set", "1MiB", "--rounds", "1", "--json"];
     let with_secret = |more: &[&str]| {
         let mut command = place.command(&[&bench[..], more].concat());
-        command.env("DYN_KVBM_PEERS_SECRET_FILE", "secret").env("DYN_KVBM_PEERS_PORT", "0");
+        command
+            .env("DYN_KVBM_PEERS_SECRET", "the-secret-of-this-test")
+            .env("DYN_KVBM_PEERS_PORT", "0");
         command
     };
     let mut holder = with_secret(&["--size", "16KiB", "--hold"])
@@ -195,5 +196,5 @@ fn transfers_are_timed_from_another_process_and_another_machine() {
 
     let local = place.run(&[&bench[..], &["--size", "16KiB"]].concat());
     assert_eq!(json(&local)["rows"].as_array().map(Vec::len), Some(2), "two ways");
-    place.assert_clean(&["secret"]);
+    place.assert_clean(&[]);
 }
