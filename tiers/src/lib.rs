@@ -91,7 +91,10 @@ pub use index::{IndexChange, IndexEntry, IndexOptions, KeptIndex, Recovered, Tie
 pub use media_layer::MediaLayer;
 pub use memcpy::MemcpyBackend;
 pub use memory::{DeviceRegion, Memory, Space};
-pub use peers::{PeerMemory, SharedMemory, receive_memory, send_memory};
+pub use peers::{
+    OneSided, PeerMemory, ReadDone, SharedMemory, SlotReads, TierPlace, UnmetReader,
+    receive_memory, send_memory,
+};
 pub use sealed::Sealed;
 pub use transform::{Layout, Transform};
 pub use verified_once::VerifiedOnce;

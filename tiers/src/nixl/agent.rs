@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, CString, c_char};
 use std::fmt;
 use std::ptr::{self, NonNull, null, null_mut};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
@@ -226,6 +226,11 @@ impl Agent {
         found
     }
 
+    /// Tells when it is gone, without keeping it.
+    pub(super) fn watch(&self) -> AgentWatch {
+        AgentWatch(Arc::downgrade(&self.0))
+    }
+
     pub(super) fn api(&self) -> &'static sys::NixlApi {
         &self.0.library.api
     }
@@ -250,6 +255,15 @@ impl Drop for AgentInner {
         // SAFETY: this was the last handle: requests, lists, registrations and backends are gone.
         unsafe { (self.library.api.destroy_agent)(self.handle.as_ptr()) };
         NAMES.lock().remove(&self.name);
+    }
+}
+
+/// Tells whether an agent is destroyed, to who dropped what may have been its last handle.
+pub(super) struct AgentWatch(Weak<AgentInner>);
+
+impl AgentWatch {
+    pub(super) fn is_gone(&self) -> bool {
+        self.0.strong_count() == 0
     }
 }
 

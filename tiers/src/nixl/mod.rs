@@ -14,13 +14,13 @@
 //! |---|---|---|
 //! | `POSIX` | host memory and slot files | [`NixlBackend::disk`] |
 //! | `OBJ` | host memory and objects | [`NixlBackend::objects`] |
-//! | `UCX` | memory of two agents | none yet: [`NixlRequest`] |
+//! | `UCX` | memory of two agents | none: [`peer`] |
 //!
 //! # Trust
 //! The library prints its errors and reports only that there was one. It does not say which segment
 //! of a request failed; [`NixlBackend`] tries the blocks of a failed request again one by one. It
 //! cannot abort a transfer: a [`NixlRequest`] that is dropped in flight stays, with all that it
-//! touches, for the rest of the process. Where an error leaves open whether anything still moves,
+//! touches, for the rest of the process; only the destruction of its agent ends it ([`peer`]). Where an error leaves open whether anything still moves,
 //! so does ours ([`TimedOut`](crate::CopyErrorKind::TimedOut)).
 
 #![expect(unsafe_code, reason = "a C library")]
@@ -30,6 +30,7 @@ mod arguments;
 mod backend;
 mod library;
 mod mover;
+pub mod peer;
 #[cfg(any(test, feature = "baselines"))]
 pub mod raw;
 mod registration;

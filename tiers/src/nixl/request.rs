@@ -387,6 +387,12 @@ impl NixlRequest {
         error
     }
 
+    /// Forgets a request that may be under way, whose agent is destroyed next. Until then its bytes
+    /// may move.
+    pub(super) fn release_unended(mut self) {
+        self.held.take().into_iter().for_each(HeldLists::release);
+    }
+
     fn parts(&self) -> (&Agent, *mut XferReqS) {
         let Some(held) = &self.held else { unreachable!("taken in drop only") };
         (&held.near.agent, held.handle.as_ptr())
@@ -412,13 +418,19 @@ impl Drop for NixlRequest {
             std::mem::forget(held);
             return;
         }
-        let agent = &held.near.agent;
-        // SAFETY: the request is ours, and nothing is in flight.
+        held.release();
+    }
+}
+
+impl HeldLists {
+    fn release(self) {
+        let agent = &self.near.agent;
+        // SAFETY: the request is ours, and released once: this takes it.
         let released =
-            unsafe { (agent.api().release_xfer_req)(agent.handle(), held.handle.as_ptr()) };
+            unsafe { (agent.api().release_xfer_req)(agent.handle(), self.handle.as_ptr()) };
         if released == sys::SUCCESS {
             // SAFETY: released just now, and used no more.
-            unsafe { (agent.api().destroy_xfer_req)(held.handle.as_ptr()) };
+            unsafe { (agent.api().destroy_xfer_req)(self.handle.as_ptr()) };
         }
     }
 }

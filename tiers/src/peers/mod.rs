@@ -1,5 +1,6 @@
-//! Between two processes of one host: the host tier of one, which the other maps for reading.
+//! Host tiers that other processes read.
 //!
+//! Between two processes of one host the reader maps the holder's.
 //! The holder alone writes its slots, and may do so while a reader copies. So what arrives is
 //! summed, and is right if the sum is that of the block that the reader wants. A reader can go on
 //! when the holder dies; the memory is free when the last reader has unmapped it.
@@ -13,12 +14,15 @@
 //! | `shared_memory.rs` | what a reader is given, and checks before it maps |
 //! | `handover.rs` | the message that carries it from process to process |
 //! | `peer_memory.rs` | the mapping, and copies from it |
+//! | `one_sided.rs` | what a library offers that reads other hosts' memory, such as NIXL |
 
 mod handover;
+mod one_sided;
 mod peer_memory;
 mod shared_memory;
 
 pub use handover::{receive_memory, send_memory};
+pub use one_sided::{OneSided, ReadDone, SlotReads, TierPlace, UnmetReader};
 pub use peer_memory::PeerMemory;
 pub use shared_memory::SharedMemory;
 

@@ -1,0 +1,99 @@
+//! Reads of another process's host tier, on this host or another, in which the holder takes no
+//! part: what a library that does them offers.
+
+use std::fmt;
+
+use crate::copy::{CopyError, SlotId};
+use crate::error::SetupError;
+use crate::frame::Frame;
+use crate::memory::Memory;
+
+/// Where a holder's host tier lies, for readers that know the metadata of its library.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TierPlace {
+    /// Address of the first slot, in the holder's process.
+    pub base: u64,
+    /// Bytes from one slot to the next.
+    pub stride: u64,
+    /// Number of slots.
+    pub slots: u32,
+}
+
+impl TierPlace {
+    /// Where memory of this process lies.
+    pub fn of(memory: &dyn Memory) -> Self {
+        let base = memory.base().addr().get() as u64;
+        Self { base, stride: memory.stride() as u64, slots: memory.slots() }
+    }
+}
+
+/// A library that reads one-sided, between the host tier here and those of others.
+pub trait OneSided: fmt::Debug + Send + Sync {
+    /// What readers need to reach the host tier: metadata of the library, and its place. Registers
+    /// it the first time, which takes a while.
+    ///
+    /// # Errors
+    /// `Unavailable`: the library cannot do it here.
+    fn place(&self) -> Result<(Vec<u8>, TierPlace), SetupError>;
+
+    /// Tries whether a reader with this metadata can be reached from here. One that cannot must not
+    /// connect.
+    ///
+    /// # Errors
+    /// `Unavailable`: it cannot be reached. Others: these bytes describe no reader.
+    fn admit(&self, metadata: &[u8]) -> Result<(), SetupError>;
+
+    /// A reader for another holder. Takes a while.
+    ///
+    /// # Errors
+    /// `Unavailable`: the library cannot do it here.
+    fn reader(&self) -> Result<Box<dyn UnmetReader>, SetupError>;
+
+    /// Ends all readers, and waits for that, some seconds at most.
+    fn close(&self);
+}
+
+/// A reader before it knows the holder.
+pub trait UnmetReader: Send {
+    /// What the holder needs to [see](OneSided::admit) whether it reaches this reader. It gives
+    /// access to no memory.
+    fn metadata(&self) -> &[u8];
+
+    /// Gets to know the holder of this name, by what its [`place`](OneSided::place) says. Takes a
+    /// while.
+    ///
+    /// # Errors
+    /// `Invalid`: these bytes describe another holder, or no such memory of it, or its slots are of
+    /// another size. `Unavailable`: it cannot be reached from here.
+    fn meet(
+        self: Box<Self>,
+        name: &str,
+        metadata: &[u8],
+        place: TierPlace,
+    ) -> Result<Box<dyn SlotReads>, SetupError>;
+}
+
+/// Told once, when nothing writes the frames any more: the frames, and whether all of them are
+/// written.
+pub type ReadDone = Box<dyn FnOnce(Vec<Frame>, Result<(), CopyError>) + Send>;
+
+/// Reads slots of one holder into slots of the host tier here. Dropping it [ends](Self::end) it.
+///
+/// The frames of a read come back exactly once: when all bytes are there, when the read never
+/// began, or when nothing of it can move any more. If the library cannot say so, they never come
+/// back: nobody may use their slots again.
+pub trait SlotReads: fmt::Debug + Send + Sync {
+    /// Reads the slots `from` of the holder into the slots of `to`, one to one, by a thread of its
+    /// own. What arrives may be anything: the holder can write its slots meanwhile.
+    ///
+    /// A read that fails ends all reads at this holder. `done` runs in a thread that others wait
+    /// for.
+    fn read(&self, from: Vec<SlotId>, to: Vec<Frame>, done: ReadDone);
+
+    /// Ends all reads that have not ended, as failed, in a thread of its own; later ones are
+    /// refused.
+    fn end(&self, why: &str);
+
+    /// Whether it was ended, by a failure or by [`end`](Self::end).
+    fn is_over(&self) -> bool;
+}
