@@ -77,7 +77,7 @@ fn series_are_few_whatever_happens() {
         ("budget", 3),
         ("kind", 7),
         ("end", 8),
-        ("way", 2),
+        ("way", 3),
         ("group", 1),
         // Eight that the settings name, and all others together.
         ("tenant", 9),

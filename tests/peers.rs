@@ -16,7 +16,8 @@ use kvbm::{BlockHash, Error, Fingerprint, Manager, Options, RequestInfo, Tier};
 use kvbm_settings::{Capacity, EvictionKind, Loader, Settings};
 use kvbm_tests::process::{Process, role, say};
 use kvbm_tests::rig::{chain, wait_until};
-use kvbm_tiers::testing::{fill_pattern, has_pattern};
+use kvbm_tiers::nixl::Library;
+use kvbm_tiers::testing::{fill_pattern, has_pattern, skip};
 use serde_json::{Value, json};
 
 const BLOCK: u64 = 16 << 10;
@@ -140,6 +141,11 @@ fn list(addresses: &str) -> String {
     if addresses.is_empty() { String::new() } else { format!("peers.addresses = {addresses:?}") }
 }
 
+/// False: not installed here, said aloud.
+fn has_nixl() -> bool {
+    Library::load(None).inspect_err(|error| skip("nixl", error)).is_ok()
+}
+
 struct Worker {
     process: Process,
     address: String,
@@ -147,13 +153,21 @@ struct Worker {
 }
 
 impl Worker {
-    /// Its blocks go to neighbours by shared `memory`, or by `tcp` as to others.
+    /// Its blocks go to neighbours by shared `memory`, or by `nixl`, by `tcp`, or by one of them
+    /// (`auto`) as to others.
     fn start(port: u16, addresses: &str, way: &'static str) -> Self {
         Self::with(&format!("peers.port = {port}\n{}", list(addresses)), way)
     }
 
     fn with(settings: &str, way: &'static str) -> Self {
-        let place = format!("{settings}\npeers.shared_memory = {}", way == "memory");
+        let (memory, nixl) = match way {
+            "memory" => (true, "off"),
+            "nixl" => (false, "required"),
+            "auto" => (false, "auto"),
+            _ => (false, "off"),
+        };
+        let ways = format!("peers.shared_memory = {memory}\npeers.nixl = {nixl:?}");
+        let place = format!("{settings}\n{ways}");
         Self::of(Process::start(module_path!(), "worker", Path::new(&place)), way)
     }
 
@@ -197,6 +211,13 @@ fn workers_read_each_other_and_outlive_each_other() {
     read_each_other_and_outlive_each_other("tcp");
 }
 
+#[test]
+fn workers_with_nixl_read_each_other_and_outlive_each_other() {
+    if has_nixl() {
+        read_each_other_and_outlive_each_other("nixl");
+    }
+}
+
 fn read_each_other_and_outlive_each_other(way: &'static str) {
     let [mut a, mut b] = [(); 2].map(|()| Worker::start(0, "", way));
     let list = format!("{},{}", a.address, b.address);
@@ -229,8 +250,19 @@ fn read_each_other_and_outlive_each_other(way: &'static str) {
 
 #[test]
 fn a_frozen_holder_costs_a_miss_and_goes_on_when_it_thaws() {
-    let mut a = Worker::start(0, "", "memory");
-    let mut c = Worker::start(0, &a.address, "memory");
+    holder_freezes_and_thaws("memory");
+}
+
+#[test]
+fn a_frozen_holder_with_nixl_costs_a_miss_and_goes_on_when_it_thaws() {
+    if has_nixl() {
+        holder_freezes_and_thaws("nixl");
+    }
+}
+
+fn holder_freezes_and_thaws(way: &'static str) {
+    let mut a = Worker::start(0, "", way);
+    let mut c = Worker::start(0, &a.address, way);
     a.ask("compute 1 16");
     assert_eq!(c.read(1, 8, &a.address), 8);
     a.process.stop();
@@ -267,6 +299,14 @@ fn either_neighbour_is_killed_or_frozen_at_any_point() {
 #[test]
 fn either_worker_is_killed_or_frozen_at_any_point() {
     either_side_is_killed_or_frozen_at_any_point("tcp");
+}
+
+#[test]
+fn either_worker_with_nixl_is_killed_or_frozen_at_any_point() {
+    if has_nixl() {
+        // Where a read does not end, the next ones go by TCP.
+        either_side_is_killed_or_frozen_at_any_point("auto");
+    }
 }
 
 /// `KVBM_PEER_KILLS` says how often.

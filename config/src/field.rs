@@ -10,8 +10,8 @@ use kvbm_policies::EvictionKind;
 
 use crate::nixl::{parameter_name, plugin_name};
 use crate::settings::{
-    AdmissionMode, DeviceBackend, DiskBackend, ObjectBackend, OlderEpoch, SECRET_SET, Settings,
-    URL_HIDDEN, may_hold_credentials, shown_parameter, shown_url,
+    AdmissionMode, DeviceBackend, DiskBackend, ObjectBackend, OlderEpoch, PeerNixl, SECRET_SET,
+    Settings, URL_HIDDEN, may_hold_credentials, shown_parameter, shown_url,
 };
 use crate::value::{
     BOOLEANS, BUDGETS, CAPACITIES, Capacity, DIRECTORIES, DIRECTORY, HOSTS, InvalidValue, LIMITS,
@@ -399,7 +399,7 @@ macro_rules! choice {
     )*};
 }
 
-choice!(AdmissionMode, DeviceBackend, DiskBackend, ObjectBackend, OlderEpoch);
+choice!(AdmissionMode, DeviceBackend, DiskBackend, ObjectBackend, OlderEpoch, PeerNixl);
 
 impl NamedChoice for EvictionKind {
     fn names(&self) -> Vec<&'static str> {

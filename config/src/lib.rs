@@ -48,7 +48,7 @@ pub use settings::{
     AdmissionMode, DeviceBackend, DeviceSettings, DiskBackend, DiskSettings, EncryptionSettings,
     FlushSettings, HostSettings, HybridSettings, MAX_BLOCK_BYTES, MAX_DISK_THREADS,
     MAX_TIER_BLOCKS, MetricsSettings, NixlSettings, ObjectBackend, ObjectSettings, OlderEpoch,
-    PeerSettings, Settings, TraceSettings, TransferSettings,
+    PeerNixl, PeerSettings, Settings, TraceSettings, TransferSettings,
 };
 pub use validate::MIN_TOKEN_BYTES;
 pub use value::{Capacity, InvalidValue, WriteBudget, format_size, parse_size};

@@ -752,6 +752,13 @@ pub(crate) static KEYS: &[SettingKey] = &[
          `host.persist`.",
     ),
     key(
+        "peers.nixl",
+        Choice(|s| &mut s.peers.nixl),
+        &[own("DYN_KVBM_PEERS_NIXL")],
+        "Read other workers' host tiers by NIXL's plugin UCX where they cannot be mapped: `auto`: where both sides have it, \
+         a way for it, and no certificates, else TCP; `required`: never TCP, and a start without the plugin is refused.",
+    ),
+    key(
         "nixl.backends",
         Toggles(|s| &mut s.nixl.backends),
         &[upstream("DYN_KVBM_NIXL_BACKEND_", "Names may hold `_`, so GDS_MT can be set.")],

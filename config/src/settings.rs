@@ -676,6 +676,35 @@ pub struct PeerSettings {
     pub lease_share: f64,
     /// Let workers of the same host and user map the host tier for reading.
     pub shared_memory: bool,
+    /// Whether blocks move by NIXL where there is no such memory.
+    pub nixl: PeerNixl,
+}
+
+/// Whether blocks of peers move by NIXL.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PeerNixl {
+    /// Where both sides have it, and RDMA or shared memory.
+    #[default]
+    Auto,
+    /// Never.
+    Off,
+    /// An error where this worker has none, and a miss where a peer has none.
+    Required,
+}
+
+impl PeerNixl {
+    /// Every choice.
+    pub const ALL: &'static [Self] = &[Self::Auto, Self::Off, Self::Required];
+
+    /// How the choice is written.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Off => "off",
+            Self::Required => "required",
+        }
+    }
 }
 
 impl PeerSettings {
@@ -710,6 +739,7 @@ impl Default for PeerSettings {
             lease_ttl_ms: 10_000,
             lease_share: 0.25,
             shared_memory: true,
+            nixl: PeerNixl::Auto,
         }
     }
 }

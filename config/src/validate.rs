@@ -3,7 +3,8 @@
 use crate::error::{Origin, SettingsError};
 use crate::registry::KEYS;
 use crate::settings::{
-    AdmissionMode, DiskBackend, MAX_DISK_THREADS, MAX_TIER_BLOCKS, ObjectBackend, Settings,
+    AdmissionMode, DiskBackend, MAX_DISK_THREADS, MAX_TIER_BLOCKS, ObjectBackend, PeerNixl,
+    Settings,
 };
 use crate::value::{Capacity, InvalidValue, format_size};
 
@@ -252,6 +253,9 @@ impl Settings {
 
     /// NIXL needs its plugin on, and a store that it reaches.
     fn check_nixl(&self) -> Result<(), Violation> {
+        if self.peers.nixl == PeerNixl::Required && !self.nixl.is_enabled("UCX") {
+            return Err(("peers.nixl", plugin_off("UCX")));
+        }
         if self.disk.backend == DiskBackend::Nixl && !self.nixl.is_enabled("POSIX") {
             return Err(("disk.backend", plugin_off("POSIX")));
         }
@@ -508,6 +512,11 @@ mod tests {
     #[test]
     fn nixl_needs_its_plugin_and_a_store_that_it_reaches() {
         assert_refused(with(|s| s.disk.backend = DiskBackend::Nixl), "disk.backend", "POSIX=true");
+        let without_ucx = with(|s| {
+            s.peers.nixl = PeerNixl::Required;
+            s.nixl.backends.insert("UCX".to_owned(), false);
+        });
+        assert_refused(without_ucx, "peers.nixl", "UCX=true");
         assert_refused(
             with(|s| s.object.backend = ObjectBackend::Nixl),
             "object.backend",

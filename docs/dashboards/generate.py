@@ -819,7 +819,7 @@ ENDURANCE = (
 PEERS = [
     lines(
         "Bytes between workers",
-        "What came from peers, and what went to them over TCP. A copy from a neighbour's memory is counted where it arrives.",
+        "What came from peers, and what went to them over TCP. What a reader copies by itself, from a neighbour's memory or by NIXL, is counted where it arrives.",
         "Bps",
         (rate("direction, way", of("kvbm_peer_bytes_total")), "{{direction}} by {{way}}"),
         width=12,
@@ -844,6 +844,17 @@ PEERS = [
         "s",
         (quantile_of_pulls("0.5"), "{{way}} p50"),
         (quantile_of_pulls("0.99"), "{{way}} p99"),
+        width=12,
+    ),
+    lines(
+        "Bytes that NIXL reads at once",
+        "The mean piece of memory: neighbouring blocks are one. Small pieces are slow.",
+        "bytes",
+        (
+            f"{rate('instance', of('kvbm_peer_bytes_total', way='nixl'))}"
+            f" / {rate('instance', of('kvbm_peer_nixl_descriptors_total'))}",
+            "{{instance}}",
+        ),
         width=12,
     ),
     lines(

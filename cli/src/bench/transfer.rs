@@ -2,21 +2,26 @@
 //!
 //! A second process computes a prompt and holds it, here or on another machine. This one leases it
 //! there and pulls it, drops it, and pulls it again. Each round also copies the same bytes with one
-//! thread.
+//! thread, and by NIXL without a manager where that is the way.
+
+#[cfg(feature = "nixl")]
+mod direct;
 
 use std::hint::black_box;
 use std::io::{self, BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use clap::Args;
 use kvbm::blocking::Blocks;
 use kvbm::{BlockHash, Fingerprint, Manager, Options, RequestInfo, Tier};
 use kvbm_cli::measuring::rounds::Spread;
-use kvbm_settings::{Capacity, PeerSettings, Settings, parse_size};
+use kvbm_settings::{Capacity, PeerNixl, PeerSettings, Settings, parse_size};
 use kvbm_tiers::clock;
 use serde::Serialize;
+use tempfile::TempDir;
 
 use crate::output::{self, CommandFailure};
 
@@ -26,6 +31,10 @@ const PULLS: usize = 100;
 /// Block sizes that are timed here, and between two machines.
 const SIZES: [u64; 3] = [64 << 10, 1 << 20, 4 << 20];
 const SIZE_BETWEEN_MACHINES: u64 = 1 << 20;
+/// What the other process says begins so.
+const ADDRESS: &str = "blocks are held at ";
+/// A file in which it leaves what NIXL needs to know.
+const INTRODUCTION: &str = "introduction";
 /// Names of blocks are spread, as hashes are.
 const SPREAD: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
 
@@ -48,6 +57,9 @@ pub(crate) struct TransferArgs {
     /// Read where a `--hold` on another machine says that it is, with the same secret
     #[arg(long, value_name = "HOST:PORT", conflicts_with = "hold")]
     connect: Option<String>,
+    /// Leave what NIXL needs to know of the other process in this file
+    #[arg(long, hide = true, requires = "hold")]
+    introduction: Option<PathBuf>,
 }
 
 /// How blocks come.
@@ -55,6 +67,7 @@ pub(crate) struct TransferArgs {
 #[serde(rename_all = "snake_case")]
 enum Way {
     SharedMemory,
+    Nixl,
     Tcp,
 }
 
@@ -73,8 +86,16 @@ struct Row {
     memcpy_gb_s: Spread,
     /// Of `memcpy` by one thread, in the same round.
     ratio: Spread,
+    /// NIXL called directly, in the same round. `None`: another way, or another machine.
+    direct: Option<Direct>,
     /// From the request for a lease until its last block is there, by the length of the prompt.
     prompts: Vec<PromptLatency>,
+}
+
+#[derive(Debug, Serialize)]
+struct Direct {
+    gb_s: Spread,
+    ratio: Spread,
 }
 
 #[derive(Debug, Serialize)]
@@ -116,17 +137,38 @@ pub(crate) fn run(
         let size = args.only_size()?;
         let mut settings = settings(args, size);
         share_secret(&mut settings, peers);
-        rows.push(measure(args, (Way::Tcp, size), settings, holder)?);
+        for way in [Way::Nixl, Way::Tcp].into_iter().filter(|way| ways().contains(way)) {
+            match measure(args, (way, size), settings.clone(), (holder, None)) {
+                Err(why) if way == Way::Nixl => eprintln!("SKIPPED: NIXL: {why}"),
+                row => rows.push(row?),
+            }
+        }
     } else {
         let sizes = if args.size.is_empty() { &SIZES[..] } else { &args.size };
         for &size in sizes {
             let holder = Holder::start(args, size)?;
-            for way in [Way::SharedMemory, Way::Tcp] {
-                rows.push(measure(args, (way, size), settings(args, size), &holder.address)?);
+            for way in ways() {
+                let place = holder.home.path().join(INTRODUCTION);
+                let place = (way == Way::Nixl).then_some(&*place);
+                let holder = (&*holder.address, place);
+                rows.push(measure(args, (way, size), settings(args, size), holder)?);
             }
         }
     }
     Ok(Some(TransferReport { working_set: args.working_set, rows }))
+}
+
+/// NIXL where it is installed, and works here; what is missing is said.
+fn ways() -> Vec<Way> {
+    static WHY_NOT: LazyLock<Option<String>> = LazyLock::new(|| {
+        let found = kvbm::probe_nixl(&Settings::default());
+        let why = found.plugins.into_iter().find_map(|plugin| plugin.state.err());
+        why.inspect(|why| eprintln!("SKIPPED: no NIXL here: {why}"))
+    });
+    match *WHY_NOT {
+        None => vec![Way::SharedMemory, Way::Nixl, Way::Tcp],
+        Some(_) => vec![Way::SharedMemory, Way::Tcp],
+    }
 }
 
 impl TransferArgs {
@@ -182,8 +224,15 @@ fn hold(args: &TransferArgs, settings: Settings) -> Result<(), CommandFailure> {
         let message = format!("{kept} of {} blocks fit", chain.len());
         return Err(CommandFailure::unexpected(message));
     }
+    #[cfg(feature = "nixl")]
+    let _held = args
+        .introduction
+        .as_ref()
+        .filter(|_| ways().contains(&Way::Nixl))
+        .map(|place| direct::hold(chain.len(), args.only_size()?, place))
+        .transpose()?;
     let address = blocks.manager().peers().map(kvbm::Peers::address);
-    println!("{}", address.map(|address| address.to_string()).unwrap_or_default());
+    println!("{ADDRESS}{}", address.map(|address| address.to_string()).unwrap_or_default());
     let _ = io::stdin().read(&mut [0]);
     Ok(())
 }
@@ -191,13 +240,16 @@ fn hold(args: &TransferArgs, settings: Settings) -> Result<(), CommandFailure> {
 struct Holder {
     child: Child,
     address: String,
+    home: TempDir,
 }
 
 impl Holder {
     fn start(args: &TransferArgs, size: u64) -> Result<Self, CommandFailure> {
         let broken = |error: io::Error| CommandFailure::unusable(error.to_string());
         let mut command = Command::new(std::env::current_exe().map_err(broken)?);
+        let home = tempfile::tempdir().map_err(broken)?;
         command.args(["bench", "transfer", "--hold", "--size", &size.to_string()]);
+        command.arg("--introduction").arg(home.path().join(INTRODUCTION));
         command.args(["--working-set", &args.working_set.to_string()]);
         // What this one was told is for two machines.
         for (name, _) in std::env::vars_os() {
@@ -208,14 +260,14 @@ impl Holder {
         command.env("DYN_KVBM_PEERS_PORT", "0");
         let mut child =
             command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(broken)?;
-        let mut address = String::new();
-        if let Some(said) = child.stdout.take() {
-            BufReader::new(said).read_line(&mut address).map_err(broken)?;
+        let said = child.stdout.take().map(BufReader::new);
+        // UCX speaks there too.
+        let mut lines = said.into_iter().flat_map(BufRead::lines).map_while(Result::ok);
+        let address = lines.find_map(|line| Some(line.strip_prefix(ADDRESS)?.to_owned()));
+        match address {
+            Some(address) => Ok(Self { child, address, home }),
+            None => Err(CommandFailure::unusable("the other process does not start")),
         }
-        if address.trim().is_empty() {
-            return Err(CommandFailure::unusable("the other process does not start"));
-        }
-        Ok(Self { child, address: address.trim().to_owned() })
     }
 }
 
@@ -230,28 +282,32 @@ fn measure(
     args: &TransferArgs,
     (way, size): (Way, u64),
     settings: Settings,
-    holder: &str,
+    (holder, place): (&str, Option<&Path>),
 ) -> Result<Row, CommandFailure> {
     let chain = args.chain(size);
     let reader = Reader::open(settings, way, holder)?;
+    let mut direct = DirectReads::open(chain.len(), size, place)?;
     let bytes = size as usize * chain.len();
     let (from, mut to) = (vec![1_u8; bytes], vec![2_u8; bytes]);
-    let (mut pulls, mut copies) = (Vec::new(), Vec::new());
+    let (mut pulls, mut copies, mut reads) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..=args.rounds {
         pulls.push(reader.pull(&chain)?.as_secs_f64());
         let started = clock::now();
         to.copy_from_slice(black_box(&from));
         black_box(&mut to);
         copies.push(started.elapsed().as_secs_f64());
+        reads.extend(direct.read()?.map(|took| took.as_secs_f64()));
         // The first round warms up.
         if round == 0 {
-            (pulls, copies) = (Vec::new(), Vec::new());
+            [&mut pulls, &mut copies, &mut reads].into_iter().for_each(Vec::clear);
         }
     }
     let gb_s = |times: &[f64]| {
         Spread::of(times.iter().map(|seconds| bytes as f64 / 1e9 / seconds).collect())
     };
-    let ratios = copies.iter().zip(&pulls).map(|(copy, pull)| copy / pull).collect();
+    let ratio = |other: &[f64]| {
+        Spread::of(other.iter().zip(&pulls).map(|(other, pull)| other / pull).collect())
+    };
     let prompts = PROMPTS.into_iter().filter(|&blocks| blocks <= chain.len());
     let prompts = prompts.map(|blocks| reader.latency(&chain[..blocks]));
     Ok(Row {
@@ -259,9 +315,36 @@ fn measure(
         size,
         gb_s: gb_s(&pulls),
         memcpy_gb_s: gb_s(&copies),
-        ratio: Spread::of(ratios),
+        ratio: ratio(&copies),
+        direct: (!reads.is_empty()).then(|| Direct { gb_s: gb_s(&reads), ratio: ratio(&reads) }),
         prompts: prompts.collect::<Result<_, _>>()?,
     })
+}
+
+/// NIXL without a manager, if the holder left an introduction for it.
+struct DirectReads {
+    #[cfg(feature = "nixl")]
+    reader: Option<direct::DirectReader>,
+}
+
+impl DirectReads {
+    #[cfg(feature = "nixl")]
+    fn open(blocks: usize, size: u64, place: Option<&Path>) -> Result<Self, CommandFailure> {
+        let reader = place.map(|place| direct::DirectReader::open(blocks, size, place));
+        Ok(Self { reader: reader.transpose()? })
+    }
+
+    #[cfg(not(feature = "nixl"))]
+    fn open(_: usize, _: u64, _: Option<&Path>) -> Result<Self, CommandFailure> {
+        Ok(Self {})
+    }
+
+    fn read(&mut self) -> Result<Option<Duration>, CommandFailure> {
+        #[cfg(feature = "nixl")]
+        return self.reader.as_mut().map(direct::DirectReader::read).transpose();
+        #[cfg(not(feature = "nixl"))]
+        Ok(None)
+    }
 }
 
 struct Reader {
@@ -273,6 +356,7 @@ impl Reader {
     fn open(mut settings: Settings, way: Way, holder: &str) -> Result<Self, CommandFailure> {
         settings.peers.addresses = Some(holder.to_owned());
         settings.peers.shared_memory = way == Way::SharedMemory;
+        settings.peers.nixl = if way == Way::Nixl { PeerNixl::Required } else { PeerNixl::Off };
         let manager = Arc::clone(open(settings)?.manager());
         let known = manager.peers().ok_or_else(no_peers)?.known();
         let peer = known.into_iter().map(|(name, _)| name).next().unwrap_or_default();
@@ -308,13 +392,27 @@ fn no_peers() -> CommandFailure {
 
 impl TransferReport {
     pub(crate) fn to_text(&self) -> String {
-        let titles = ["way", "block", "GB/s", "memcpy", "ratio", "1 block, p50 / p99", "32", "512"];
+        let titles = [
+            "way",
+            "block",
+            "GB/s",
+            "memcpy",
+            "ratio",
+            "NIXL directly",
+            "ratio",
+            "1 block, p50 / p99",
+            "32",
+            "512",
+        ];
         let mut table = output::table(&titles, 1);
         for row in &self.rows {
             let way = match row.way {
                 Way::SharedMemory => "shared memory",
+                Way::Nixl => "NIXL",
                 Way::Tcp => "TCP",
             };
+            let direct =
+                |figure: fn(&Direct) -> String| row.direct.as_ref().map(figure).unwrap_or_default();
             let latency = |blocks: usize| {
                 let prompt = row.prompts.iter().find(|prompt| prompt.blocks == blocks);
                 let us = prompt.map(|prompt| &prompt.us);
@@ -327,6 +425,8 @@ impl TransferReport {
                     format!("{:.1}", row.gb_s.median),
                     format!("{:.1}", row.memcpy_gb_s.median),
                     format!("{:.2}", row.ratio.median),
+                    direct(|direct| format!("{:.1}", direct.gb_s.median)),
+                    direct(|direct| format!("{:.2}", direct.ratio.median)),
                 ]
                 .into_iter()
                 .chain(PROMPTS.map(latency)),

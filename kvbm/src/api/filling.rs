@@ -1,8 +1,11 @@
 //! Slots of the host tier that a caller fills: an engine that copies for itself, or a peer.
 
+use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
-use kvbm_tiers::{DramRegion, Frame, Tier};
+use kvbm_tiers::{CopyError, DramRegion, Frame, ReadDone, Tier};
+use tokio::sync::oneshot;
 
 use crate::api::lease::Lease;
 use crate::api::transfer::{Transfer, Transferred};
@@ -15,10 +18,19 @@ use crate::table::{NamespaceId, RequestInfo, Reserved};
 /// ones are published and the others given back.
 pub(crate) struct FillingSlots<'a> {
     core: &'a Arc<Core>,
-    memory: &'a DramRegion,
+    memory: &'a Arc<DramRegion>,
     /// `None` once it is published.
     slots: Option<(Reserved, Lease)>,
     filled: usize,
+    /// Parts that something else writes now.
+    lent: VecDeque<LentSlots>,
+}
+
+/// Slots that something else writes, until it gives back their frames.
+struct LentSlots {
+    /// Which of the reserved slots.
+    slots: Range<usize>,
+    back: oneshot::Receiver<(Vec<Frame>, Result<Vec<Option<u32>>, CopyError>)>,
 }
 
 impl<'a> FillingSlots<'a> {
@@ -28,7 +40,7 @@ impl<'a> FillingSlots<'a> {
     /// [`ErrorKind::Stale`](crate::ErrorKind::Stale): a reset came in between.
     pub(crate) fn take(
         core: &'a Arc<Core>,
-        memory: &'a DramRegion,
+        memory: &'a Arc<DramRegion>,
         chain: Chain<'_>,
         info: RequestInfo,
     ) -> Result<Self> {
@@ -38,7 +50,7 @@ impl<'a> FillingSlots<'a> {
             core.abandon(reserved);
             return Err(Error::stale());
         }
-        Ok(Self { core, memory, slots: Some((reserved, lease)), filled: 0 })
+        Ok(Self { core, memory, slots: Some((reserved, lease)), filled: 0, lent: VecDeque::new() })
     }
 
     /// What the blocks will be blocks of.
@@ -83,9 +95,69 @@ impl<'a> FillingSlots<'a> {
         self.filled += 1;
     }
 
-    /// Makes the filled blocks resident, and gives back the other slots.
+    /// Takes out the frames of the next `count` slots, for something that writes them by itself,
+    /// and what to call with them once it does so no more. They come back in this order. The blocks
+    /// are summed where that is called: they are in the caches there.
+    pub(crate) fn lend(&mut self, count: usize) -> (Vec<Frame>, ReadDone) {
+        let Some((reserved, _)) = self.slots.as_mut() else {
+            return (Vec::new(), Box::new(|_, _| {}));
+        };
+        let first = self.lent.back().map_or(self.filled, |lent| lent.slots.end);
+        let out: usize = self.lent.iter().map(|lent| lent.slots.len()).sum();
+        let at = first - out;
+        let frames: Vec<_> =
+            reserved.frames.drain(at..reserved.frames.len().min(at + count)).collect();
+        let (told, back) = oneshot::channel();
+        self.lent.push_back(LentSlots { slots: first..first + frames.len(), back });
+        let (core, memory) = (Arc::clone(self.core), Arc::clone(self.memory));
+        let transfer = reserved.transfer;
+        let done: ReadDone = Box::new(move |frames, result| {
+            let sum = |frame| memory.remember_checksum(frame);
+            let result = result.map(|()| frames.iter().map(sum).collect());
+            if let Err((frames, _)) = told.send((frames, result)) {
+                core.regain(transfer, first, frames);
+            }
+        });
+        (frames, done)
+    }
+
+    /// Waits for the frames that were lent first, and returns the checksums of their blocks, if they
+    /// are written. `None`: they will not come back, or none are lent.
+    pub(crate) async fn regain(&mut self) -> Option<Result<Vec<Option<u32>>, CopyError>> {
+        let (frames, result) = (&mut self.lent.front_mut()?.back).await.ok()?;
+        let first = self.lent.pop_front()?.slots.start;
+        let (reserved, _) = self.slots.as_mut()?;
+        reserved.frames.splice(first..first, frames);
+        Some(result)
+    }
+
+    /// Parts that something else may write.
+    pub(crate) fn lent(&self) -> usize {
+        self.lent.len()
+    }
+
+    /// Waits for all frames that are lent and can come back.
+    pub(crate) async fn regain_all(&mut self) {
+        while self.regain().await.is_some() {}
+    }
+
+    /// Makes the filled blocks resident, and gives back the other slots. Those that are lent are
+    /// lost until they come back.
     pub(crate) fn publish(&mut self) -> Option<Transfer<Transferred>> {
-        let (reserved, lease) = self.slots.take()?;
+        let (mut reserved, lease) = self.slots.take()?;
+        let (mut left, mut first) = (reserved.frames.split_off(self.filled), self.filled);
+        for LentSlots { slots, mut back } in self.lent.drain(..) {
+            let between = left.drain(..(slots.start - first).min(left.len())).collect();
+            self.core.regain(reserved.transfer, first, between);
+            first = slots.end;
+            self.core.lose(reserved.transfer, slots.clone());
+            // From here on they go to the core, or are here already.
+            back.close();
+            if let Ok((frames, _)) = back.try_recv() {
+                self.core.regain(reserved.transfer, slots.start, frames);
+            }
+        }
+        self.core.regain(reserved.transfer, first, left);
         Some(self.core.publish(reserved, self.filled, lease))
     }
 }

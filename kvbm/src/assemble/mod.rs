@@ -47,6 +47,7 @@ use ranks::LossHook;
 use sealed::MemoryEnd;
 
 pub use gpu::GpuReport;
+pub(crate) use nixl::for_peers as nixl_for_peers;
 pub use nixl::{NixlReport, PluginReport};
 pub(crate) use objects::SharedStore;
 pub(crate) use ranks::{OpenedRank, open_rank};

@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use kvbm_settings::{DiskBackend, ObjectBackend, Settings};
+use kvbm_settings::{DiskBackend, ObjectBackend, PeerNixl, Settings};
 use kvbm_tiers::object::Store;
-use kvbm_tiers::{Backend, DiskRegion, Memory, SetupError, SetupErrorKind};
+use kvbm_tiers::{Backend, DiskRegion, DramRegion, Memory, OneSided, SetupError, SetupErrorKind};
 
 use crate::error::{Error, ErrorKind, Result};
 
@@ -44,6 +44,14 @@ trait Library {
         plugin: &str,
         settings: &Settings,
     ) -> Result<Option<Box<dyn NixlPlugin>>, SetupError>;
+
+    /// Between `memory` and the host tiers of other workers, through the plugin UCX.
+    fn peers(
+        &self,
+        settings: &Settings,
+        name: &str,
+        memory: &Arc<DramRegion>,
+    ) -> Result<Arc<dyn OneSided>, SetupError>;
 }
 
 /// A plugin that runs.
@@ -128,6 +136,40 @@ impl NixlChoice {
     }
 }
 
+/// What reads the host tiers of other workers, and has them read this one's; `None`: they do it
+/// without NIXL. `name` is the agent's.
+pub(crate) fn for_peers(
+    settings: &Settings,
+    name: &str,
+    memory: &Arc<DramRegion>,
+) -> Result<Option<Arc<dyn OneSided>>> {
+    let is_required = settings.peers.nixl == PeerNixl::Required;
+    // What NIXL moves is not encrypted.
+    let would_bypass_tls = settings.peers.tls_certificate.is_some() && !is_required;
+    if settings.peers.nixl == PeerNixl::Off || !settings.nixl.is_enabled(UCX) || would_bypass_tls {
+        return Ok(None);
+    }
+    let started = load(settings).and_then(|library| library.peers(settings, name, memory));
+    // Made now: what is required and cannot be had shows at the start.
+    let ready =
+        started.and_then(|nixl| if is_required { nixl.place().map(|_| nixl) } else { Ok(nixl) });
+    match ready {
+        Ok(nixl) => Ok(Some(nixl)),
+        Err(error) if is_required => {
+            let message = format!(
+                "peers.nixl (DYN_KVBM_PEERS_NIXL) requires NIXL, which cannot start: {error}; or set it to auto"
+            );
+            Err(Error::caused(ErrorKind::Unavailable, message, error))
+        }
+        Err(error) => {
+            tracing::info!("{error}. Blocks of other hosts come by TCP");
+            Ok(None)
+        }
+    }
+}
+
+const UCX: &str = "UCX";
+
 /// The state of each plugin that is on, and of the library.
 pub(super) fn probe(settings: &Settings) -> NixlReport {
     let mut library = load(settings).map_err(|error| error.to_string());
@@ -170,6 +212,7 @@ pub(super) fn installed(_: Option<&str>) -> Vec<String> {
 fn idle(name: &str, settings: &Settings) -> Option<String> {
     let (disk, object) = (&settings.disk, &settings.object);
     let to_use_it = match name {
+        UCX if settings.peers.enabled && settings.peers.nixl != PeerNixl::Off => return None,
         "POSIX" if disk.backend == DiskBackend::Nixl && disk.capacity.is_some() => return None,
         "OBJ" if object.backend == ObjectBackend::Nixl && object.place().is_some() => return None,
         "POSIX" => {
@@ -178,6 +221,7 @@ fn idle(name: &str, settings: &Settings) -> Option<String> {
         "OBJ" => {
             "set object.url (DYN_KVBM_OBJECT_URL) to s3://… and object.backend (DYN_KVBM_OBJECT_BACKEND) to nixl, or "
         }
+        UCX => "set peers.enabled (DYN_KVBM_PEERS) to true, or ",
         _ => "no tier has a use for it; ",
     };
     Some(format!(
@@ -227,5 +271,7 @@ mod tests {
         assert!(idle("OBJ", &settings).is_some(), "there is no object tier again");
         let ucx = idle("UCX", &settings).expect("no tier moves anything with it");
         assert!(ucx.starts_with("UCX is on and nothing uses it"), "{ucx}");
+        settings.peers.enabled = true;
+        assert_eq!(idle("UCX", &settings), None);
     }
 }

@@ -106,6 +106,8 @@ pub(crate) enum PeerWay {
     Tcp,
     /// By a copy from a neighbour's memory, of which the neighbour does not hear.
     SharedMemory,
+    /// By NIXL's reads, of which the holder does not hear either.
+    Nixl,
 }
 
 impl PeerWay {
@@ -113,6 +115,7 @@ impl PeerWay {
         match self {
             Self::Tcp => "tcp",
             Self::SharedMemory => "shared_memory",
+            Self::Nixl => "nixl",
         }
     }
 }
@@ -135,6 +138,7 @@ pub(crate) struct PeerMetrics {
     cut: IntCounter,
     blocks: IntCounterVec,
     bytes: IntCounterVec,
+    descriptors: IntCounter,
     pull_seconds: HistogramVec,
     refused: IntCounterVec,
 }
@@ -174,6 +178,10 @@ impl PeerMetrics {
                 "Bytes that came from peers (`received`) and went to peers (`sent`).",
                 &way,
             )?,
+            descriptors: b.counter(
+                "kvbm_peer_nixl_descriptors_total",
+                "Pieces of memory that NIXL read at peers: neighbouring blocks are one.",
+            )?,
             pull_seconds: b
                 .register(HistogramVec::new(seconds.buckets(PULL_BOUNDS.into()), &["way"]))?,
             refused: b.counters(
@@ -206,9 +214,18 @@ impl PeerMetrics {
         self.bytes.with_label_values(&way).inc_by(blocks * self.block_bytes);
     }
 
-    /// A pull ended: the blocks that it brought, and the time that it took.
-    pub(crate) fn pulled(&self, way: PeerWay, blocks: u64, took: Duration) {
+    /// Blocks came.
+    pub(crate) fn received(&self, way: PeerWay, blocks: u64) {
         self.moved(IN, way, blocks);
+    }
+
+    /// NIXL read some, in this many pieces.
+    pub(crate) fn read_by_nixl(&self, descriptors: u64) {
+        self.descriptors.inc_by(descriptors);
+    }
+
+    /// A pull ended, after this time.
+    pub(crate) fn pulled(&self, way: PeerWay, took: Duration) {
         self.pull_seconds.with_label_values(&[way.name()]).observe(took.as_secs_f64());
     }
 
@@ -235,6 +252,12 @@ impl PeerMetrics {
     /// A lease to a peer is shorter than what is there.
     pub(crate) fn cut(&self) {
         self.cut.inc();
+    }
+
+    /// Blocks that came in a way, by its name.
+    #[cfg(test)]
+    pub(crate) fn received_by(&self, way: &str) -> u64 {
+        self.blocks.with_label_values(&[IN, way]).get()
     }
 
     pub(crate) fn refused(&self, why: PeerRefusal) {

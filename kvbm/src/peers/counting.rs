@@ -10,7 +10,7 @@ impl From<&PeerFault> for PeerLeaseEnd {
             PeerFault::Wrong => Self::Wrong,
             PeerFault::Ended(why) => (*why).into(),
             PeerFault::Link(BrokenLink::Late) => Self::Late,
-            PeerFault::Link(_) => Self::Gone,
+            PeerFault::Link(_) | PeerFault::Nixl(_) => Self::Gone,
             // Not for the peer's sake.
             _ => Self::GivenUp,
         }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use kvbm_policies::Hints;
-use kvbm_tiers::{DramRegion, Loan, Memory, SlotId, Tier, checksum::checksum};
+use kvbm_tiers::{DramRegion, Loan, Memory, OneSided, SlotId, Tier, checksum::checksum};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::bytes::BytesMut;
@@ -21,13 +21,12 @@ use tracing::{Instrument, Span};
 
 use super::book::{OpenAtPeer, PeerBook, PeerUse};
 use super::greeting::{Credentials, random};
-use super::parts;
 use super::probes::gap_behind;
 use super::protocol::{
     BrokenLink, Hello, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, MAX_PROBES, Member, Probe,
     ReadEnd, ReadRequest, SlotRun, ToHolder, ToReader, decode, requests, send, shortened,
 };
-use super::spans;
+use super::{nixl, parts, spans};
 use crate::api::allocation::LentSlot;
 use crate::api::lease::Lease;
 use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics};
@@ -51,6 +50,8 @@ pub(super) struct Holder {
     pub(super) credentials: Arc<Credentials>,
     pub(super) ttl: Duration,
     pub(super) leased: Arc<LeasedBlocks>,
+    /// `None`: nobody reads here by NIXL.
+    pub(super) nixl: Option<Arc<dyn OneSided>>,
     pub(super) book: Arc<PeerBook>,
     pub(super) metrics: PeerMetrics,
 }
@@ -384,6 +385,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
                 ToHolder::Read(request) => self.read(request).await?,
                 ToHolder::Release(end) => self.release(end).await,
                 ToHolder::Trace(parent) => self.parent = Some(parent),
+                ToHolder::Nixl(asked) => {
+                    let answer = nixl::answer(self.holder.nixl.as_ref(), &asked).await;
+                    self.send(&answer).await?;
+                }
                 ToHolder::Hello(_) | ToHolder::Join(_) | ToHolder::Look(_) => {
                     return Err(BrokenLink::Unexpected("it says again who it is"));
                 }

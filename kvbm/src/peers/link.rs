@@ -4,19 +4,20 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_tiers::{PeerMemory, SlotId};
+use kvbm_tiers::{PeerMemory, SlotId, SlotReads};
 use tokio::io::AsyncReadExt;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use super::book::OpenAtPeer;
 use super::greeting::Credentials;
+use super::nixl::ReadByNixl;
 use super::protocol::{
     BrokenLink, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, Member, Probe, ReadEnd,
     ReadRequest, SlotRun, ToHolder, ToReader, receive, send,
 };
 use super::stream::{PeerStream, connect};
-use super::{parts, probes};
+use super::{nixl, parts, probes};
 use crate::api::filling::FillingSlots;
 use crate::metrics::PeerWay;
 use crate::names::epoch::EpochDigest;
@@ -34,6 +35,10 @@ pub(super) struct PeerLink {
     pub(super) holder: Member,
     /// The holder's host tier, if that is a neighbour's.
     pub(super) memory: Option<Arc<PeerMemory>>,
+    /// Reads of the holder's host tier by NIXL, if both sides have it.
+    pub(super) nixl: Option<Arc<dyn SlotReads>>,
+    /// Blocks come by NIXL, if not from a neighbour's memory, or not at all.
+    pub(super) needs_nixl: bool,
     /// In the book, if it is there.
     pub(super) open: Option<OpenAtPeer>,
 }
@@ -56,8 +61,10 @@ pub(super) struct Wanted<'a> {
 pub(super) struct NamedBlocks {
     pub(super) before: usize,
     pub(super) checksums: Vec<u32>,
-    /// Where they lie in a neighbour's memory.
-    slots: Vec<SlotId>,
+    /// Where they lie in the holder's memory.
+    pub(super) slots: Vec<SlotId>,
+    /// It was asked for then.
+    pub(super) asked: Instant,
     pub(super) ttl: Duration,
     /// The peer has more, but no more room for leases.
     pub(super) is_cut: bool,
@@ -78,6 +85,8 @@ pub(super) enum PeerFault {
     Awaited,
     #[error("it was cancelled")]
     Cancelled,
+    #[error("NIXL: {0}")]
+    Nixl(String),
     #[error("{0}")]
     Ended(LeaseEnd),
 }
@@ -85,7 +94,7 @@ pub(super) enum PeerFault {
 impl PeerFault {
     /// Whether the peer, or the way to it, is why.
     pub(super) const fn is_of_peer(&self) -> bool {
-        matches!(self, Self::Link(_) | Self::Wrong | Self::Ended(_))
+        matches!(self, Self::Link(_) | Self::Wrong | Self::Nixl(_) | Self::Ended(_))
     }
 }
 
@@ -108,11 +117,23 @@ impl PeerLink {
         credentials: &Credentials,
     ) -> Result<Self, BrokenLink> {
         let holder = credentials.greet(&mut stream).await?;
-        Ok(Self { stream, holder, memory: None, open: None })
+        Ok(Self { stream, holder, memory: None, nixl: None, needs_nixl: false, open: None })
+    }
+
+    /// Reads by NIXL, unless they have failed.
+    pub(super) fn reads(&self) -> Option<&Arc<dyn SlotReads>> {
+        self.nixl.as_ref().filter(|reads| !reads.is_over())
+    }
+
+    /// Asks the holder something.
+    pub(super) async fn exchange(&mut self, message: &ToHolder) -> Result<ToReader, BrokenLink> {
+        send(&mut self.stream, message).await?;
+        receive(&mut self.stream).await
     }
 
     /// Leases what is there: two messages if that is all that is wanted or nothing, else four.
     pub(super) async fn lease(&mut self, wanted: &Wanted<'_>) -> Result<NamedBlocks, PeerFault> {
+        let since = Instant::now();
         if let Some(parent) = wanted.trace {
             send(&mut self.stream, &ToHolder::Trace(parent)).await?;
         }
@@ -127,7 +148,7 @@ impl PeerLink {
             answer => answer,
         };
         match answer {
-            ToReader::Leased(answer) => named(wanted, &answer),
+            ToReader::Leased(answer) => named(wanted, &answer, since),
             ToReader::Ended(why) => Err(PeerFault::Ended(why)),
             _ => Err(BrokenLink::Unexpected("no answer to a request for a lease").into()),
         }
@@ -146,19 +167,20 @@ impl PeerLink {
             held: wanted.before as u32,
             probes: lengths.iter().map(probe).collect(),
             is_last,
-            wants_slots: self.memory.is_some(),
+            wants_slots: self.memory.is_some() || self.reads().is_some(),
         };
-        send(&mut self.stream, &ToHolder::Lease(request)).await?;
-        receive(&mut self.stream).await
+        self.exchange(&ToHolder::Lease(request)).await
     }
 
     /// Brings blocks into slots, as many as there are, and keeps those that are what their checksums
-    /// say. Everything behind one that does not come is left.
+    /// say. Everything behind one that does not come is left. Where NIXL fails, the others come over
+    /// the connection, unless it is required. `came`: what came by NIXL.
     pub(super) async fn bring(
         &mut self,
         named: &NamedBlocks,
         until: Instant,
         filling: &mut FillingSlots<'_>,
+        came: &mut ReadByNixl,
         cancelled: &CancellationToken,
     ) -> Result<(), PeerFault> {
         if filling.kept() < named.before {
@@ -168,12 +190,21 @@ impl PeerLink {
             return Err(PeerFault::Ended(LeaseEnd::Expired));
         }
         let arriving = async {
-            match &self.memory {
-                Some(memory) => copy(memory, named, until, filling).await,
-                None => self.read(named, filling).await,
+            if let Some(memory) = &self.memory {
+                return copy(memory, named, until, filling).await;
             }
+            if let Some(reads) = self.reads().cloned() {
+                match nixl::read(&*reads, named, until, filling, came).await {
+                    Err(PeerFault::Nixl(_)) if !self.needs_nixl && filling.lent() == 0 => {}
+                    brought => return brought,
+                }
+            } else if self.needs_nixl {
+                return Err(PeerFault::Nixl("it has failed before".to_owned()));
+            }
+            self.read(named, filling).await
         };
-        // Both may end anywhere: this thread writes the slots, and nothing goes on to.
+        // All may end anywhere: this thread writes the slots, and nothing goes on to; or NIXL does,
+        // and has their frames until it has ended.
         tokio::select! {
             biased;
             () = cancelled.cancelled() => Err(PeerFault::Cancelled),
@@ -266,8 +297,12 @@ impl PeerLink {
     }
 
     /// How blocks come over it.
-    pub(super) const fn way(&self) -> PeerWay {
-        if self.memory.is_some() { PeerWay::SharedMemory } else { PeerWay::Tcp }
+    pub(super) fn way(&self) -> PeerWay {
+        match (&self.memory, self.reads()) {
+            (Some(_), _) => PeerWay::SharedMemory,
+            (None, Some(_)) => PeerWay::Nixl,
+            (None, None) => PeerWay::Tcp,
+        }
     }
 
     /// The lease is not needed any more.
@@ -306,7 +341,11 @@ async fn copy(
 }
 
 /// What an answer names, if it is one to what was wanted.
-fn named(wanted: &Wanted<'_>, answer: &LeaseAnswer) -> Result<NamedBlocks, PeerFault> {
+fn named(
+    wanted: &Wanted<'_>,
+    answer: &LeaseAnswer,
+    asked: Instant,
+) -> Result<NamedBlocks, PeerFault> {
     let (blocks, before) = (answer.blocks as usize, wanted.before);
     if answer.epoch != wanted.epoch {
         return Err(PeerFault::Ended(LeaseEnd::OtherEpoch));
@@ -318,5 +357,5 @@ fn named(wanted: &Wanted<'_>, answer: &LeaseAnswer) -> Result<NamedBlocks, PeerF
     // A peer does not say how long we wait at most.
     let ttl = Duration::from_millis(answer.ttl_ms.into()).min(wanted.limit);
     let slots = SlotRun::slots(&answer.slots, answer.checksums.len());
-    Ok(NamedBlocks { before, checksums, slots, ttl, is_cut: answer.is_cut })
+    Ok(NamedBlocks { before, checksums, slots, asked, ttl, is_cut: answer.is_cut })
 }

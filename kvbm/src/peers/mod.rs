@@ -17,6 +17,7 @@
 //! | `reader` | reads what others hold |
 //! | `loading` | loads onto the device from what a peer holds |
 //! | `neighbour` | the memory of workers on the same host |
+//! | `nixl` | reads of others' memory by NIXL |
 //! | `counting` | how ends and refusals are counted |
 //! | `book` | what goes on with each peer, for people |
 //! | `spans` | what tracers are told |
@@ -31,6 +32,7 @@ mod link;
 mod loading;
 mod look;
 mod neighbour;
+mod nixl;
 mod probes;
 mod protocol;
 mod reader;
@@ -48,7 +50,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kvbm_settings::{PeerSettings, Settings};
+use kvbm_settings::{PeerNixl, PeerSettings, Settings};
 use kvbm_tiers::{DramRegion, Memory};
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::{Semaphore, oneshot};
@@ -60,11 +62,13 @@ use self::discovery::{PeerAddress, PeerAnnouncement, PeerSource, PeerWatch};
 use self::greeting::{Credentials, PeerProofs, PeerSecret, random};
 use self::holder::{Holder, LeasedBlocks};
 use self::neighbour::Neighbours;
+use self::nixl::{NixlHolders, agent_name};
 use self::protocol::Member;
 use self::reader::Reader;
 use self::tls::PeerTls;
 use crate::api::manager::Options;
 use crate::api::transfer::Transfer;
+use crate::assemble::nixl_for_peers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::metrics::PeerRefusal;
 use crate::names::fingerprint::Fingerprint;
@@ -95,7 +99,7 @@ const TIDY_PAUSE: Duration = Duration::from_secs(10);
 pub(crate) struct PeerListener {
     socket: TcpListener,
     address: SocketAddr,
-    settings: PeerSettings,
+    settings: Settings,
     proofs: PeerProofs,
     fingerprint: Fingerprint,
 }
@@ -136,12 +140,12 @@ impl PeerListener {
             );
             Error::caused(ErrorKind::Unavailable, message, error)
         })?;
-        Ok(Some(Self { socket, address, settings: peers.clone(), proofs, fingerprint }))
+        Ok(Some(Self { socket, address, settings: settings.clone(), proofs, fingerprint }))
     }
 
     /// What others know of this worker.
     fn own_address(&self) -> Result<PeerAddress> {
-        let PeerSettings { address, etcd, .. } = &self.settings;
+        let PeerSettings { address, etcd, name, .. } = &self.settings.peers;
         if address.is_none() && etcd.is_some() && self.address.ip().is_unspecified() {
             let message = format!(
                 "others cannot reach this worker at {}, which etcd would tell them: set peers.address \
@@ -150,8 +154,8 @@ impl PeerListener {
             );
             return Err(Error::invalid(message));
         }
-        let address = self.settings.address.clone().unwrap_or_else(|| self.address.to_string());
-        match &self.settings.name {
+        let address = address.clone().unwrap_or_else(|| self.address.to_string());
+        match name {
             Some(name) => PeerAddress::new(name, address),
             None => PeerAddress::named_by_address(&address),
         }
@@ -220,10 +224,12 @@ impl Peers {
         memory: &Arc<DramRegion>,
     ) -> Result<Self> {
         let own = listener.own_address()?;
-        let source = PeerSource::of(&listener.settings)?;
         let PeerListener { socket, address, settings, proofs, fingerprint } = listener;
+        let source = PeerSource::of(&settings.peers)?;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve peers", error);
         let incarnation = u64::from_le_bytes(random()?);
+        let nixl = nixl_for_peers(&settings, &agent_name(incarnation), memory)?;
+        let settings = settings.peers;
         let runtime = PeerRuntime::new().map_err(refused)?;
         let entered = runtime.runtime().enter();
         let socket = tokio::net::TcpListener::from_std(socket).map_err(refused)?;
@@ -249,6 +255,7 @@ impl Peers {
             credentials: Arc::clone(&credentials),
             ttl: Duration::from_millis(settings.lease_ttl_ms),
             leased: Arc::clone(&leased),
+            nixl: nixl.clone(),
             book: Arc::clone(&book),
             metrics: core.metrics().peers().clone(),
         };
@@ -259,6 +266,7 @@ impl Peers {
             known: watch.peers(),
             waiting: Mutex::default(),
             neighbours: settings.shared_memory.then(Neighbours::default),
+            nixl: nixl.map(|nixl| NixlHolders::new(nixl, settings.nixl == PeerNixl::Required)),
             limit: holder.ttl,
             book: Arc::clone(&book),
             metrics: core.metrics().peers().clone(),
@@ -372,6 +380,8 @@ impl Peers {
         if let Some(PeerThread { stop, thread }) = self.thread.lock().take() {
             drop(stop);
             drop(thread.join());
+            self.reader.waiting.lock().clear();
+            self.reader.nixl.iter().for_each(NixlHolders::close);
         }
     }
 }
@@ -393,8 +403,8 @@ struct PeerRuntime(Option<Runtime>);
 
 impl PeerRuntime {
     fn new() -> std::io::Result<Self> {
-        // Names of hosts, and files, are looked up by blocking threads.
-        let runtime = Builder::new_current_thread().enable_all().max_blocking_threads(2).build()?;
+        // Names of hosts, and files, are looked up by blocking threads, and agents of NIXL made.
+        let runtime = Builder::new_current_thread().enable_all().max_blocking_threads(4).build()?;
         Ok(Self(Some(runtime)))
     }
 

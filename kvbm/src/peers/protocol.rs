@@ -16,13 +16,16 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio_util::codec::LengthDelimitedCodec;
 
+#[cfg(feature = "testing")]
+use super::nixl::HolderPlace;
+use super::nixl::NixlMessage;
 use crate::names::epoch::EpochDigest;
 use crate::names::fingerprint::Fingerprint;
 use crate::names::hash::BlockHash;
 use crate::traces::TraceParent;
 
 /// What both sides must agree on. Raise it with every change of a message.
-pub(super) const VERSION: u16 = 2;
+pub(super) const VERSION: u16 = 3;
 /// `kvbp`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbp");
 
@@ -92,6 +95,8 @@ pub(super) enum ToHolder {
     Look(Option<Proof>),
     /// Before a request for a lease, if the reader sends spans to a collector: whose part it is.
     Trace(TraceParent),
+    /// The reader has NIXL, and says what its agent is: it asks for the holder's.
+    Nixl(NixlMessage),
 }
 
 /// Messages to a reader.
@@ -108,6 +113,10 @@ pub(super) enum ToReader {
     Blocks(ReadRequest),
     /// There is no lease any more, and why.
     Ended(LeaseEnd),
+    /// Where the host tier lies, for reads by NIXL.
+    Nixl(NixlMessage),
+    /// Why it cannot be read by NIXL.
+    NoNixl(String),
 }
 
 /// What a reader says first.
@@ -158,7 +167,7 @@ pub(super) struct LeaseRequest {
     pub(super) probes: Vec<Probe>,
     /// Lease the longest of them that is there, even if it could be a longer one.
     pub(super) is_last: bool,
-    /// The reader has mapped the holder's memory, and asks where in it they lie.
+    /// The reader copies from the holder's memory by itself, and asks where in it they lie.
     pub(super) wants_slots: bool,
 }
 
@@ -336,6 +345,7 @@ pub fn read_in_every_way(bytes: &[u8]) {
     }
     again::<ToHolder>(bytes);
     again::<ToReader>(bytes);
+    again::<HolderPlace>(bytes);
     if let Ok(nonce) = Hello::parse(bytes) {
         let again = postcard::to_allocvec(&ToHolder::Hello(Hello::new(nonce)));
         assert_eq!(again.ok().and_then(|again| Hello::parse(&again).ok()), Some(nonce));

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use kvbm_tiers::{DramRegion, Tier};
 use tokio::sync::{oneshot, watch};
-use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
 
@@ -20,13 +20,14 @@ use super::discovery::PeerList;
 use super::greeting::Credentials;
 use super::link::{NamedBlocks, PeerFault, PeerLink, Wanted};
 use super::neighbour::Neighbours;
+use super::nixl::{NixlHolders, ReadByNixl};
 use super::protocol::{BrokenLink, ReadEnd};
 use super::spans;
 use crate::api::filling::FillingSlots;
 use crate::api::lease::Lease;
 use crate::api::transfer::{Transfer, Transferred};
 use crate::error::{Error, Result};
-use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics};
+use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics, PeerWay};
 use crate::names::epoch::EpochDigest;
 use crate::names::hash::{BlockHash, Chain};
 use crate::observe::requests::FromPeer;
@@ -50,6 +51,8 @@ pub(super) struct Reader {
     pub(super) waiting: Mutex<HashMap<String, Vec<WaitingLink>>>,
     /// `None`: their memory is not to be mapped.
     pub(super) neighbours: Option<Neighbours>,
+    /// `None`: nothing comes by NIXL.
+    pub(super) nixl: Option<NixlHolders>,
     /// How long it waits for an answer, at most.
     pub(super) limit: Duration,
     pub(super) book: Arc<PeerBook>,
@@ -171,14 +174,14 @@ impl Reader {
         let address = address.ok_or_else(|| Error::invalid(format!("no peer {peer} is known")))?;
         let before = self.bring_ours(Chain::from(&chain), info).await?;
         let (epoch, namespace) = self.present();
-        let (tenant, limit, asked) = (info.hints.tenant, self.limit, Instant::now());
+        let (tenant, limit) = (info.hints.tenant, self.limit);
         let wanted = Wanted { chain: &chain, before, epoch, tenant, limit, trace };
         let mut counted = self.metrics.lease_in();
-        let leased = timeout_at(asked + limit, self.lease_at(&peer, &address, &wanted)).await;
-        match leased.unwrap_or(Err(BrokenLink::Late.into())) {
+        match self.lease_at(&peer, &address, &wanted).await {
             Ok((link, named)) => {
                 let of = Arc::clone(&self.credentials);
                 let open = self.book.open(&peer, PeerUse::LeasedIn, named.checksums.len());
+                let asked = named.asked;
                 let lease = PeerLease {
                     of,
                     link,
@@ -254,7 +257,7 @@ impl Reader {
         wanted: &Wanted<'_>,
     ) -> Result<(PeerLink, NamedBlocks), PeerFault> {
         if let Some(mut link) = self.waiting_link(address) {
-            match link.lease(wanted).await {
+            match self.lease_over(&mut link, wanted).await {
                 // The peer has another process now, or ended the connection.
                 Err(PeerFault::Link(BrokenLink::Closed(_))) => {
                     self.waiting.lock().remove(address);
@@ -262,13 +265,30 @@ impl Reader {
                 leased => return self.keep_refused(address, link, leased),
             }
         }
+        let mut link = in_time(self.limit, self.connect(address)).await?;
+        let leased = self.lease_over(&mut link, wanted).await;
+        link.open = Some(self.book.open(peer, PeerUse::Link(link.way()), 1));
+        self.keep_refused(address, link, leased)
+    }
+
+    async fn connect(&self, address: &str) -> Result<PeerLink, PeerFault> {
         let mut link = PeerLink::connect(address, &self.credentials).await?;
         if let Some(neighbours) = &self.neighbours {
             link.memory = neighbours.memory_of(&link.holder).await;
         }
-        link.open = Some(self.book.open(peer, PeerUse::Link(link.way()), 1));
-        let leased = link.lease(wanted).await;
-        self.keep_refused(address, link, leased)
+        Ok(link)
+    }
+
+    async fn lease_over(
+        &self,
+        link: &mut PeerLink,
+        wanted: &Wanted<'_>,
+    ) -> Result<NamedBlocks, PeerFault> {
+        if let Some(nixl) = &self.nixl {
+            nixl.equip(link).await?;
+        }
+        // Its time counts from here: the first contact by NIXL takes a while.
+        in_time(self.limit, link.lease(wanted)).await
     }
 
     /// A peer that answered that it gives no lease may give another.
@@ -339,7 +359,7 @@ impl Reader {
         mut arrived: impl FnMut(Lease) + Send,
         cancelled: &CancellationToken,
     ) -> Result<Pulled> {
-        let (blocks, started) = (lease.blocks(), Instant::now());
+        let (blocks, way, started) = (lease.blocks(), lease.link.way(), Instant::now());
         let (mut until, mut copied) = (lease.named.before, 0);
         let (held, here, fault) = loop {
             until = until.saturating_add(part).min(blocks);
@@ -351,7 +371,7 @@ impl Reader {
             }
             arrived(held);
         };
-        self.metrics.pulled(lease.link.way(), copied as u64, started.elapsed());
+        self.metrics.pulled(way, started.elapsed());
         lease.counted.end = match &fault {
             Some(fault) => fault.into(),
             None if copied > 0 => PeerLeaseEnd::Whole,
@@ -392,17 +412,22 @@ impl Reader {
             return Err(Error::stale());
         }
         let (before, began) = (filling.kept(), Instant::now());
+        let mut by_nixl = ReadByNixl::default();
         let brought = if filling.left() > 0 && !self.are_removals_noted().await {
             Err(PeerFault::NoIndex)
         } else {
             let limit = lease.asked + lease.named.ttl;
-            lease.link.bring(&lease.named, limit, &mut filling, cancelled).await
+            lease.link.bring(&lease.named, limit, &mut filling, &mut by_nixl, cancelled).await
         };
-        if lease.link.memory.is_none() {
+        if lease.link.way() == PeerWay::Tcp {
             // The holder saw what was asked for since, and renewed the lease.
             lease.asked = began;
         }
         let copied = filling.kept() - before;
+        self.count(&lease.link, copied, by_nixl);
+        if let Some(nixl) = &self.nixl {
+            nixl.look_back(&mut lease.link, brought.as_ref().err()).await;
+        }
         let published = filling.publish().ok_or_else(Error::closed)?;
         match self.await_others(published, cancelled).await {
             Ok(told) => {
@@ -415,6 +440,15 @@ impl Reader {
                 Ok(PulledPart { held, blocks, copied, fault })
             }
         }
+    }
+
+    fn count(&self, link: &PeerLink, copied: usize, by_nixl: ReadByNixl) {
+        let other = if link.memory.is_some() { PeerWay::SharedMemory } else { PeerWay::Tcp };
+        let ways = [(PeerWay::Nixl, by_nixl.blocks), (other, copied - by_nixl.blocks)];
+        for (way, blocks) in ways.into_iter().filter(|(_, blocks)| *blocks > 0) {
+            self.metrics.received(way, blocks as u64);
+        }
+        self.metrics.read_by_nixl(by_nixl.descriptors as u64);
     }
 
     /// What a lower tier here has need not come from a peer. Returns how many leading blocks the
@@ -449,4 +483,12 @@ impl Reader {
             self.keep(&address, link);
         }
     }
+}
+
+/// What a peer does not do in time it does not do.
+async fn in_time<T>(
+    limit: Duration,
+    work: impl Future<Output = Result<T, PeerFault>>,
+) -> Result<T, PeerFault> {
+    timeout(limit, work).await.unwrap_or(Err(BrokenLink::Late.into()))
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use kvbm_policies::EvictionKind;
 use kvbm_settings::{Capacity, Settings};
-use kvbm_tiers::{PeerMemory, Tier};
+use kvbm_tiers::{OneSided, PeerMemory, Tier};
 use prometheus::Registry;
 use proptest::prelude::*;
 use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf, duplex};
@@ -39,8 +39,8 @@ use crate::table::RequestInfo;
 /// Nothing is there: a new connection to it fails.
 const ADDRESS: &str = "127.0.0.1:1";
 const BLOCK: usize = 512;
-const SLOTS: u32 = 24;
-const TTL: Duration = Duration::from_secs(10);
+pub(super) const SLOTS: u32 = 24;
+pub(super) const TTL: Duration = Duration::from_secs(10);
 
 /// A worker with a host tier.
 pub(super) struct Worker {
@@ -49,6 +49,7 @@ pub(super) struct Worker {
     /// What its blocks come from now.
     weights: RefCell<String>,
     credentials: Arc<Credentials>,
+    pub(super) nixl: Option<Arc<dyn OneSided>>,
 }
 
 impl Worker {
@@ -73,15 +74,16 @@ impl Worker {
             registry: options.registry,
             weights: RefCell::new("those of the fingerprint".to_owned()),
             credentials: Arc::new(Credentials { member: member(name, incarnation), proofs }),
+            nixl: None,
         }
     }
 
-    fn manager(&self) -> &Manager {
+    pub(super) fn manager(&self) -> &Manager {
         self.blocks.manager()
     }
 
     /// Computes what the host tier lacks of a chain.
-    fn compute(&self, chain: &[BlockHash]) {
+    pub(super) fn compute(&self, chain: &[BlockHash]) {
         let fill = |at: usize, slot: &mut [u8]| {
             slot.copy_from_slice(&self.content(chain[at]));
             Ok::<_, Error>(())
@@ -90,7 +92,7 @@ impl Worker {
     }
 
     /// How many leading blocks it has, each of which is what its name says with these weights.
-    fn check(&self, chain: &[BlockHash]) -> usize {
+    pub(super) fn check(&self, chain: &[BlockHash]) -> usize {
         let check = |at: usize, block: &[u8]| {
             assert_eq!(block, self.content(chain[at]), "a wrong block at {at}");
             Ok::<_, Error>(())
@@ -143,6 +145,7 @@ impl Worker {
             credentials: Arc::clone(&self.credentials),
             ttl: TTL,
             leased: Arc::clone(leased),
+            nixl: self.nixl.clone(),
             book: self.book(),
             metrics: core.metrics().peers().clone(),
         })
@@ -159,6 +162,7 @@ impl Worker {
             known: watch::channel(Arc::new(known)).1,
             waiting: Mutex::default(),
             neighbours: None,
+            nixl: None,
             limit: TTL,
             book: self.book(),
             metrics: core.metrics().peers().clone(),
@@ -167,14 +171,14 @@ impl Worker {
 }
 
 /// Chains that begin alike: number `n` leaves the others behind its first `3 n` blocks.
-fn chain(n: usize, blocks: usize) -> Vec<BlockHash> {
+pub(super) fn chain(n: usize, blocks: usize) -> Vec<BlockHash> {
     let name = |at: usize| (if at < 3 * n { 0 } else { n + 1 } as u128) << 64 | (at as u128 + 1);
     (0..blocks).map(|at| BlockHash::from_u128(name(at) << 32 | name(at))).collect()
 }
 
 /// What happens to the bytes that a holder sends.
 #[derive(Clone, Copy, Debug)]
-enum Fault {
+pub(super) enum Fault {
     None,
     /// A bit is flipped behind this many bytes.
     Flip(usize),
@@ -279,22 +283,22 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..40)
 }
 
-struct Pair {
-    there: Worker,
-    here: Worker,
-    reader: Reader,
-    leased: Arc<LeasedBlocks>,
-    lease: Option<PeerLease>,
+pub(super) struct Pair {
+    pub(super) there: Worker,
+    pub(super) here: Worker,
+    pub(super) reader: Reader,
+    pub(super) leased: Arc<LeasedBlocks>,
+    pub(super) lease: Option<PeerLease>,
     incarnation: u64,
     tasks: Vec<AbortHandle>,
     /// Why there is no lease.
-    said: Option<String>,
+    pub(super) said: Option<String>,
     /// The reader has mapped the holder's memory.
     are_neighbours: bool,
 }
 
 impl Pair {
-    async fn new() -> Self {
+    pub(super) async fn new() -> Self {
         let (there, here) = (Worker::new("there", 1).await, Worker::new("here", 2).await);
         let (reader, leased) = (here.reader(), Arc::new(LeasedBlocks::new(SLOTS as usize / 2)));
         Self {
@@ -310,7 +314,7 @@ impl Pair {
         }
     }
 
-    async fn lease(&mut self, chain: &[BlockHash], fault: Fault) {
+    pub(super) async fn lease(&mut self, chain: &[BlockHash], fault: Fault) {
         self.lease = None;
         // The holder hears that.
         tokio::time::sleep(Duration::from_millis(1)).await;
@@ -342,7 +346,7 @@ impl Pair {
         true
     }
 
-    async fn pull(&mut self) -> usize {
+    pub(super) async fn pull(&mut self) -> usize {
         let Some(lease) = self.lease.take() else { return 0 };
         let chain = lease.chain.clone();
         let never = CancellationToken::new();
@@ -376,7 +380,7 @@ impl Pair {
     }
 
     /// Nothing is left over, and everything works again.
-    async fn heals(&mut self) {
+    pub(super) async fn heals(&mut self) {
         self.lease = None;
         self.reader.waiting.lock().clear();
         tokio::time::sleep(2 * TTL).await;
@@ -399,7 +403,7 @@ impl Pair {
     }
 }
 
-fn simulated<T>(work: impl Future<Output = T>) -> T {
+pub(super) fn simulated<T>(work: impl Future<Output = T>) -> T {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build();
     runtime.unwrap().block_on(work)

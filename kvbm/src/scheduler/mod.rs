@@ -79,6 +79,7 @@ use crate::sync::{AtomicUsize, Mutex};
 use crate::table::{
     Budget, LeftBlock, Match, Pins, RequestInfo, Reserved, SharedTable, Table, TableGuard,
 };
+use crate::task::TransferId;
 
 pub use self::background::Drained;
 pub use self::dispatch::Executor;
@@ -494,14 +495,30 @@ impl Core {
         self.apply(effects);
     }
 
-    fn give_back(self: &Arc<Self>, reserved: &mut Reserved, mut first: usize) {
-        while !reserved.frames.is_empty() {
-            let step = PUBLISHED.min(reserved.frames.len());
-            let effects =
-                self.table().abandon(reserved.transfer, first, reserved.frames.drain(..step));
+    fn give_back(self: &Arc<Self>, reserved: &mut Reserved, first: usize) {
+        self.regain(reserved.transfer, first, std::mem::take(&mut reserved.frames));
+    }
+
+    /// Reserved slots come back unfilled: the `first`-th of their transfer and those behind it.
+    pub(crate) fn regain(
+        self: &Arc<Self>,
+        transfer: TransferId,
+        mut first: usize,
+        mut frames: Vec<Frame>,
+    ) {
+        while !frames.is_empty() {
+            let step = PUBLISHED.min(frames.len());
+            let effects = self.table().abandon(transfer, first, frames.drain(..step));
             self.apply(effects);
             first += step;
         }
+    }
+
+    /// Reserved slots will not be filled, and something may still write them: they are lost until
+    /// they [come back](Self::regain).
+    pub(crate) fn lose(self: &Arc<Self>, transfer: TransferId, slots: Range<usize>) {
+        let effects = self.table().lose(transfer, slots);
+        self.apply(effects);
     }
 
     /// Ends everything: queued copies are dropped, waiting callers are answered, and no more work

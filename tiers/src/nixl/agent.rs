@@ -274,6 +274,9 @@ fn has_telemetry() -> bool {
     ["y", "yes", "1", "true", "on"].iter().any(|yes| asked.trim().eq_ignore_ascii_case(yes))
 }
 
+/// The thread of UCX sleeps until something comes, or for this time. With 0 it takes a whole core.
+const PROGRESS_PAUSE_US: u64 = 10_000;
+
 fn create(library: &Library, name: &CStr) -> Result<NonNull<AgentS>, Status> {
     let config = AgentConfig {
         // Without it transfers between agents do not progress.
@@ -282,7 +285,7 @@ fn create(library: &Library, name: &CStr) -> Result<NonNull<AgentS>, Status> {
         listen_port: 0,
         thread_sync: sys::THREAD_SYNC_STRICT,
         num_workers: 1,
-        pthr_delay_us: 0,
+        pthr_delay_us: PROGRESS_PAUSE_US,
         lthr_delay_us: 100_000,
         capture_telemetry: has_telemetry(),
     };

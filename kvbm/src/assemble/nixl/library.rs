@@ -6,15 +6,16 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Once};
 
 use kvbm_settings::Settings;
+use kvbm_tiers::nixl::peer::NixlPeers;
 use kvbm_tiers::nixl::{
     self, Agent, BackendHandle, NixlBackend, NixlObjectOptions, check_plugin_directory, find,
     installed_plugins, object_parameters,
 };
 use kvbm_tiers::object::Store;
-use kvbm_tiers::{Backend, DiskRegion, Memory, SetupError, UringBackend};
+use kvbm_tiers::{Backend, DiskRegion, DramRegion, Memory, OneSided, SetupError, UringBackend};
 
 use super::super::{setup, store_options};
-use super::{Library, NixlPlugin};
+use super::{Library, NixlPlugin, UCX};
 use crate::error::Result;
 
 /// The library, and the agent that its plugins run in.
@@ -58,6 +59,17 @@ impl Library for LoadedLibrary {
             }
             None => agent.probe(plugin).map(|()| None),
         }
+    }
+
+    fn peers(
+        &self,
+        settings: &Settings,
+        name: &str,
+        memory: &Arc<DramRegion>,
+    ) -> Result<Arc<dyn OneSided>, SetupError> {
+        check_plugin_directory(library_path(settings), &[UCX])?;
+        let parameters = settings.nixl.parameters.get(UCX).cloned().unwrap_or_default();
+        Ok(Arc::new(NixlPeers::new(self.library, parameters, Arc::clone(memory), name)?))
     }
 }
 

@@ -1,5 +1,6 @@
 //! The landing: results of copies, told to the table in batches; and how transfers end.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use kvbm_tiers::{Frame, SlotId, Tier};
@@ -193,6 +194,13 @@ impl Table {
         for (block, frame) in (first..).zip(frames) {
             self.block_returned(id, block, Some(frame));
         }
+        self.publish_more()
+    }
+
+    /// Blocks that an engine was to fill do not come, and something may still write their slots:
+    /// they are lost until they are [given back](Self::abandon).
+    pub fn lose(&mut self, id: TransferId, blocks: Range<usize>) -> Effects {
+        blocks.for_each(|block| self.block_overdue(id, block));
         self.publish_more()
     }
 

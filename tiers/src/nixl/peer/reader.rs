@@ -197,22 +197,27 @@ pub(super) struct Seen {
 }
 
 impl SharedReader {
-    /// Whether the read is under way.
+    /// Whether reads are under way then.
     pub(super) fn post(self: &Arc<Self>, order: ReadOrder) -> bool {
         let mut live = self.live.lock();
         // One that is over is about to be destroyed.
         let reader = live.as_mut().filter(|_| !self.is_over.load(Ordering::Acquire));
-        let posted = match reader {
-            Some(reader) => reader.post(order, &self.memory),
-            None => Posted::Refused(order.arriving, over()),
+        let Some(reader) = reader else {
+            drop(live);
+            order.arriving.end(Err(over()));
+            return false;
         };
+        let posted = reader.post(order, &self.memory);
+        // Where the post is the copy it has ended. Another thread may wait with the next post, and
+        // who awaits this one is told first.
+        let found = reader.look();
         drop(live);
         match posted {
-            Posted::UnderWay => return true,
+            Posted::UnderWay => {}
             Posted::Refused(arriving, why) => arriving.end(Err(why)),
             Posted::Failed(why) => self.end(&why),
         }
-        false
+        self.tell(found).is_busy
     }
 
     /// Tells which reads have ended.
@@ -222,15 +227,18 @@ impl SharedReader {
             return Seen { has_ended: false, is_busy: true };
         };
         let Some(reader) = live.as_mut() else { return Seen::default() };
-        let (ended, failure) = reader.take_ended();
-        let is_busy = failure.is_none() && !reader.flights.is_empty();
+        let found = reader.look();
         drop(live);
+        self.tell(found)
+    }
+
+    fn tell(self: &Arc<Self>, found: Found) -> Seen {
+        let Found { ended, failure, is_busy } = found;
         let has_ended = !ended.is_empty();
         ended.into_iter().for_each(|arriving| arriving.end(Ok(())));
-        if let Some(why) = failure {
-            self.end(&why);
-        }
-        Seen { has_ended, is_busy }
+        let has_failed = failure.is_some();
+        failure.into_iter().for_each(|why| self.end(&why));
+        Seen { has_ended, is_busy: is_busy && !has_failed }
     }
 
     fn end(self: &Arc<Self>, why: &CopyError) {
@@ -261,6 +269,13 @@ enum Posted {
     Refused(Arriving, CopyError),
     /// Something may move: the agent must end.
     Failed(CopyError),
+}
+
+/// The reads that are complete, a failure if there is one, and whether others go on.
+struct Found {
+    ended: Vec<Arriving>,
+    failure: Option<CopyError>,
+    is_busy: bool,
 }
 
 struct LiveReader {
@@ -299,21 +314,20 @@ impl LiveReader {
         }
     }
 
-    /// The reads that are complete, and a failure if there is one. What has failed may still move:
-    /// it stays.
-    fn take_ended(&mut self) -> (Vec<Arriving>, Option<CopyError>) {
+    fn look(&mut self) -> Found {
         let (mut ended, mut failure, mut at) = (Vec::new(), None, 0);
         while let Some(flight) = self.flights.get_mut(at) {
             match flight.request.as_mut().map_or(Poll::Pending, NixlRequest::poll) {
                 Poll::Ready(Ok(())) => ended.extend(self.flights.swap_remove(at).arriving.take()),
                 Poll::Ready(Err(why)) => {
+                    // It may still move: it stays.
                     failure = Some(why);
                     at += 1;
                 }
                 Poll::Pending => at += 1,
             }
         }
-        (ended, failure)
+        Found { ended, failure, is_busy: !self.flights.is_empty() }
     }
 
     /// Ends everything, whatever is under way.

@@ -1,0 +1,316 @@
+//! Two workers in simulated time, between which a double of NIXL does what it is told.
+
+use std::time::Duration;
+
+use kvbm_tiers::{CopyError, DramRegion, PeerMemory, ReadDone, Tier, UnmetReader};
+
+use super::super::holder::LeasedBlocks;
+use super::super::reader::PeerLease;
+use super::super::tests::{Fault, Pair, SLOTS, TTL, chain, simulated};
+use super::*;
+use crate::names::hash::BlockHash;
+
+/// What becomes of reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reads {
+    Whole,
+    /// They last until they are ended.
+    Hang,
+    Fail,
+    /// Their slots do not even come back then.
+    NeverEnd,
+}
+
+/// Stands for the library of both workers.
+struct NixlDouble {
+    there: Arc<DramRegion>,
+    here: Arc<DramRegion>,
+    reads: Mutex<Reads>,
+    agents: std::sync::atomic::AtomicU32,
+    kept: Mutex<Vec<(Vec<Frame>, ReadDone)>>,
+}
+
+impl std::fmt::Debug for NixlDouble {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("NixlDouble")
+    }
+}
+
+#[derive(Debug)]
+struct Shared(Arc<NixlDouble>);
+
+impl OneSided for Shared {
+    fn place(&self) -> Result<(Vec<u8>, TierPlace), SetupError> {
+        Ok((b"there".to_vec(), TierPlace::of(&*self.0.there)))
+    }
+
+    fn admit(&self, metadata: &[u8]) -> Result<(), SetupError> {
+        assert_eq!(metadata, b"reader");
+        Ok(())
+    }
+
+    fn reader(&self) -> Result<Box<dyn UnmetReader>, SetupError> {
+        self.0.agents.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        Ok(Box::new(Unmet(Arc::clone(&self.0))))
+    }
+
+    fn close(&self) {}
+}
+
+struct Unmet(Arc<NixlDouble>);
+
+impl UnmetReader for Unmet {
+    fn metadata(&self) -> &[u8] {
+        b"reader"
+    }
+
+    fn meet(
+        self: Box<Self>,
+        name: &str,
+        metadata: &[u8],
+        place: TierPlace,
+    ) -> Result<Box<dyn SlotReads>, SetupError> {
+        assert_eq!((name, metadata), (&*agent_name(1), &b"there"[..]));
+        assert_eq!(place, TierPlace::of(&*self.0.there));
+        Ok(Box::new(DoubleReads { double: self.0, is_over: Mutex::new(false) }))
+    }
+}
+
+struct DoubleReads {
+    double: Arc<NixlDouble>,
+    is_over: Mutex<bool>,
+}
+
+impl std::fmt::Debug for DoubleReads {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("DoubleReads")
+    }
+}
+
+impl SlotReads for DoubleReads {
+    fn read(&self, from: Vec<SlotId>, mut to: Vec<Frame>, done: ReadDone) {
+        let reads = *self.double.reads.lock();
+        match reads {
+            Reads::Whole => {
+                let there = PeerMemory::map(self.double.there.shareable().unwrap()).unwrap();
+                for (from, to) in from.into_iter().zip(&mut to) {
+                    there.copy_into(from, &self.double.here, to).unwrap();
+                }
+                done(to, Ok(()));
+            }
+            Reads::Fail => {
+                *self.is_over.lock() = true;
+                done(to, Err(CopyError::refused("this test wants it")));
+            }
+            Reads::Hang | Reads::NeverEnd => self.double.kept.lock().push((to, done)),
+        }
+    }
+
+    fn end(&self, _why: &str) {
+        *self.is_over.lock() = true;
+        if *self.double.reads.lock() == Reads::Hang {
+            self.double.end_kept();
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        *self.is_over.lock()
+    }
+}
+
+impl NixlDouble {
+    fn between(pair: &Pair) -> Arc<Self> {
+        let memory = |worker: &super::super::tests::Worker| {
+            Arc::clone(worker.manager().host_tier().unwrap().1)
+        };
+        Arc::new(Self {
+            there: memory(&pair.there),
+            here: memory(&pair.here),
+            reads: Mutex::new(Reads::Whole),
+            agents: 0.into(),
+            kept: Mutex::default(),
+        })
+    }
+
+    fn set(&self, reads: Reads) {
+        *self.reads.lock() = reads;
+    }
+
+    fn end_kept(&self) {
+        let kept = std::mem::take(&mut *self.kept.lock());
+        let ended = || Err(CopyError::refused("this test ended it"));
+        kept.into_iter().for_each(|(frames, done)| done(frames, ended()));
+    }
+
+    fn agents(&self) -> u32 {
+        self.agents.load(std::sync::atomic::Ordering::Relaxed)
+    }
+}
+
+async fn pair() -> (Pair, Arc<NixlDouble>) {
+    let mut pair = Pair::new().await;
+    let double = NixlDouble::between(&pair);
+    pair.there.nixl = Some(Arc::new(Shared(Arc::clone(&double))));
+    pair.reader.nixl = Some(NixlHolders::new(Arc::new(Shared(Arc::clone(&double))), false));
+    (pair, double)
+}
+
+fn lost(pair: &Pair) -> (u32, u32) {
+    let counts = pair.here.manager().admin().counts(Tier::Host);
+    (counts.filling, counts.lost)
+}
+
+fn came_by(pair: &Pair, way: &str) -> u64 {
+    pair.here.manager().host_tier().unwrap().0.metrics().peers().received_by(way)
+}
+
+#[test]
+fn blocks_come_by_nixl_with_one_agent_for_all_links() {
+    simulated(async {
+        let (mut pair, double) = pair().await;
+        for n in 0..3 {
+            let wanted = chain(n, 10);
+            pair.there.compute(&wanted);
+            // Another link each time.
+            pair.reader.waiting.lock().clear();
+            let before = came_by(&pair, "nixl");
+            pair.lease(&wanted, Fault::None).await;
+            let only_there = pair.lease.as_ref().map_or(0, PeerLease::only_there);
+            let came = pair.pull().await;
+            assert_eq!((came, pair.here.check(&wanted)), (only_there, 10));
+            assert_eq!(came_by(&pair, "nixl") - before, came as u64);
+        }
+        assert_eq!((double.agents(), came_by(&pair, "tcp")), (3, 0), "it goes with its last link");
+        pair.heals().await;
+    });
+}
+
+#[test]
+fn a_read_that_does_not_end_is_ended_and_its_slots_come_back() {
+    simulated(async {
+        let (mut pair, double) = pair().await;
+        let wanted = chain(0, 10);
+        pair.there.compute(&wanted);
+        double.set(Reads::Hang);
+        pair.lease(&wanted, Fault::None).await;
+        let before = Instant::now();
+        assert_eq!((pair.pull().await, lost(&pair)), (0, (0, 0)));
+        assert!(before.elapsed() <= TTL + Duration::from_millis(1), "{:?}", before.elapsed());
+        // For a while blocks come over the connection, and then by NIXL again.
+        double.set(Reads::Whole);
+        pair.lease(&wanted, Fault::None).await;
+        assert_eq!((pair.pull().await, came_by(&pair, "tcp")), (10, 10));
+        pair.here.manager().admin().evict(Tier::Host, 10);
+        tokio::time::sleep(PAUSE).await;
+        pair.reader.tidy();
+        pair.lease(&wanted, Fault::None).await;
+        assert_eq!((pair.pull().await, came_by(&pair, "nixl")), (10, 10));
+        pair.heals().await;
+    });
+}
+
+#[test]
+fn slots_that_do_not_come_back_are_lost_until_they_do() {
+    simulated(async {
+        let (mut pair, double) = pair().await;
+        let wanted = chain(0, 10);
+        pair.there.compute(&wanted);
+        double.set(Reads::NeverEnd);
+        pair.lease(&wanted, Fault::None).await;
+        assert_eq!(pair.pull().await, 0);
+        // Two parts were under way.
+        assert_eq!(lost(&pair), (0, 8));
+        assert_eq!(pair.here.manager().admin().audit(), []);
+        // Nobody else gets them.
+        let others: Vec<_> =
+            (0..SLOTS).map(|at| BlockHash::from_u128(1 << 90 | u128::from(at))).collect();
+        pair.here.compute(&others);
+        assert_eq!(pair.here.check(&others), SLOTS as usize - 8);
+        double.end_kept();
+        assert_eq!(lost(&pair), (0, 0));
+        double.set(Reads::Whole);
+        pair.heals().await;
+    });
+}
+
+#[test]
+fn where_nixl_fails_blocks_come_over_the_connection() {
+    simulated(async {
+        let (mut pair, double) = pair().await;
+        let wanted = chain(0, 10);
+        pair.there.compute(&wanted);
+        double.set(Reads::Fail);
+        pair.lease(&wanted, Fault::None).await;
+        assert_eq!((pair.pull().await, pair.here.check(&wanted)), (10, 10));
+        assert_eq!((came_by(&pair, "nixl"), came_by(&pair, "tcp")), (0, 10));
+        pair.heals().await;
+    });
+}
+
+#[test]
+fn what_is_required_is_not_replaced_by_tcp() {
+    simulated(async {
+        let (mut pair, double) = pair().await;
+        pair.reader.nixl = Some(NixlHolders::new(Arc::new(Shared(Arc::clone(&double))), true));
+        let wanted = chain(0, 10);
+        pair.there.compute(&wanted);
+        double.set(Reads::Fail);
+        pair.lease(&wanted, Fault::None).await;
+        assert_eq!(pair.pull().await, 0);
+        pair.lease(&wanted, Fault::None).await;
+        assert!(pair.lease.is_none() && pair.said.unwrap().contains("DYN_KVBM_PEERS_NIXL"));
+    });
+}
+
+/// What deployed systems answer with wrong tokens.
+#[test]
+fn slots_that_were_reused_after_their_lease_are_not_taken_for_those_that_it_named() {
+    simulated(async {
+        let (mut pair, _) = pair().await;
+        pair.leased = Arc::new(LeasedBlocks::new(SLOTS as usize));
+        for n in 0..1_000 {
+            let wanted = [BlockHash::from_u128(1 << 80 | n)];
+            pair.there.compute(&wanted);
+            pair.lease(&wanted, Fault::None).await;
+            let lease = pair.lease.as_mut().unwrap();
+            // Its own clock fails: it takes the lease for one that goes on.
+            lease.named.ttl = Duration::from_hours(1);
+            tokio::time::sleep(TTL + Duration::from_secs(1)).await;
+            assert_eq!(pair.there.manager().admin().evict(Tier::Host, 1), 1);
+            let other = |at| BlockHash::from_u128(1 << 90 | n << 8 | u128::from(at));
+            pair.there.compute(&(0..SLOTS).map(other).collect::<Vec<_>>());
+            assert_eq!((pair.pull().await, pair.here.check(&wanted)), (0, 0));
+            pair.there.manager().admin().evict(Tier::Host, SLOTS as usize);
+        }
+        assert_eq!(lost(&pair), (0, 0));
+    });
+}
+
+#[test]
+fn a_flipped_bit_of_what_is_said_of_nixl_is_noticed() {
+    let place = HolderPlace { metadata: vec![7; 400], base: 1 << 40, stride: 4096, slots: 9 };
+    let said = NixlMessage::new(&place).unwrap();
+    assert_eq!(said.content::<HolderPlace>().unwrap(), place);
+    for bit in 0..8 * said.bytes.len() {
+        let mut damaged = said.clone();
+        damaged.bytes[bit / 8] ^= 1 << (bit % 8);
+        damaged.content::<HolderPlace>().unwrap_err();
+    }
+    let long = HolderPlace { metadata: vec![7; MAX_METADATA], ..place };
+    assert!(matches!(NixlMessage::new(&long), Err(BrokenLink::TooLong(..))));
+}
+
+#[test]
+fn neighbours_on_both_sides_are_one_descriptor() {
+    let mut pool = kvbm_tiers::FramePool::new(Tier::Host, 8);
+    let frames: Vec<_> = std::iter::from_fn(|| pool.take()).collect();
+    assert_eq!(
+        frames.iter().map(|frame| frame.slot().0).collect::<Vec<_>>(),
+        [0, 1, 2, 3, 4, 5, 6, 7]
+    );
+    let of = |from: &[u32]| {
+        let from: Vec<_> = from.iter().copied().map(SlotId).collect();
+        descriptors(&from, &frames[..from.len()])
+    };
+    assert_eq!((of(&[]), of(&[9]), of(&[4, 5, 6]), of(&[4, 5, 7, 8, 3])), (0, 1, 1, 3));
+}
