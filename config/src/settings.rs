@@ -766,6 +766,7 @@ impl fmt::Debug for PeerSettings {
             .field("lease_ttl_ms", &self.lease_ttl_ms)
             .field("lease_share", &self.lease_share)
             .field("shared_memory", &self.shared_memory)
+            .field("nixl", &self.nixl)
             .finish()
     }
 }

@@ -94,7 +94,7 @@ impl NetworkSources {
             }
             None => DoctorCheck::disabled(
                 name,
-                "unless it is set, such as to 3s: UCX over TCP never notices a cut link",
+                "reads between peers set it to 3s; else UCX over TCP never notices a cut link",
             ),
         }
     }

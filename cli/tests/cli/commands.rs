@@ -1,6 +1,5 @@
 //! The other commands, and the help.
 
-use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
 

@@ -30,8 +30,11 @@ pub(crate) struct FillingSlots<'a> {
 struct LentSlots {
     /// Which of the reserved slots.
     slots: Range<usize>,
-    back: oneshot::Receiver<(Vec<Frame>, Result<Vec<Option<u32>>, CopyError>)>,
+    back: oneshot::Receiver<(Vec<Frame>, BlockSums)>,
 }
+
+/// The checksums of the blocks that were written, or why they were not.
+type BlockSums = Result<Vec<Option<u32>>, CopyError>;
 
 impl<'a> FillingSlots<'a> {
     /// Takes the slots. They must not be written before [`Core::after_removals`] says so.
@@ -123,7 +126,7 @@ impl<'a> FillingSlots<'a> {
 
     /// Waits for the frames that were lent first, and returns the checksums of their blocks, if they
     /// are written. `None`: they will not come back, or none are lent.
-    pub(crate) async fn regain(&mut self) -> Option<Result<Vec<Option<u32>>, CopyError>> {
+    pub(crate) async fn regain(&mut self) -> Option<BlockSums> {
         let (frames, result) = (&mut self.lent.front_mut()?.back).await.ok()?;
         let first = self.lent.pop_front()?.slots.start;
         let (reserved, _) = self.slots.as_mut()?;

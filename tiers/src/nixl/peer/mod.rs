@@ -157,7 +157,7 @@ fn add_settings(chosen: &mut String) {
         let is_chosen = chosen.split(',').any(|one| one.trim().starts_with(key));
         if !is_chosen {
             let separator = if chosen.is_empty() { "" } else { "," };
-            chosen.push_str(&format!("{separator}{key}={value}"));
+            chosen.extend([separator, key, "=", value]);
         }
     }
 }
