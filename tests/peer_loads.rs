@@ -9,6 +9,7 @@ use kvbm::{
     BlockHash, Chain, EngineMemory, ErrorKind, Fence, Fingerprint, GroupSlots, KvPlace, Loaded,
     Manager, NewEpoch, Options, PeerLease, RequestInfo, Result, SlotId, Tier,
 };
+use kvbm_settings::PeerNixl;
 use kvbm_tests::engine::{block_on, without_device};
 use kvbm_tests::rig::{chain, number, wait_until};
 use kvbm_tests::slots::{load_slots, save_slots};
@@ -32,6 +33,7 @@ impl Worker {
         settings.peers.enabled = true;
         settings.peers.port = port;
         settings.peers.shared_memory = shared_memory;
+        settings.peers.nixl = PeerNixl::Off;
         settings.peers.lease_share = 1.0;
         settings.peers.addresses = peer.map(|address| address.to_string());
         let (region, memory) = Tensors::new(SLOTS, BLOCK, 2 * usize::from(LAYERS)).shared();

@@ -115,7 +115,7 @@ pub(crate) const MAX_REQUESTS: usize = 4096;
 pub struct FromPeer {
     /// The peer's name.
     pub peer: String,
-    /// How its blocks come: `tcp` or `shared_memory`. `None`: it gave no lease.
+    /// How its blocks come: `tcp`, `shared_memory` or `nixl`. `None`: it gave no lease.
     pub way: Option<&'static str>,
     /// Blocks that were leased there, and were not here.
     pub leased_blocks: usize,
