@@ -121,9 +121,10 @@ impl Manager {
         self.inner.peers().map(|peers| peers.known().into_iter().collect()).unwrap_or_default()
     }
 
-    /// This worker's own name and address among its peers; `None`: the settings want none.
+    /// This worker's own name among its peers, and where they reach it; `None`: the settings want
+    /// none.
     fn peer(&self) -> Option<(String, String)> {
-        self.inner.peers().map(|peers| (peers.name().to_owned(), peers.address().to_string()))
+        self.inner.peers().map(|peers| (peers.name().to_owned(), peers.reached_at().to_owned()))
     }
 
     /// Asks `peer` for a lease of what the tiers here lack of `chain`, of its first `most` blocks.

@@ -16,10 +16,14 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(nixl_is_available, module)?)
 }
 
-/// Whether NIXL's library is there. It is loaded, which takes a moment the first time.
+/// Whether NIXL's library is there, or at the path that `nixl.library` would name. It is loaded,
+/// which takes a moment the first time.
 #[pyfunction]
-fn nixl_is_available(py: Python<'_>) -> bool {
-    py.detach(|| kvbm::probe_nixl(&kvbm_settings::Settings::default()).library.is_ok())
+#[pyo3(signature = (library=None))]
+fn nixl_is_available(py: Python<'_>, library: Option<String>) -> bool {
+    let mut settings = kvbm_settings::Settings::default();
+    settings.nixl.library = library;
+    py.detach(|| kvbm::probe_nixl(&settings).library.is_ok())
 }
 
 /// The right to read the leading blocks of a chain at a peer, for a while, until it is used up or

@@ -50,6 +50,12 @@ def test_what_one_engine_computed_another_one_goes_on_with(model, said):
             params = told | {"remote_port": 1, "kvbm_peer": "somebody"}
             went_on = decode(second, 2, params)
             assert (went_on["said"], went_on["scheduled"]) == (said[2], LENGTH + 7)
+            # Nor does it matter what a client sends.
+            for wrong in ([], {}, True, -1, "x" * 100_000):
+                params = {"do_remote_prefill": True, "kvbm_peer": wrong, "remote_host": wrong, "remote_port": wrong}
+                assert decode(second, 2, params | {"remote_num_tokens": wrong})["said"] == said[2]
+            went_on = decode(second, 4, prefill(first, 4) | {"remote_num_tokens": -1})
+            assert went_on["said"] == said[4]
             # It dies, and what it told is computed here.
             told = prefill(first, 3)
             first.kill()

@@ -127,7 +127,12 @@ impl<'a> FillingSlots<'a> {
     /// Waits for the frames that were lent first, and returns the checksums of their blocks, if they
     /// are written. `None`: they will not come back, or none are lent.
     pub(crate) async fn regain(&mut self) -> Option<BlockSums> {
-        let (frames, result) = (&mut self.lent.front_mut()?.back).await.ok()?;
+        let lent = &mut self.lent.front_mut()?.back;
+        if lent.is_terminated() {
+            // It was told before that these do not come back.
+            return None;
+        }
+        let (frames, result) = lent.await.ok()?;
         let first = self.lent.pop_front()?.slots.start;
         let (reserved, _) = self.slots.as_mut()?;
         reserved.frames.splice(first..first, frames);

@@ -138,8 +138,9 @@ impl<T> Transfer<T> {
     }
 
     /// Its name in [`Manager::completions`](crate::Manager::completions): for a save from or a load
-    /// into the engine's own memory, also of all cache groups. `None` for any other transfer, and
-    /// for one that was refused: its answer, an error, is there.
+    /// into the engine's own memory, also of all cache groups. `None` for any other transfer, a load
+    /// of what a peer holds among them, and for one that was refused: its answer, an error, is
+    /// there.
     pub const fn id(&self) -> Option<TransferId> {
         self.id
     }

@@ -55,7 +55,9 @@ use kvbm_tiers::{DramRegion, Memory};
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::AbortHandle;
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
 use self::discovery::{PeerAddress, PeerAnnouncement, PeerSource, PeerWatch};
@@ -92,6 +94,8 @@ const MAX_STRANGERS: usize = 64;
 /// The pause after a connection that could not be accepted: there are no descriptors left, most
 /// often.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// What is cancelled ends within this time.
+const MAX_END: Duration = Duration::from_secs(5);
 const TIDY_PAUSE: Duration = Duration::from_secs(10);
 
 /// An address that is ours: connections wait until they are served.
@@ -191,7 +195,9 @@ pub struct Peers {
     book: Arc<PeerBook>,
     name: String,
     address: SocketAddr,
+    reached_at: String,
     runtime: Handle,
+    reads: Reads,
     watch: PeerWatch,
     /// `None` once it is closed.
     thread: Mutex<Option<PeerThread>>,
@@ -277,7 +283,9 @@ impl Peers {
         }
         handle.spawn(tidy(Arc::clone(&reader)));
         let (stop, stopped) = oneshot::channel();
-        let serve = move || serve(&runtime, socket, holder, announcement, stopped);
+        let reads = Reads::default();
+        let ends = reads.clone();
+        let serve = move || serve(&runtime, socket, holder, announcement, (stopped, ends));
         let thread = spawn("kvbm-peers", serve).map_err(refused)?;
         tracing::info!(name = own.name(), %address, "peers read here");
         Ok(Self {
@@ -286,7 +294,9 @@ impl Peers {
             book,
             name: own.name().to_owned(),
             address,
+            reached_at: own.address().to_owned(),
             runtime: handle,
+            reads,
             watch,
             thread: Mutex::new(Some(PeerThread { stop, thread })),
         })
@@ -300,6 +310,11 @@ impl Peers {
     /// Where it serves others.
     pub const fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Where others reach it: `peers.address`, or else the [address](Self::address) that is bound.
+    pub fn reached_at(&self) -> &str {
+        &self.reached_at
     }
 
     /// The peers that are known, by name, with their addresses.
@@ -368,14 +383,15 @@ impl Peers {
         Work: Future<Output = Result<T>> + Send + 'static,
     {
         let (told, answer) = oneshot::channel();
-        let cancelled = CancellationToken::new();
+        let cancelled = self.reads.all.child_token();
         let work = work(cancelled.clone());
         let work = async move { drop(told.send(work.await)) };
-        self.runtime.spawn(work.in_current_span());
+        self.reads.under_way.spawn_on(work.in_current_span(), &self.runtime);
         Transfer::answered(answer).cancelled_by(move || cancelled.cancel())
     }
 
-    /// Serves nobody any more. Leases of others end, and pulls under way are answered as closed.
+    /// Serves nobody any more. Leases of others end, and what reads at others is cancelled and
+    /// answered.
     pub(crate) fn close(&self) {
         if let Some(PeerThread { stop, thread }) = self.thread.lock().take() {
             drop(stop);
@@ -430,7 +446,7 @@ fn serve(
     socket: tokio::net::TcpListener,
     holder: Holder,
     announcement: Option<PeerAnnouncement>,
-    stopped: oneshot::Receiver<()>,
+    (stopped, reads): (oneshot::Receiver<()>, Reads),
 ) {
     runtime.runtime().block_on(async {
         tokio::select! {
@@ -440,7 +456,27 @@ fn serve(
         if let Some(announcement) = announcement {
             announcement.withdraw().await;
         }
+        reads.end().await;
     });
+}
+
+/// What reads at others.
+#[derive(Clone, Default)]
+struct Reads {
+    under_way: TaskTracker,
+    /// Cancels all of it.
+    all: CancellationToken,
+}
+
+impl Reads {
+    /// Ends all. What has begun to write an engine's slots says what became of them.
+    async fn end(&self) {
+        self.all.cancel();
+        self.under_way.close();
+        if timeout(MAX_END, self.under_way.wait()).await.is_err() {
+            tracing::error!("reads at peers do not end: they are answered as closed");
+        }
+    }
 }
 
 /// Lets go of what is not used, now and then.

@@ -26,11 +26,18 @@ use crate::sync::Mutex;
 const MAX_METADATA: usize = 64 << 10;
 /// Two workers get to know each other within this time, or do without.
 const MAX_MEETING: Duration = Duration::from_secs(5);
+/// A holder says within this time that it cannot, so that its reader hears it.
+const MAX_ANSWER: Duration = Duration::from_secs(3);
+/// Reads that outlast their lease have this time more, since the end of the agent ends those of
+/// others too. What they bring is verified as any.
+const GRACE: Duration = Duration::from_millis(500);
 /// The end of an agent takes a second on a busy machine. Slots that are not back by then are lost
 /// until they come.
 const MAX_END: Duration = Duration::from_secs(3);
-/// After a failure a holder's blocks come over the connection for this time.
+/// After a failure a holder's blocks come over the connection for this time, after a second one for
+/// twice as long, up to the longest.
 const PAUSE: Duration = Duration::from_mins(1);
+const MAX_PAUSE: Duration = Duration::from_hours(1);
 
 /// What a post moves. Tests have small blocks.
 const READ_BYTES: usize = if cfg!(test) { 2 << 10 } else { 1 << 20 };
@@ -96,7 +103,7 @@ async fn place_for(
         nixl.admit(&reader)?;
         nixl.place()
     };
-    let (metadata, TierPlace { base, stride, slots }) = blocking(looked).await?;
+    let (metadata, TierPlace { base, stride, slots }) = blocking(MAX_ANSWER, looked).await?;
     NixlMessage::new(&HolderPlace { metadata, base, stride, slots })
         .map_err(|error| error.to_string())
 }
@@ -111,24 +118,34 @@ pub(super) struct NixlHolders {
 }
 
 /// One of them. It is locked while it is met: two connections do not make two agents.
-#[derive(Default)]
 struct KnownHolder {
     /// They last as long as connections use them.
     reads: Option<Weak<dyn SlotReads>>,
     /// It failed, or the holder has no NIXL: it is not tried before then.
     again: Option<Instant>,
-    was_told: bool,
+    /// How long it is not tried after the next failure.
+    pause: Duration,
+}
+
+impl Default for KnownHolder {
+    fn default() -> Self {
+        Self { reads: None, again: None, pause: PAUSE }
+    }
 }
 
 impl KnownHolder {
+    /// A failure is remembered until long after NIXL may be tried again: another one follows a
+    /// longer pause, and is not told.
     fn is_of_use(&self) -> bool {
-        self.again.is_some_and(|again| again > Instant::now())
+        self.again.is_some_and(|again| again + MAX_PAUSE > Instant::now())
             || self.reads.as_ref().is_some_and(|reads| reads.strong_count() > 0)
     }
 
     fn give_up(&mut self, holder: &Member, why: &str) {
-        (self.reads, self.again) = (None, Some(Instant::now() + PAUSE));
-        if !std::mem::replace(&mut self.was_told, true) {
+        let is_first = self.pause == PAUSE;
+        (self.reads, self.again) = (None, Some(Instant::now() + self.pause));
+        self.pause = (2 * self.pause).min(MAX_PAUSE);
+        if is_first {
             let holder = &holder.name;
             tracing::warn!(holder, why, "its blocks do not come by NIXL for now, but by TCP");
         }
@@ -151,12 +168,16 @@ impl NixlHolders {
         let mut known = known.lock().await;
         link.nixl = known.reads.as_ref().and_then(Weak::upgrade);
         if link.reads().is_none() && known.again.is_none_or(|again| again <= Instant::now()) {
-            match self.meet(link).await? {
-                Ok(reads) => {
-                    known.reads = Some(Arc::downgrade(&reads));
+            match self.meet(link).await {
+                Ok(Ok(reads)) => {
+                    (known.reads, known.pause) = (Some(Arc::downgrade(&reads)), PAUSE);
                     link.nixl = Some(reads);
                 }
-                Err(why) => known.give_up(&link.holder, &why),
+                Ok(Err(why)) => known.give_up(&link.holder, &why),
+                Err(fault) => {
+                    known.give_up(&link.holder, &fault.to_string());
+                    return Err(fault);
+                }
             }
         }
         if self.is_required && link.reads().is_none() {
@@ -182,7 +203,7 @@ impl NixlHolders {
         link: &mut PeerLink,
     ) -> Result<Result<Arc<dyn SlotReads>, String>, PeerFault> {
         let nixl = Arc::clone(&self.nixl);
-        let reader = match blocking(move || nixl.reader()).await {
+        let reader = match blocking(MAX_MEETING, move || nixl.reader()).await {
             Ok(reader) => reader,
             Err(why) => return Ok(Err(why)),
         };
@@ -199,7 +220,8 @@ impl NixlHolders {
         let name = agent_name(link.holder.incarnation);
         let HolderPlace { metadata, base, stride, slots } = place;
         let place = TierPlace { base, stride, slots };
-        Ok(blocking(move || reader.meet(&name, &metadata, place)).await.map(Arc::from))
+        let met = blocking(MAX_MEETING, move || reader.meet(&name, &metadata, place)).await;
+        Ok(met.map(Arc::from))
     }
 
     /// A link was used: if that ended the agent, NIXL is not tried at this holder for a while.
@@ -224,9 +246,10 @@ impl NixlHolders {
 
 /// Does what takes a while, and need not be waited for if it takes too long.
 async fn blocking<T: Send + 'static>(
+    limit: Duration,
     work: impl FnOnce() -> Result<T, SetupError> + Send + 'static,
 ) -> Result<T, String> {
-    match timeout(MAX_MEETING, spawn_blocking(work)).await {
+    match timeout(limit, spawn_blocking(work)).await {
         Ok(Ok(done)) => done.map_err(|error| error.to_string()),
         Ok(Err(error)) => Err(error.to_string()),
         Err(_) => Err("NIXL takes too long".to_owned()),
@@ -251,6 +274,7 @@ pub(super) async fn read(
     came: &mut ReadByNixl,
 ) -> Result<(), PeerFault> {
     let brought = read_parts(reads, named, until, filling, came).await;
+    let until = until.max(Instant::now() + GRACE);
     if brought.is_ok() || timeout_at(until, filling.regain_all()).await.is_ok() {
         return brought;
     }

@@ -19,6 +19,8 @@ enum Reads {
     Fail,
     /// Their slots do not even come back then.
     NeverEnd,
+    /// An agent is not gone when it should be: their slots never come back.
+    Forget,
 }
 
 /// Stands for the library of both workers.
@@ -101,6 +103,10 @@ impl SlotReads for DoubleReads {
             Reads::Fail => {
                 *self.is_over.lock() = true;
                 done(to, Err(CopyError::refused("this test wants it")));
+            }
+            Reads::Forget => {
+                std::mem::forget(to);
+                drop(done);
             }
             Reads::Hang | Reads::NeverEnd => self.double.kept.lock().push((to, done)),
         }
@@ -195,7 +201,11 @@ fn a_read_that_does_not_end_is_ended_and_its_slots_come_back() {
         pair.lease(&wanted, Fault::None).await;
         let before = Instant::now();
         assert_eq!((pair.pull().await, lost(&pair)), (0, (0, 0)));
-        assert!(before.elapsed() <= TTL + Duration::from_millis(1), "{:?}", before.elapsed());
+        assert!(
+            before.elapsed() <= TTL + GRACE + Duration::from_millis(1),
+            "{:?}",
+            before.elapsed()
+        );
         // For a while blocks come over the connection, and then by NIXL again.
         double.set(Reads::Whole);
         pair.lease(&wanted, Fault::None).await;
@@ -230,6 +240,22 @@ fn slots_that_do_not_come_back_are_lost_until_they_do() {
         assert_eq!(lost(&pair), (0, 0));
         double.set(Reads::Whole);
         pair.heals().await;
+    });
+}
+
+#[test]
+fn slots_that_never_come_back_cost_no_more_than_themselves() {
+    simulated(async {
+        let (mut pair, double) = pair().await;
+        let wanted = chain(0, 10);
+        pair.there.compute(&wanted);
+        double.set(Reads::Forget);
+        pair.lease(&wanted, Fault::None).await;
+        assert_eq!((pair.pull().await, lost(&pair)), (0, (0, 8)));
+        assert_eq!(pair.here.manager().admin().audit(), []);
+        double.set(Reads::Whole);
+        pair.lease(&wanted, Fault::None).await;
+        assert_eq!((pair.pull().await, pair.here.check(&wanted)), (10, 10));
     });
 }
 

@@ -24,6 +24,8 @@ use crate::peers::{ReadDone, SlotReads, TierPlace, UnmetReader};
 
 /// Destroying an agent takes 30 to 300 ms, and a second on a busy machine.
 const MAX_END: Duration = Duration::from_secs(5);
+/// Slots of a holder's tier. A list of them takes some 50 bytes for each.
+const MAX_FAR_SLOTS: u32 = 1 << 24;
 /// The name of a thread that destroys one.
 const END: &str = "kvbm-nixl-end";
 
@@ -88,6 +90,13 @@ fn check_place(place: TierPlace, own: TierPlace) -> Result<(), SetupError> {
     if place.stride != own.stride {
         let (theirs, ours) = (place.stride, own.stride);
         let message = format!("slots there are {theirs} bytes apart, and {ours} bytes here");
+        return Err(SetupError::invalid(message));
+    }
+    if place.slots > MAX_FAR_SLOTS {
+        let message = format!(
+            "{} slots there are more than {MAX_FAR_SLOTS}: choose larger blocks",
+            place.slots
+        );
         return Err(SetupError::invalid(message));
     }
     // The library's own check of ranges is led astray by addresses that wrap around.

@@ -34,8 +34,8 @@ class Prefilled:
     peer: str
     # Leading tokens whose blocks it keeps.
     tokens: int
-    # Until when they are waited for.
-    until: float
+    # Until when they are waited for: it counts from the first look-up, since a request may wait long for its turn.
+    until: float | None = None
     # Leading blocks that it had last, and since when. It is asked again at `next`.
     found: int = -1
     since: float = 0.0
@@ -52,7 +52,7 @@ class Prefills:
 
     def answer(self, request: "Request", engine: str | None) -> dict[str, Any] | None:
         """What the engine that goes on with this request must know. `None`: none does, or it cannot read here."""
-        said, own = request.kv_transfer_params or {}, self._manager.peer()
+        said, own = _said(request), self._manager.peer()
         if not said.get("do_remote_decode") or own is None:
             return None
         name, address = own
@@ -73,13 +73,13 @@ class Prefills:
 
     def of(self, request: "Request") -> Prefilled | None:
         """Where this request's prompt was computed, if it says so and is to be believed."""
-        said = request.kv_transfer_params or {}
+        said = _said(request)
         if not said.get("do_remote_prefill"):
             return None
         peer = self._known(said)
         if peer is None:
             logger.warning(
-                "request %s: no peer is known that is %r at %r:%r, so its prompt is computed here",
+                "request %s: no peer is known that is %.100r at %.100r:%.100r, so its prompt is computed here",
                 request.request_id,
                 said.get(_PEER),
                 said.get("remote_host"),
@@ -87,15 +87,17 @@ class Prefills:
             )
             return None
         tokens = said.get("remote_num_tokens")
-        tokens = tokens if isinstance(tokens, int) else request.num_prompt_tokens
-        return Prefilled(peer, min(tokens, request.num_prompt_tokens), time.monotonic() + self._seconds)
+        tokens = tokens if type(tokens) is int else request.num_prompt_tokens
+        return Prefilled(peer, min(max(tokens, 0), request.num_prompt_tokens))
 
     def _known(self, said: dict[str, Any]) -> str | None:
         """Only who is on the list of peers: a request must not name anybody else."""
-        peers = self._manager.peers()
-        if said.get(_PEER) in peers:
-            return said[_PEER]
+        peers, name = self._manager.peers(), said.get(_PEER)
+        if isinstance(name, str) and name in peers:
+            return name
         host, port = said.get("remote_host"), said.get("remote_port")
+        if not isinstance(host, str) or type(port) is not int:
+            return None
         addresses = (f"{host}:{port}", f"[{host}]:{port}")
         return next((name for name, address in peers.items() if address in addresses), None)
 
@@ -104,6 +106,8 @@ class Prefills:
     ) -> bool:
         """Whether nothing more of it comes. Waits `seconds` at most."""
         ask = lambda: self._manager.lease_at(prefilled.peer, chain, most=most, request=number, hints=hints)
+        if prefilled.until is None:
+            prefilled.until = time.monotonic() + self._seconds
         try:
             return self._go_on(prefilled, ask, min(most, prefilled.tokens // self._block_tokens), seconds)
         except KvbmError as error:
@@ -139,3 +143,9 @@ class Prefills:
             return True
         prefilled.pull = self._manager.pull(lease)
         return False
+
+
+def _said(request: "Request") -> dict[str, Any]:
+    """What clients send may be anything."""
+    said = request.kv_transfer_params
+    return said if isinstance(said, dict) else {}

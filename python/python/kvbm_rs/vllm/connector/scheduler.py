@@ -184,6 +184,8 @@ class Scheduler:
         self._limits = Limits(config.max_tokens, _NOT_HYBRID if config.is_hybrid else "", can_prefetch)
         self._max_pinned = min(slots for slots, _ in tiers.values()) // _MAX_PINNED_SHARE
         self._step = 0
+        # The last step that was waited in for a peer.
+        self._waited = -1
         self._pool: BlockPool | None = None
         # vLLM 0.29 does not show it: a request's blocks are known at its end only, and are saved then.
         self._kv: KVCacheManager | None = None
@@ -243,8 +245,9 @@ class Scheduler:
         return more, not self._is_layered(known.lease)
 
     def _has_come(self, prefilled: Prefilled, known: _Request, chain: Chain, most: int) -> bool:
-        # Where nothing computes vLLM asks again at once.
-        is_idle = not any(other.steps for other in self._requests.values())
+        # Where nothing computes vLLM asks again at once. One of those that wait sleeps, once a step.
+        is_idle = self._waited != self._step and not any(other.steps for other in self._requests.values())
+        self._waited = self._step
         seconds = _IDLE_WAIT if is_idle else 0.0
         return self._prefills.has_ended(prefilled, chain, most, known.number, known.hints, seconds)
 
@@ -499,6 +502,8 @@ class Scheduler:
         if known is None:
             return None
         known.lease = None
+        if known.prefilled is not None and known.prefilled.pull is not None:
+            known.prefilled.pull.cancel()
         computed = known.steps[-1][1] if known.steps else known.computed
         full = min(self._full(known, computed), len(tables[self._config.groups[0].index]))
         # Of a hybrid model a turn leaves a checkpoint.
