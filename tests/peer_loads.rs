@@ -217,3 +217,27 @@ fn one_call_moves_blocks_and_calls_back() {
         assert_eq!((arrived, refused.unwrap_err().kind()), (0, ErrorKind::Invalid));
     }
 }
+
+#[test]
+fn a_close_amid_a_load_says_what_became_of_the_slots() {
+    let there = Worker::new(0, None, false);
+    let prompt = chain(1, 36);
+    there.compute(&prompt, 0);
+    let slots = last_slots(36);
+    // At other points each time: a pull takes some 20 ms.
+    for ms in 0..8 {
+        let here = Worker::new(0, Some(there.address()), false);
+        let lease = here.lease(there.address(), &prompt).expect("it is there");
+        let load = here.manager.load_into(lease, &[GroupSlots::full(0, &slots)], &Fence::Done);
+        std::thread::sleep(Duration::from_millis(4 * ms));
+        assert_eq!(here.manager.close(LIMIT).copies_left, 0);
+        // Some of them may have been written: an error would say that none was.
+        let loaded = load.wait().expect("it is answered for");
+        assert_eq!(loaded.arrived + loaded.failed, 36);
+        assert!(loaded.writers.are_gone());
+        for (&hash, &slot) in prompt.iter().zip(&slots).take(loaded.arrived) {
+            assert!(has_pattern(pattern(hash, 0), &here.memory.read(slot)));
+        }
+    }
+    there.assert_well();
+}
