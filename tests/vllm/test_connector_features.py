@@ -313,12 +313,13 @@ def test_a_request_with_hashes_of_another_granularity_is_not_kept():
 
     from kvbm_rs.vllm.connector.adapters import Adapters
     from kvbm_rs.vllm.connector.hints import Limits
+    from kvbm_rs.vllm.connector.peers import Prefills
     from kvbm_rs.vllm.connector.scheduler import Scheduler
 
     scheduler = Scheduler.__new__(Scheduler)
     scheduler._config = SimpleNamespace(names_media=True, hash_tokens=BLOCK // 2)
     scheduler._adapters, scheduler._weights, scheduler._requests = Adapters(None), b"", {}
-    scheduler._limits = Limits(4096, "", True)
+    scheduler._limits, scheduler._prefills = Limits(4096, "", True), Prefills(None, BLOCK, 1.0)
     kept = []
     for hashes in (7, 8, 3, 0):
         request = SimpleNamespace(
