@@ -2,9 +2,9 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::unix::fs::MetadataExt;
 
 use kvbm_settings::MIN_TOKEN_BYTES;
+use kvbm_tiers::privacy_problem;
 
 use crate::error::{Error, ErrorKind, Result};
 
@@ -73,21 +73,13 @@ fn text_of(file: File, path: &str, setting: &str) -> Result<String> {
     Ok(text)
 }
 
-/// The rule for files of encryption keys (docs/security.md).
+/// As a file of encryption keys.
 fn check_privacy(file: &File, path: &str, setting: &str) -> Result<()> {
-    let about = file.metadata().map_err(|error| unreadable(path, setting, error))?;
-    let (us, owner, mode) =
-        (rustix::process::geteuid().as_raw(), about.uid(), about.mode() & 0o777);
-    let wrong = if !about.is_file() {
-        "is not a file".to_owned()
-    } else if owner != us && owner != 0 {
-        format!("belongs to user {owner}: chown it to user {us}")
-    } else if mode & 0o077 != 0 {
-        format!("has mode {mode:04o}, so others can read it: chmod 0600")
-    } else {
-        return Ok(());
-    };
-    Err(Error::invalid(format!("{path} ({setting}) {wrong}")))
+    let problem = privacy_problem(file).map_err(|error| unreadable(path, setting, error))?;
+    match problem {
+        Some(problem) => Err(Error::invalid(format!("{path} ({setting}) {problem}"))),
+        None => Ok(()),
+    }
 }
 
 fn only_line(text: &str, path: &str, setting: &str) -> Result<String> {

@@ -114,16 +114,16 @@ impl Manager {
                 Ok(Box::new(|| loading.wait().map(KvMoved::from)))
             }
             (KvPlace::Peer(peer), KvPlace::Tiers) => {
-                let peers = self.peers_of_leases()?;
+                let peers = self.own_peers()?;
                 let leasing = peers.lease(peer, chain, RequestInfo::default());
                 let pulling = peers.pull_when_leased(leasing, arrived);
                 Ok(Box::new(|| pulling.wait().map(|pulled| KvMoved::of(pulled.blocks))))
             }
             (KvPlace::Peer(peer), KvPlace::Slots(to)) => {
-                let (peers, engine) = (self.peers_of_leases()?, self.engine()?.clone());
+                let (peers, engine) = (self.own_peers()?, self.engine()?.clone());
                 let slots = EngineSlots::new(engine, 0, to, Fence::Done)?;
                 let leasing = peers.lease(peer, chain, RequestInfo::default());
-                let loading = peers.load_when_leased(leasing, slots, arrived);
+                let loading = peers.load_into(leasing, slots, arrived);
                 Ok(Box::new(|| loading.wait().map(KvMoved::from)))
             }
             _ => Err(Error::invalid(

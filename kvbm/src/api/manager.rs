@@ -236,15 +236,15 @@ impl Manager {
         self.cores().for_each(|core| core.table().finished(&ended));
     }
 
-    /// Brings what the lease holds in any tier, or a peer for it, onto the device. The answer's lease
-    /// holds it there.
-    /// It is an error of kind [`Invalid`](ErrorKind::Invalid) if the lease is of another manager,
-    /// of kind [`Stale`](ErrorKind::Stale) if it is from before a [`reset`](Self::reset), and of
-    /// kind [`Closed`](ErrorKind::Closed) after [`close`](Self::close).
+    /// Brings what the lease holds in any tier or at a peer onto the device. The answer's lease
+    /// holds it there. It is an error of kind [`Invalid`](ErrorKind::Invalid) if the lease is of
+    /// another manager, of kind [`Stale`](ErrorKind::Stale) if it is from before a
+    /// [`reset`](Self::reset), and of kind [`Closed`](ErrorKind::Closed) after
+    /// [`close`](Self::close).
     pub fn load(&self, lease: impl Into<AnyLease>) -> Transfer<Transferred> {
         match lease.into() {
             AnyLease::Here(lease) => self.core.transfer(Class::Load, Tier::Device, lease),
-            AnyLease::AtPeer(lease) => match self.peers_of_leases() {
+            AnyLease::AtPeer(lease) => match self.own_peers() {
                 Ok(peers) => peers.load(*lease),
                 Err(error) => Transfer::failed(error),
             },
@@ -276,10 +276,9 @@ impl Manager {
         self.peers.as_ref()
     }
 
-    /// The peers that gave leases.
-    pub(crate) fn peers_of_leases(&self) -> Result<&Peers> {
+    pub(crate) fn own_peers(&self) -> Result<&Peers> {
         self.peers.as_ref().ok_or_else(|| {
-            Error::invalid("the lease is of another manager's peer: this one has none")
+            Error::invalid("this manager has no peers: set peers.enabled (DYN_KVBM_PEERS) to true")
         })
     }
 
@@ -406,8 +405,9 @@ impl Manager {
     /// weights ([`NewEpoch::of_weights`]): the numbers alone may have come together by chance.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] unless the number is greater than the present one: a caller whose change
-    /// of weights went wrong must learn of it, and no epoch comes twice. Nothing has changed then.
+    /// [`ErrorKind::Invalid`] unless the number is greater than the present one: a caller whose
+    /// change of weights went wrong must learn of it, and no epoch comes twice. Nothing has changed
+    /// then.
     /// [`ErrorKind::Unavailable`]: the epoch has begun, but a tier that outlives the process could
     /// not be told within 30 s in all (of a hybrid model, within a second more for each cache
     /// group): if the process ends before it can, blocks of past epochs are found again. It is

@@ -77,28 +77,20 @@ impl Peers {
         })
     }
 
-    /// [`load_into`](Self::load_into), of a lease that is still to come. `arrived` counts blocks.
-    pub(crate) fn load_when_leased(
+    /// Brings what a lease names into the host tier, and from there into an engine's slots.
+    /// `arrived` counts blocks.
+    pub(crate) fn load_into(
         &self,
         leasing: Transfer<PeerLease>,
         slots: EngineSlots,
         arrived: &Arc<AtomicUsize>,
     ) -> Transfer<Loaded> {
-        let (reader, arrived) = (Arc::clone(&self.reader), Arc::clone(arrived));
-        self.start_on_thread(async move |cancelled| {
-            let lease = cancelled_with(leasing, &cancelled).await?;
-            reader.load_into(lease, slots, &arrived, &cancelled).await
-        })
-    }
-
-    /// Brings what a lease names into the host tier, and from there into an engine's slots.
-    pub(crate) fn load_into(&self, lease: PeerLease, slots: EngineSlots) -> Transfer<Loaded> {
         let layers = slots.engine.layers();
         let count = Arc::new(LayerCount::new(layers.get(), slots.slots.len()));
-        let reader = Arc::clone(&self.reader);
+        let (reader, arrived) = (Arc::clone(&self.reader), Arc::clone(arrived));
         let ends = EndsLayers(Arc::clone(&count));
         let transfer = self.start_on_thread(async move |cancelled| {
-            let arrived = AtomicUsize::new(0);
+            let lease = cancelled_with(leasing, &cancelled).await?;
             let loaded = reader.load_into(lease, slots, &arrived, &cancelled).await?;
             ends.0.end(loaded.is_whole);
             Ok(loaded)

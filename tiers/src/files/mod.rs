@@ -10,10 +10,12 @@
 //! |---|---|
 //! | `kept.rs` | finding a file or making it, so that a start that is killed leaves nothing that looks complete; one opener at a time |
 //! | `ours.rs` | opening what is there without trusting it, and directories that only we write |
+//! | `private.rs` | what must hold of a file of secrets that a setting names |
 //! | `site.rs` | what went wrong, and which setting to change; giving a file its size, with the space behind it |
 
 mod kept;
 mod ours;
+mod private;
 mod site;
 
 pub(crate) use kept::{
@@ -21,6 +23,7 @@ pub(crate) use kept::{
     remove_abandoned, replace, sync_dir,
 };
 pub(crate) use ours::{is_at, is_private_dir, make_private_dir, open_ours, unlink};
+pub use private::privacy_problem;
 pub(crate) use site::{
     OwnDirectory, SettingNames, check_size, check_space, checked_namespace, fill, resize,
 };

@@ -7,7 +7,6 @@ use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
 use std::mem::{ManuallyDrop, MaybeUninit};
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use base64::Engine;
@@ -17,6 +16,7 @@ use ring::hmac;
 use zeroize::{Zeroizing, zeroize_flat_type};
 
 use crate::error::{SetupError, SetupErrorKind};
+use crate::files::privacy_problem;
 
 /// The variable that holds keys.
 const VARIABLE: &str = "DYN_KVBM_ENCRYPTION_KEY";
@@ -136,24 +136,11 @@ fn parse_key(written: &str) -> Result<(u32, SecretKey), &'static str> {
 
 /// Anyone who can read the file can read all that was ever sealed.
 fn check_privacy(file: &File, place: &str) -> Result<(), SetupError> {
-    let about = file.metadata().map_err(|error| unreadable(place, error))?;
-    let user = rustix::process::geteuid().as_raw();
-    if !about.is_file() {
-        return Err(SetupError::invalid(format!("{place} is not a file: name a file of keys")));
+    let problem = privacy_problem(file).map_err(|error| unreadable(place, error))?;
+    match problem {
+        Some(problem) => Err(SetupError::invalid(format!("{place} {problem}"))),
+        None => Ok(()),
     }
-    if about.uid() != user && about.uid() != 0 {
-        return Err(SetupError::invalid(format!(
-            "{place} belongs to user {}: chown it to user {user}",
-            about.uid()
-        )));
-    }
-    if about.mode() & 0o077 != 0 {
-        let mode = about.mode() & 0o777;
-        return Err(SetupError::invalid(format!(
-            "{place} has mode {mode:04o}, so others can read it: chmod 0600"
-        )));
-    }
-    Ok(())
 }
 
 fn unreadable(place: &str, error: io::Error) -> SetupError {

@@ -28,11 +28,11 @@ struct LoadPart<'a> {
 impl Manager {
     /// Copies what `lease` holds into the engine's slots, once the fence `after` is raised: the end
     /// of work that used the slots before. What a lease names at a peer comes by the host tier, and
-    /// stays there. `slots` are of successive blocks of the chain. Of a
-    /// plain model they are any that the lease has; blocks that no tier holds count as failed, as
-    /// do those behind one that cannot be read. Of a hybrid model each cache group is named once,
-    /// and its blocks end with the last [usable](Lease::usable) one and begin where
-    /// [`Lease::wanted`] says, or later if the engine has the ones before.
+    /// stays there. `slots` are of successive blocks of the chain. Of a plain model they are any
+    /// that the lease has; blocks that no tier holds count as failed, as do those behind one that
+    /// cannot be read. Of a hybrid model each cache group is named once, and its blocks end with
+    /// the last [usable](Lease::usable) one and begin where [`Lease::wanted`] says, or later if the
+    /// engine has the ones before.
     ///
     /// Nothing else may use the slots until the answer, nor those of failed blocks until its
     /// [`Writers`](crate::Writers) are gone. It is an error of kind
@@ -63,10 +63,10 @@ impl Manager {
         slots: &[GroupSlots<'_>],
         after: &Fence,
     ) -> Result<Transfer<Loaded>> {
-        let (peers, engine) = (self.peers_of_leases()?, self.engine()?.clone());
+        let (peers, engine) = (self.own_peers()?, self.engine()?.clone());
         let GroupSlots { first, slots, .. } = CheckpointGroups::plain(slots)?;
         let slots = EngineSlots::new(engine, first, slots, after.clone())?;
-        Ok(peers.load_into(lease, slots))
+        Ok(peers.load_into(Transfer::ended(lease), slots, &Arc::default()))
     }
 
     fn load_here(

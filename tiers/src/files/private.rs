@@ -1,0 +1,25 @@
+//! Files of secrets that settings name: what must hold of one before it is read.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+
+/// Why a file is no place for a secret, and what to do; `None`: only its owner, who is this user or
+/// root, can read it.
+///
+/// # Errors
+/// The system does not tell.
+pub fn privacy_problem(file: &File) -> io::Result<Option<String>> {
+    let about = file.metadata()?;
+    let (user, owner, mode) =
+        (rustix::process::geteuid().as_raw(), about.uid(), about.mode() & 0o777);
+    Ok(if !about.is_file() {
+        Some("is not a file".to_owned())
+    } else if owner != user && owner != 0 {
+        Some(format!("belongs to user {owner}: chown it to user {user}"))
+    } else if mode & 0o077 != 0 {
+        Some(format!("has mode {mode:04o}, so others can read it: chmod 0600"))
+    } else {
+        None
+    })
+}
