@@ -119,8 +119,7 @@ impl FlushQueue {
     /// Puts the block behind all that wait. One that has an entry keeps its place.
     pub(super) fn push_last(&mut self, block: DirtyBlock) {
         if !self.has(block.slot) {
-            let number = self.add(block, None);
-            self.entries.link_last(number);
+            self.numbers[block.slot.0 as usize] = self.entries.push_last(block, None);
         }
     }
 
@@ -131,8 +130,7 @@ impl FlushQueue {
             return;
         }
         known.into_iter().for_each(|number| _ = self.entries.remove(number));
-        let number = self.add(block, None);
-        self.entries.link_first(number);
+        self.numbers[block.slot.0 as usize] = self.entries.push_first(block);
     }
 
     pub(super) fn pop_first(&mut self) -> Option<DirtyBlock> {
@@ -142,8 +140,8 @@ impl FlushQueue {
     /// Has the block wait for its turn again at `due_ms`. One that has an entry keeps its place.
     pub(super) fn put_off(&mut self, block: DirtyBlock, due_ms: u64) {
         if !self.has(block.slot) {
-            let number = self.add(block, Some(Due { round: self.entries.round, at_ms: due_ms }));
-            self.entries.link_last(number);
+            let due = Due { round: self.entries.round, at_ms: due_ms };
+            self.numbers[block.slot.0 as usize] = self.entries.push_last(block, Some(due));
         }
     }
 
@@ -174,12 +172,6 @@ impl FlushQueue {
         let number = *self.numbers.get(slot.0 as usize)?;
         let block = self.entries.get(number)?.block.as_ref();
         block.is_some_and(|block| block.slot == slot).then_some(number)
-    }
-
-    fn add(&mut self, block: DirtyBlock, due: Option<Due>) -> u32 {
-        let number = self.entries.add(Entry { block: Some(block), due, before: NONE, after: NONE });
-        self.numbers[block.slot.0 as usize] = number;
-        number
     }
 }
 
@@ -252,30 +244,27 @@ impl Entries {
         block
     }
 
-    fn link_last(&mut self, number: u32) {
-        let list = self.list(self.at(number).due);
-        let before = std::mem::replace(&mut list.last, number);
-        list.len += 1;
+    fn push_last(&mut self, block: DirtyBlock, due: Option<Due>) -> u32 {
+        let before = self.list(due).last;
+        let number = self.add(Entry { block: Some(block), due, before, after: NONE });
         match before {
-            NONE => list.first = number,
-            before => {
-                self.at_mut(before).after = number;
-                self.at_mut(number).before = before;
-            }
+            NONE => self.list(due).first = number,
+            before => self.at_mut(before).after = number,
         }
+        let list = self.list(due);
+        (list.last, list.len) = (number, list.len + 1);
+        number
     }
 
-    fn link_first(&mut self, number: u32) {
-        let list = self.list(self.at(number).due);
-        let after = std::mem::replace(&mut list.first, number);
-        list.len += 1;
+    fn push_first(&mut self, block: DirtyBlock) -> u32 {
+        let after = self.waiting.first;
+        let number = self.add(Entry { block: Some(block), due: None, before: NONE, after });
         match after {
-            NONE => list.last = number,
-            after => {
-                self.at_mut(after).before = number;
-                self.at_mut(number).after = after;
-            }
+            NONE => self.waiting.last = number,
+            after => self.at_mut(after).before = number,
         }
+        (self.waiting.first, self.waiting.len) = (number, self.waiting.len + 1);
+        number
     }
 
     fn list(&mut self, due: Option<Due>) -> &mut List {

@@ -6,13 +6,13 @@ use std::time::Duration;
 use kvbm_tiers::{Frame, SlotId, Tier};
 
 use super::{
-    BlockState, BlockWaiter, Destination, Effects, OpenTransfer, Reply, SaveAgain, Spent,
-    TransferCaller, TransferCut, TransferParent, TransferPlan,
+    BlockState, BlockWaiter, Destination, Effects, Homecoming, OpenTransfer, Reply, SaveAgain,
+    Spent, TransferCaller, TransferCut, TransferParent, TransferPlan,
 };
 use crate::observe::events::StoreReason;
 use crate::table::budget::Budget;
 use crate::table::flush_queue::DirtyBlock;
-use crate::table::index::RecordId;
+use crate::table::index::{KeyHash, RecordId};
 use crate::table::pins::Pins;
 use crate::table::{MissReason, RequestInfo, Table};
 use crate::task::{Class, CopyTask, Outcome, TaskResult, TransferId};
@@ -237,7 +237,8 @@ impl Table {
             "the handle of another slot came back"
         );
         transfer.account.copied = Some(now);
-        self.came_home(id, block);
+        let homecoming = transfer.takes_home(block);
+        self.came_home(id, homecoming);
     }
 
     /// A block will not come, and nothing touches its slot any more.
@@ -262,7 +263,9 @@ impl Table {
     /// No queue, medium or engine has a failed block any more.
     fn block_returned(&mut self, id: TransferId, block: usize, frame: Option<Frame>) {
         self.free_slot(id, block, frame);
-        self.came_home(id, block);
+        let Some(transfer) = self.transfers.at_mut(id) else { return };
+        let homecoming = transfer.takes_home(block);
+        self.came_home(id, homecoming);
     }
 
     /// Nothing touches the slot of a failed block any more.
@@ -281,16 +284,10 @@ impl Table {
     }
 
     /// No queue, no medium and no engine has a block any more.
-    fn came_home(&mut self, id: TransferId, block: usize) {
-        let Some(transfer) = self.transfers.at_mut(id) else { return };
-        transfer.away -= 1;
-        let is_last = transfer.away == 0;
-        // An open transfer may get more blocks that read the same sources.
-        let sources = if is_last && !transfer.is_open { transfer.sources.take() } else { None };
-        let source = transfer.blocks[block].source.take();
-        source.into_iter().for_each(|slot| self.unpin(Tier::Host, slot));
-        if is_last {
-            sources.into_iter().for_each(|pins| self.release(pins));
+    fn came_home(&mut self, id: TransferId, block: Homecoming) {
+        block.source.into_iter().for_each(|slot| self.unpin(Tier::Host, slot));
+        if block.is_last {
+            block.sources.into_iter().for_each(|pins| self.release(pins));
             // One whose foreign copies failed waits for its own before it begins anew.
             self.end_if_done(id);
             self.forget_if_home(id);
@@ -309,17 +306,24 @@ impl Table {
         let told = (transfer.context.info, transfer.reason);
         let mut is_dropped = false;
         while !budget.is_spent()
-            && let Some(next) = self.transfers.at_mut(id).and_then(|transfer| transfer.next_ready())
+            && let Some(transfer) = self.transfers.at_mut(id)
+            && let Some(next) = transfer.next_ready()
         {
-            // Once the engine was told that a block is wrong, it must not hear that the block is
-            // there.
-            is_dropped = matches!(next, Destination::Engine { source } if !self.is_given(source));
-            if is_dropped {
-                break;
-            }
             budget.change();
-            let frame = self.transfers.at_mut(id).and_then(OpenTransfer::take_ready);
-            let (Destination::Tier(record), Some(frame)) = (next, frame) else { continue };
+            let record = match next {
+                Destination::Tier(record) => record,
+                Destination::Engine { source } => {
+                    // Once the engine was told that a block is wrong, it must not hear that the
+                    // block is there.
+                    is_dropped = !self.is_given(source);
+                    if is_dropped {
+                        break;
+                    }
+                    self.transfers.at_mut(id).and_then(OpenTransfer::take_ready);
+                    continue;
+                }
+            };
+            let Some(frame) = transfer.take_ready() else { continue };
             self.publish(record, frame, told);
             for waiter in self.transfers.take_waiting_for(tier, record) {
                 match waiter {
@@ -399,9 +403,11 @@ impl Table {
         (info, reason): (RequestInfo, StoreReason),
     ) {
         let tier = frame.tier();
-        self.records.at_mut(record).publish(tier);
-        self.note_residence(record);
-        if let Some(parent) = self.records.at(record).parent() {
+        let known = self.records.at_mut(record);
+        known.publish(tier);
+        let (key, parent, resident) = (known.key(), known.parent(), known.resident());
+        self.index.note(KeyHash::of(key), record, resident);
+        if let Some(parent) = parent {
             let parent = self.records.at(parent).slot(tier);
             let held = self.tier_mut(tier);
             held.gain_child(parent);
@@ -409,7 +415,6 @@ impl Table {
             held.turned_away = held.turned_away.filter(|block| block.slot != parent);
         }
         let since_ms = self.now_ms;
-        let resident = self.records.at(record).resident();
         let held = self.tier_mut(tier);
         let slot = held.pool.deposit(frame);
         held.occupy(slot, record);

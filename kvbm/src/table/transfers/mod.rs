@@ -480,6 +480,16 @@ impl OpenTransfers {
     }
 }
 
+/// What a block that nothing touches any more leaves to release.
+struct Homecoming {
+    /// Whether no other block of its transfer is away.
+    is_last: bool,
+    /// The slot of the host tier that it was read from.
+    source: Option<SlotId>,
+    /// What the whole transfer read.
+    sources: Option<Pins>,
+}
+
 impl OpenTransfer {
     fn new(
         class: Class,
@@ -562,6 +572,18 @@ impl OpenTransfer {
         block.state = BlockState::Ended;
         self.published += 1;
         block.frame.take()
+    }
+
+    /// No queue, no medium and no engine has its `block`-th block any more.
+    fn takes_home(&mut self, block: usize) -> Homecoming {
+        self.away -= 1;
+        let is_last = self.away == 0;
+        Homecoming {
+            is_last,
+            source: self.blocks[block].source.take(),
+            // An open transfer may get more blocks that read the same sources.
+            sources: if is_last && !self.is_open { self.sources.take() } else { None },
+        }
     }
 
     /// Whether no block of it can become resident any more.
