@@ -16,6 +16,7 @@
 //! | `gradual` | arrays and maps that never grow all at once |
 //! | [`sample`] | a few blocks that stand for all, and the hot ones that stand for themselves |
 //! | [`miss_ratio`] | hit rate against capacity, in one pass |
+//! | [`offload`] | whether a decode worker computes a prompt itself, or a prefill worker does |
 //! | [`split`](mod@split) | how much of what is held is sooner loaded than computed again |
 //! | [`simulation`] | policies over a trace |
 
@@ -28,6 +29,7 @@ mod chunk_cache;
 pub mod eviction;
 mod gradual;
 pub mod miss_ratio;
+pub mod offload;
 pub mod reuse;
 pub mod sample;
 mod seam;
@@ -41,6 +43,7 @@ pub use checkpoints::{CheckpointGrid, CheckpointPart};
 pub use chunk_cache::{ChunkCache, ChunkKey};
 pub use eviction::{Eviction, EvictionKind, UnknownEviction};
 pub use miss_ratio::MissRatio;
+pub use offload::should_offload_prefill;
 pub use reuse::{LastUse, ReuseModel};
 pub use sample::{Sample, SampledRequests};
 pub use seam::{Access, BlockId, Ended, Forest, Hints, RequestId, Standing, TierPolicies, Upkeep};

@@ -4,10 +4,12 @@
 //! |---|---|
 //! | `model` | what a block takes; capacities in blocks or bytes |
 //! | `tiers` | several tiers: where hits come from, what is written |
+//! | `fleet` | prefill workers apart from decode workers |
 //! | `what_if` | what more of a tier would bring, in hits and seconds |
 //! | `outcome` | the result, as JSON and as text |
 //! | `html` | the result as a page |
 
+mod fleet;
 mod html;
 mod model;
 mod outcome;
@@ -24,6 +26,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use kvbm_policies::{AdmissionKind, EvictionKind, Miniature, Policy, Sample, TraceThinning};
 use kvbm_tiers::clock;
 
+use self::fleet::FleetArgs;
 use self::model::{CostAmount, KvModel, ModelArgs};
 use self::outcome::{MissCurve, OutcomeRow, PlanOutcome};
 use self::tiers::TierAmount;
@@ -82,6 +85,8 @@ pub(crate) struct PlanArgs {
     model: ModelArgs,
     #[command(flatten)]
     costs: CostArgs,
+    #[command(flatten)]
+    fleet: FleetArgs,
 }
 
 pub(crate) fn run(args: &PlanArgs, global: &GlobalOptions) -> Result<(), CommandFailure> {
@@ -121,6 +126,7 @@ fn plan(args: &PlanArgs) -> Result<PlanOutcome, CommandFailure> {
     let sample = args.sample.map(|rate| Sample::one_in((1.0 / rate).round() as u32));
     let input = read(&args.trace, sample)?;
     let block_bytes = model.as_ref().map(|model| model.bytes_per_block);
+    let costs = args.costs.costs(block_bytes);
     let is_deep = args.what_if || args.html.is_some();
     let admissions = admissions_to_compare(args.admission, args.html.is_some());
     let eviction = args.tier_eviction();
@@ -135,6 +141,7 @@ fn plan(args: &PlanArgs) -> Result<PlanOutcome, CommandFailure> {
         lru_curve: is_deep.then(|| lru_curve(&input)),
         tiers: tiers::staircases(&input, &tiers, eviction, &admissions, block_bytes),
         what_if: None,
+        fleet: args.fleet.plan(&input, &costs)?,
         notes: notes(&input, &capacities),
         model,
     };
@@ -143,7 +150,6 @@ fn plan(args: &PlanArgs) -> Result<PlanOutcome, CommandFailure> {
     }
     plan.notes.extend(tiers::notes(&tiers, input.miniature.blocks()));
     if args.what_if {
-        let costs = args.costs.costs(block_bytes);
         plan.what_if = Some(what_if::explore(&input, &tiers, eviction, args.admission, costs));
         plan.notes.extend(costs.notes(&tiers));
     }

@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use super::fleet::FleetPlan;
 use super::model::KvModel;
 use super::tiers::BitsStaircase;
 use super::what_if::{WhatIf, WhatIfPoint};
@@ -32,6 +33,9 @@ pub(super) struct PlanOutcome {
     pub(super) tiers: Vec<BitsStaircase>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) what_if: Option<WhatIf>,
+    /// Prefill and decode workers; where they were asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) fleet: Option<FleetPlan>,
     /// What the reader should know about the figures.
     pub(super) notes: Vec<String>,
 }
@@ -70,6 +74,7 @@ impl PlanOutcome {
             );
             parts.push(costs(self, what_if));
         }
+        parts.extend(self.fleet.iter().map(FleetPlan::to_text));
         parts.join("\n\n")
     }
 }

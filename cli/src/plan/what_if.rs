@@ -37,7 +37,7 @@ fn parse_prefill_rate(text: &str) -> Result<f64, String> {
     if rate > 0.0 && rate.is_finite() { Ok(rate) } else { Err("it has to be above 0".to_owned()) }
 }
 
-fn parse_bandwidth(text: &str) -> Result<u64, String> {
+pub(super) fn parse_bandwidth(text: &str) -> Result<u64, String> {
     match parse_size(text.strip_suffix("/s").unwrap_or(text)).map_err(|error| error.to_string())? {
         0 => Err("it has to be above 0".to_owned()),
         bytes => Ok(bytes),
@@ -70,6 +70,11 @@ pub(super) struct WhatIfCosts {
 }
 
 impl WhatIfCosts {
+    /// What a prompt token takes on a rank, in bytes; nothing where the model is not known.
+    pub(super) fn token_bytes(&self) -> f64 {
+        self.block_bytes.unwrap_or(0) as f64 / f64::from(BLOCK_TOKENS)
+    }
+
     /// Seconds to load a block. What is on the device is there.
     fn seconds_per_block(&self, tier: Tier) -> f64 {
         let bandwidth = match tier {

@@ -9,7 +9,9 @@
 //! | [`single`] | one tier, one workload, one policy: the token hit rate |
 //! | [`hierarchy`] | several tiers, one below another: hits in each, blocks written to each |
 //! | [`miniature`] | a workload on a smaller scale |
+//! | [`fleet`] | prefill and decode workers: what a rule of offloading brings |
 
+pub mod fleet;
 pub mod hierarchy;
 pub mod miniature;
 pub mod single;
