@@ -118,7 +118,7 @@ impl Shared {
                     }
                 }
                 Ok(answer) => {
-                    tracing::warn!(worker = worker.name(), status = %answer.status(), "fails")
+                    tracing::warn!(worker = worker.name(), status = %answer.status(), "fails");
                 }
                 Err(error) => {
                     if error.is_connect() {
@@ -263,7 +263,7 @@ async fn passed_on(answer: reqwest::Response) -> Response {
     }
 }
 
-/// An error in OpenAI's form.
+/// An error in the form of `OpenAI`.
 fn failure(status: StatusCode, message: &str) -> Response {
     let error = json!({"error": {"message": message, "type": "router", "code": status.as_u16()}});
     (status, Json(error)).into_response()

@@ -1,4 +1,4 @@
-//! A router in front of engines that prefill and engines that decode: OpenAI's HTTP, streaming,
+//! A router in front of engines that prefill and engines that decode: the HTTP of `OpenAI`, streaming,
 //! health, retries, back-pressure.
 //!
 //! For each prompt [`should_offload_prefill`](kvbm_policies::should_offload_prefill) says whether a

@@ -109,7 +109,7 @@ impl Front {
             prefill: urls(prefill),
             decode: urls(decode),
             max_requests,
-            prefill_limit: Duration::from_secs(60),
+            prefill_limit: Duration::from_mins(1),
             // A stand-in is never busy, so that a prompt would never leave.
             hand_over: -1e6,
         };
