@@ -111,7 +111,7 @@ pub(crate) fn run(args: &DoctorArgs, global: &GlobalOptions) -> Result<(), Comma
         nixl,
         tiers,
         routes,
-        network: NetworkSources::of_this_machine().checks(),
+        network: NetworkSources::of_this_machine().checks(&runtime),
         peers: network::peers(&runtime, &settings),
     };
     global.show(&examination, DoctorExamination::to_text)

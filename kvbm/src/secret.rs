@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, Read};
 
 use kvbm_settings::MIN_TOKEN_BYTES;
-use kvbm_tiers::privacy_problem;
+use kvbm_tiers::{open_secret, privacy_problem};
 
 use crate::error::{Error, ErrorKind, Result};
 
@@ -26,7 +26,7 @@ pub(crate) fn read_secret(path: &str, setting: &str) -> Result<String> {
 /// # Errors
 /// As those of [`read_private`], but for others.
 pub(crate) fn read_text(path: &str, setting: &str) -> Result<String> {
-    let file = File::open(path).map_err(|error| unreadable(path, setting, error))?;
+    let file = open_secret(path).map_err(|error| unreadable(path, setting, error))?;
     text_of(file, path, setting)
 }
 
@@ -58,7 +58,7 @@ pub(crate) fn read_password(path: &str, setting: &str) -> Result<String> {
 /// [`ErrorKind::Unavailable`]: it cannot be read. [`ErrorKind::Invalid`]: others can read it, or it
 /// is too large.
 pub(crate) fn read_private(path: &str, setting: &str) -> Result<String> {
-    let file = File::open(path).map_err(|error| unreadable(path, setting, error))?;
+    let file = open_secret(path).map_err(|error| unreadable(path, setting, error))?;
     check_privacy(&file, path, setting)?;
     text_of(file, path, setting)
 }
@@ -145,5 +145,10 @@ mod tests {
         }
         let error = read_private_secret(dir.path().to_str().unwrap(), "peers.secret_file");
         assert!(error.unwrap_err().to_string().contains("is not a file"));
+        let pipe = dir.path().join("pipe");
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        let error = read_private_secret(pipe.to_str().unwrap(), "peers.secret_file");
+        assert!(error.unwrap_err().to_string().contains("is not a file"), "and is not waited for");
     }
 }

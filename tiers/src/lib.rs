@@ -84,7 +84,7 @@ pub use copy::{
 pub use disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend, is_of_directory};
 pub use dram::{DramOptions, DramRegion, Mount, MountKind, PersistOptions};
 pub use error::{Failure, SetupError, SetupErrorKind};
-pub use files::privacy_problem;
+pub use files::{open_secret, privacy_problem};
 pub use frame::{Frame, FramePool, Loan};
 pub use geometry::{Geometry, Part, Piece, Segment, SegmentMap};
 pub use huge::{Ahead, HugeVec, mapped_bytes};

@@ -6,16 +6,21 @@ use std::fmt::Write as _;
 use std::fs;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::time::Duration;
 
 use kvbm::{PeerReport, look_at_peers};
 use kvbm_settings::Settings;
+use tokio::process::Command;
 use tokio::runtime::Runtime;
+use tokio::time::timeout;
 
 use super::DoctorCheck;
 
 /// The smallest MTU of an Ethernet device for the largest of RoCE, 4096 bytes.
 const ROCE_MTU: u32 = 4200;
+
+/// How long another program may take to answer.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Where the machine tells of itself.
 pub(super) struct NetworkSources {
@@ -37,7 +42,7 @@ impl NetworkSources {
         Self { devices, interfaces, variables: variables.collect() }
     }
 
-    pub(super) fn checks(&self) -> Vec<DoctorCheck> {
+    pub(super) fn checks(&self, runtime: &Runtime) -> Vec<DoctorCheck> {
         let ports = self.ports();
         let mut checks: Vec<_> = ports.iter().map(RdmaPort::check).collect();
         if ports.is_empty() {
@@ -48,7 +53,7 @@ impl NetworkSources {
         checks.push(self.ucx_devices(&ports));
         checks.push(self.cut_links());
         checks.extend(self.others());
-        checks.push(libfabric());
+        checks.push(runtime.block_on(libfabric()));
         checks
     }
 
@@ -201,14 +206,19 @@ fn file_name(path: &Path) -> Option<&str> {
     path.file_name()?.to_str()
 }
 
-fn libfabric() -> DoctorCheck {
+async fn libfabric() -> DoctorCheck {
     let name = "libfabric";
-    let listed = Command::new("fi_info").arg("--list").output();
-    let Some(listed) = listed.ok().filter(|listed| listed.status.success()) else {
-        return DoctorCheck::unavailable(
-            name,
-            "fi_info, which lists its providers, is not installed, or fails",
-        );
+    let listed = Command::new("fi_info").arg("--list").kill_on_drop(true).output();
+    let listed = match timeout(PATIENCE, listed).await {
+        Ok(Ok(listed)) if listed.status.success() => listed,
+        Ok(_) => {
+            let why = "fi_info, which lists its providers, is not installed, or fails";
+            return DoctorCheck::unavailable(name, why);
+        }
+        Err(_) => {
+            let why = format!("fi_info, which lists its providers, takes longer than {PATIENCE:?}");
+            return DoctorCheck::unavailable(name, why);
+        }
     };
     let text = String::from_utf8_lossy(&listed.stdout).into_owned();
     let providers: Vec<_> = text.lines().filter_map(|line| line.strip_suffix(':')).collect();
@@ -293,7 +303,8 @@ mod tests {
 
         /// What is said of a name: first whether it is ready, unavailable or disabled.
         fn said(&self, name: &str) -> String {
-            let check = self.sources.checks().into_iter().find(|check| check.name == name);
+            let runtime = Runtime::new().unwrap();
+            let check = self.sources.checks(&runtime).into_iter().find(|check| check.name == name);
             match check.expect(name).state {
                 CheckState::Ready { detail } => format!("ready {detail}"),
                 CheckState::Unavailable { detail } => format!("unavailable {detail}"),

@@ -23,7 +23,7 @@ pub(crate) use kept::{
     remove_abandoned, replace, sync_dir,
 };
 pub(crate) use ours::{is_at, is_private_dir, make_private_dir, open_ours, unlink};
-pub use private::privacy_problem;
+pub use private::{open_secret, privacy_problem};
 pub(crate) use site::{
     OwnDirectory, SettingNames, check_size, check_space, checked_namespace, fill, resize,
 };

@@ -1,8 +1,18 @@
 //! Files of secrets that settings name: what must hold of one before it is read.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
+
+/// Opens a file of secrets for reading. A pipe in its place is opened too, without waiting for one
+/// who writes it.
+///
+/// # Errors
+/// The system does not open it.
+pub fn open_secret(path: impl AsRef<Path>) -> io::Result<File> {
+    OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)
+}
 
 /// Why a file is no place for a secret, and what to do; `None`: only its owner, who is this user or
 /// root, can read it.

@@ -16,7 +16,7 @@ use ring::hmac;
 use zeroize::{Zeroizing, zeroize_flat_type};
 
 use crate::error::{SetupError, SetupErrorKind};
-use crate::files::privacy_problem;
+use crate::files::{open_secret, privacy_problem};
 
 /// The variable that holds keys.
 const VARIABLE: &str = "DYN_KVBM_ENCRYPTION_KEY";
@@ -58,7 +58,7 @@ impl KeyRing {
     /// this user nor root, or its content is not keys.
     pub fn from_file(path: &Path) -> Result<Self, SetupError> {
         let place = format!("{FILE_VARIABLE} ({})", path.display());
-        let file = File::open(path).map_err(|error| unreadable(&place, error))?;
+        let file = open_secret(path).map_err(|error| unreadable(&place, error))?;
         check_privacy(&file, &place)?;
         let mut text = Zeroizing::new(String::with_capacity(MAX_FILE_BYTES as usize + 1));
         let read = file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text);
