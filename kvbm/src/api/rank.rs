@@ -36,6 +36,7 @@ use crate::assemble::{OpenedRank, open_rank};
 use crate::durable::DurableTiers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::names::fingerprint::Fingerprint;
+use crate::peers::{RankPeers, no_groups};
 use crate::sync::{JoinHandle, Mutex, spawn};
 
 /// Local files are written in milliseconds.
@@ -95,6 +96,8 @@ pub struct Rank {
     thread: Option<JoinHandle>,
     /// The indices of its slots, for the next process.
     durable: DurableTiers,
+    /// Ranks of other workers.
+    peers: Option<RankPeers>,
     /// The process that joined.
     process: u32,
     /// The same rank of other cache groups.
@@ -136,6 +139,9 @@ impl Rank {
     /// memory, a directory or a store is not available, no leader came in time, or another process
     /// has this rank's number. The message says which.
     pub fn join(settings: &Settings, options: RankOptions) -> Result<Self> {
+        if settings.peers.enabled && !options.groups.is_empty() {
+            return Err(no_groups());
+        }
         if options.groups.is_empty() {
             Self::join_as(settings, options, "")
         } else {
@@ -145,7 +151,7 @@ impl Rank {
 
     pub(crate) fn join_as(settings: &Settings, options: RankOptions, suffix: &str) -> Result<Self> {
         let number = options.rank;
-        let OpenedRank { member, device, durable } = open_rank(settings, options, suffix)?;
+        let OpenedRank { member, device, durable, peers } = open_rank(settings, options, suffix)?;
         // Taken now: from here on the thread owns the member, until the service ends.
         let (stopper, leader) = (member.stopper(), member.leader());
         let service = Arc::new(ServiceResult::default());
@@ -165,6 +171,7 @@ impl Rank {
             service,
             thread,
             durable,
+            peers,
             process,
             groups: Vec::new(),
         })
@@ -221,6 +228,7 @@ impl Drop for Rank {
         let thread = self.thread.take();
         if self.process != std::process::id() {
             self.durable.abandon();
+            self.peers.iter_mut().for_each(RankPeers::abandon);
             return std::mem::forget(thread);
         }
         // Before the join, which would otherwise wait until the leader closes.

@@ -15,6 +15,8 @@
 //! | `holder` | gives leases, and sends what they name |
 //! | `link` | a reader's connection |
 //! | `reader` | reads what others hold |
+//! | `slices` | where the bytes of blocks are; a leader has its ranks bring theirs |
+//! | `ranks` | a rank's part: it gives slices to ranks of others, and brings theirs |
 //! | `loading` | loads onto the device from what a peer holds |
 //! | `neighbour` | the memory of workers on the same host |
 //! | `nixl` | reads of others' memory by NIXL |
@@ -35,7 +37,9 @@ mod neighbour;
 mod nixl;
 mod probes;
 mod protocol;
+mod ranks;
 mod reader;
+mod slices;
 mod spans;
 mod stream;
 #[cfg(test)]
@@ -51,7 +55,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvbm_settings::{PeerNixl, PeerSettings, Settings};
-use kvbm_tiers::{DramRegion, Memory};
+use kvbm_tiers::Tier;
+use tokio::net::TcpStream;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::AbortHandle;
@@ -72,7 +77,6 @@ use crate::api::manager::Options;
 use crate::api::transfer::Transfer;
 use crate::assemble::nixl_for_peers;
 use crate::error::{Error, ErrorKind, Result};
-use crate::metrics::PeerRefusal;
 use crate::names::fingerprint::Fingerprint;
 use crate::names::hash::Chain;
 use crate::scheduler::Core;
@@ -83,6 +87,8 @@ use crate::table::RequestInfo;
 pub(crate) use self::book::PeerBook;
 pub use self::book::{PeerFaultState, PeerState, PeersState};
 pub(crate) use self::loading::EngineSlots;
+pub(crate) use self::ranks::{RankListener, RankPeers};
+pub(crate) use self::slices::HostBytes;
 pub use self::look::{PeerOffer, PeerReport, look_at_peers};
 #[cfg(feature = "testing")]
 pub use self::protocol::read_in_every_way as read_peer_frame;
@@ -106,6 +112,8 @@ pub(crate) struct PeerListener {
     settings: Settings,
     proofs: PeerProofs,
     fingerprint: Fingerprint,
+    /// Processes that have a slice of each block; 0: this one has the blocks.
+    ranks: u16,
 }
 
 impl PeerListener {
@@ -121,30 +129,20 @@ impl PeerListener {
         if !peers.enabled {
             return Ok(None);
         }
-        let Some(fingerprint) = options.fingerprint.clone() else {
-            let message = "peers share blocks of one model: open the manager with Options::fingerprint, or set \
-                 peers.enabled (DYN_KVBM_PEERS) to false";
-            return Err(Error::invalid(message));
-        };
-        if !options.groups.is_empty() || options.ranks.is_some() {
-            let message = "peers cannot be had with several cache groups or ranks yet: set peers.enabled \
-                 (DYN_KVBM_PEERS) to false";
+        let fingerprint = options.fingerprint.clone().ok_or_else(needs_fingerprint)?;
+        if !options.groups.is_empty() {
+            return Err(no_groups());
+        }
+        if options.ranks.is_some() && peers.nixl == PeerNixl::Required {
+            let message = "ranks do not read those of other workers by NIXL yet: leave peers.nixl \
+                 (DYN_KVBM_PEERS_NIXL) unset";
             return Err(Error::invalid(message));
         }
         let proofs = proofs_of(peers)?;
-        let address = SocketAddr::new(peers.host, peers.port);
-        let bound = TcpListener::bind(address).and_then(|socket| {
-            socket.set_nonblocking(true)?;
-            Ok((socket.local_addr()?, socket))
-        });
-        let (address, socket) = bound.map_err(|error| {
-            let message = format!(
-                "cannot serve peers at {address}; choose another address with peers.host and peers.port \
-                 (DYN_KVBM_PEERS_HOST and DYN_KVBM_PEERS_PORT; 0 takes any free port)"
-            );
-            Error::caused(ErrorKind::Unavailable, message, error)
-        })?;
-        Ok(Some(Self { socket, address, settings: settings.clone(), proofs, fingerprint }))
+        let (socket, address) = bind(SocketAddr::new(peers.host, peers.port))?;
+        let (settings, ranks) = (settings.clone(), options.ranks.as_ref());
+        let ranks = ranks.map_or(0, |group| group.world);
+        Ok(Some(Self { socket, address, settings, proofs, fingerprint, ranks }))
     }
 
     /// What others know of this worker.
@@ -164,6 +162,40 @@ impl PeerListener {
             None => PeerAddress::named_by_address(&address),
         }
     }
+}
+
+fn needs_fingerprint() -> Error {
+    let message = "peers share blocks of one model: open the manager, and its ranks, with a fingerprint (Options, \
+         RankOptions), or set peers.enabled (DYN_KVBM_PEERS) to false";
+    Error::invalid(message)
+}
+
+pub(crate) fn no_groups() -> Error {
+    let message = "peers cannot be had with several cache groups yet: set peers.enabled (DYN_KVBM_PEERS) to false";
+    Error::invalid(message)
+}
+
+pub(crate) fn sealed_peers() -> Error {
+    let message = "peers read the host tier, where blocks must not lie encrypted: leave host.persist \
+         (DYN_KVBM_CPU_CACHE_PERSIST) or the keys of encryption unset, or set peers.enabled (DYN_KVBM_PEERS) to false";
+    Error::invalid(message)
+}
+
+/// # Errors
+/// [`ErrorKind::Unavailable`]: the address is taken or not this machine's.
+fn bind(address: SocketAddr) -> Result<(TcpListener, SocketAddr)> {
+    let bound = TcpListener::bind(address).and_then(|socket| {
+        socket.set_nonblocking(true)?;
+        let address = socket.local_addr()?;
+        Ok((socket, address))
+    });
+    bound.map_err(|error| {
+        let message = format!(
+            "cannot serve peers at {address}; choose another address with peers.host and peers.port \
+             (DYN_KVBM_PEERS_HOST and DYN_KVBM_PEERS_PORT; 0 takes any free port)"
+        );
+        Error::caused(ErrorKind::Unavailable, message, error)
+    })
 }
 
 fn proofs_of(settings: &PeerSettings) -> Result<PeerProofs> {
@@ -227,19 +259,25 @@ impl Peers {
     pub(crate) fn start(
         listener: PeerListener,
         core: &Arc<Core>,
-        memory: &Arc<DramRegion>,
+        host: HostBytes,
     ) -> Result<Self> {
         let own = listener.own_address()?;
-        let PeerListener { socket, address, settings, proofs, fingerprint } = listener;
+        let PeerListener { socket, address, settings, proofs, fingerprint, ranks } = listener;
+        if ranks > 0 && host.seats().is_none() {
+            return Err(ranks_without_peers());
+        }
         let source = PeerSource::of(&settings.peers)?;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve peers", error);
         let incarnation = u64::from_le_bytes(random()?);
-        let nixl = nixl_for_peers(&settings, &agent_name(incarnation), memory)?;
+        let nixl = host.memory().map(|memory| nixl_for_peers(&settings, &agent_name(incarnation), memory));
+        let nixl = nixl.transpose()?.flatten();
+        let block_bytes = settings.block_bytes.unwrap_or_default();
         let settings = settings.peers;
         let runtime = PeerRuntime::new().map_err(refused)?;
         let entered = runtime.runtime().enter();
         let socket = tokio::net::TcpListener::from_std(socket).map_err(refused)?;
-        let asked = memory.shareable().map(|_| neighbour::listen(incarnation)).transpose();
+        let shareable = host.memory().and_then(|memory| memory.shareable().cloned());
+        let asked = shareable.as_ref().map(|_| neighbour::listen(incarnation)).transpose();
         let asked = asked.map_err(refused)?;
         drop(entered);
         let watch = source.watch(&runtime.handle())?;
@@ -247,17 +285,19 @@ impl Peers {
         let member = Member {
             name: own.name().to_owned(),
             incarnation,
-            block_bytes: memory.block_bytes() as u64,
+            block_bytes,
             fingerprint,
+            ranks,
+            rank: None,
         };
         let credentials = Arc::new(Credentials { member, proofs });
-        let most = f64::from(memory.slots()) * settings.lease_share;
+        let most = core.table().counts(Tier::Host).total as f64 * settings.lease_share;
         let leased = Arc::new(LeasedBlocks::new(most as usize));
         let book = PeerBook::new(own.name(), address, watch.peers());
         core.metrics().peers().count_from_zero();
         let holder = Holder {
             core: Arc::clone(core),
-            memory: Arc::clone(memory),
+            host: host.clone(),
             credentials: Arc::clone(&credentials),
             ttl: Duration::from_millis(settings.lease_ttl_ms),
             leased: Arc::clone(&leased),
@@ -267,19 +307,19 @@ impl Peers {
         };
         let reader = Reader {
             core: Arc::clone(core),
-            memory: Arc::clone(memory),
+            neighbours: (settings.shared_memory && ranks == 0).then(Neighbours::default),
+            host,
             credentials,
             known: watch.peers(),
             waiting: Mutex::default(),
-            neighbours: settings.shared_memory.then(Neighbours::default),
             nixl: nixl.map(|nixl| NixlHolders::new(nixl, settings.nixl == PeerNixl::Required)),
             limit: holder.ttl,
             book: Arc::clone(&book),
             metrics: core.metrics().peers().clone(),
         };
         let (reader, handle) = (Arc::new(reader), runtime.handle());
-        if let Some((memory, asked)) = memory.shareable().zip(asked) {
-            handle.spawn(neighbour::hand_out(asked, memory.clone()));
+        if let Some((memory, asked)) = shareable.zip(asked) {
+            handle.spawn(neighbour::hand_out(asked, memory));
         }
         handle.spawn(tidy(Arc::clone(&reader)));
         let (stop, stopped) = oneshot::channel();
@@ -408,6 +448,12 @@ impl Drop for Peers {
     }
 }
 
+fn ranks_without_peers() -> Error {
+    let message = "a rank is away, or serves no peers: open all ranks with the settings of their leader \
+         (peers.enabled, DYN_KVBM_PEERS)";
+    Error::unavailable(message)
+}
+
 /// Cuts a range into parts of `most` at most.
 fn parts(of: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
     of.clone().step_by(most).map(move |first| first..of.end.min(first + most))
@@ -487,7 +533,20 @@ async fn tidy(reader: Arc<Reader>) {
     }
 }
 
-async fn accept(socket: tokio::net::TcpListener, holder: Arc<Holder>) {
+/// What serves those that connect.
+trait Serves: Send + Sync + 'static {
+    /// Until they leave. `greeted` is called once they are let in.
+    fn serve(
+        &self,
+        stream: TcpStream,
+        greeted: impl FnOnce() + Send,
+    ) -> impl Future<Output = ()> + Send;
+
+    /// One was sent away, since there are as many as there may be.
+    fn is_full(&self) {}
+}
+
+async fn accept(socket: tokio::net::TcpListener, holder: Arc<impl Serves>) {
     let places = Arc::new(Semaphore::new(MAX_READERS));
     let mut strangers = Strangers::default();
     loop {
@@ -496,15 +555,14 @@ async fn accept(socket: tokio::net::TcpListener, holder: Arc<Holder>) {
                 // Without it answers come late, no more.
                 let _ = stream.set_nodelay(true);
                 let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
-                    holder.metrics.refused(PeerRefusal::Full);
+                    holder.is_full();
                     continue;
                 };
                 strangers.make_room();
                 let (holder, is_known) = (Arc::clone(&holder), Arc::new(AtomicBool::new(false)));
                 let greeted = Arc::clone(&is_known);
                 let task = tokio::spawn(async move {
-                    let opened = stream::accept(stream, holder.credentials.proofs.tls.as_ref());
-                    holder.serve(opened, || greeted.store(true, Ordering::Relaxed)).await;
+                    holder.serve(stream, || greeted.store(true, Ordering::Relaxed)).await;
                     drop(place);
                 });
                 strangers.0.push_back((task.abort_handle(), is_known));

@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_tiers::{DramRegion, Tier};
+use kvbm_tiers::{BlockKey, Tier};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -22,6 +22,7 @@ use super::link::{NamedBlocks, PeerFault, PeerLink, Wanted};
 use super::neighbour::Neighbours;
 use super::nixl::{NixlHolders, ReadByNixl};
 use super::protocol::{BrokenLink, ReadEnd};
+use super::slices::{self, HostBytes};
 use super::spans;
 use crate::api::filling::FillingSlots;
 use crate::api::lease::Lease;
@@ -38,13 +39,13 @@ use crate::task::Class;
 use crate::traces::TraceParent;
 
 /// Connections to a peer that wait for their next use, and how long they do.
-const MAX_WAITING: usize = 4;
-const MAX_WAIT: Duration = Duration::from_mins(1);
+pub(super) const MAX_WAITING: usize = 4;
+pub(super) const MAX_WAIT: Duration = Duration::from_mins(1);
 
 /// Reads what others hold.
 pub(super) struct Reader {
     pub(super) core: Arc<Core>,
-    pub(super) memory: Arc<DramRegion>,
+    pub(super) host: HostBytes,
     pub(super) credentials: Arc<Credentials>,
     pub(super) known: watch::Receiver<Arc<PeerList>>,
     /// By address.
@@ -118,6 +119,11 @@ impl PeerLease {
             (true, false) => Some("the peer has no more"),
             (false, _) => None,
         }
+    }
+
+    /// The host at which the peer is reached.
+    fn host(&self) -> &str {
+        self.address.rsplit_once(':').map_or(&*self.address, |(host, _)| host)
     }
 
     /// How many of them only the peer has.
@@ -406,7 +412,8 @@ impl Reader {
         cancelled: &CancellationToken,
     ) -> Result<PulledPart> {
         let chain = Chain::from(&lease.chain).prefix(until);
-        let mut filling = FillingSlots::take(&self.core, &self.memory, chain, lease.info)?;
+        let mut filling =
+            FillingSlots::take(&self.core, self.host.memory(), chain, lease.info)?;
         if filling.namespace() != Some(lease.namespace) {
             // A reset came since: what the peer has counts as old here.
             return Err(Error::stale());
@@ -417,9 +424,25 @@ impl Reader {
             Err(PeerFault::NoIndex)
         } else {
             let limit = lease.asked + lease.named.ttl;
-            lease.link.bring(&lease.named, limit, &mut filling, &mut by_nixl, cancelled).await
+            match &self.host {
+                HostBytes::Here(_) => {
+                    let link = &mut lease.link;
+                    link.bring(&lease.named, limit, &mut filling, &mut by_nixl, cancelled).await
+                }
+                HostBytes::InRanks(leader) => {
+                    let keys = self.keys(chain, lease.namespace)?;
+                    let (host, named) = (lease.host(), (&lease.named, &*keys));
+                    let bytes = self.block_bytes();
+                    let brought = slices::bring(leader, host, named, limit, &mut filling, bytes);
+                    tokio::select! {
+                        biased;
+                        () = cancelled.cancelled() => Err(PeerFault::Cancelled),
+                        brought = brought => brought,
+                    }
+                }
+            }
         };
-        if lease.link.way() == PeerWay::Tcp {
+        if lease.link.way() == PeerWay::Tcp && self.host.memory().is_some() {
             // The holder saw what was asked for since, and renewed the lease.
             lease.asked = began;
         }
@@ -440,6 +463,21 @@ impl Reader {
                 Ok(PulledPart { held, blocks, copied, fault })
             }
         }
+    }
+
+    /// What the table calls the blocks of a chain.
+    fn keys(&self, chain: Chain<'_>, namespace: NamespaceId) -> Result<Vec<BlockKey>> {
+        let table = self.core.table();
+        if table.namespace() != namespace {
+            return Err(Error::stale());
+        }
+        let chain = table.enter(chain);
+        Ok((0..chain.len()).map(|at| chain.key(at)).collect())
+    }
+
+    /// Bytes of a block in one process.
+    pub(super) fn block_bytes(&self) -> usize {
+        (self.credentials.member.block_bytes as usize).max(1)
     }
 
     fn count(&self, link: &PeerLink, copied: usize, by_nixl: ReadByNixl) {
@@ -475,7 +513,10 @@ impl Reader {
         let end = match fault {
             None => ReadEnd::Whole,
             Some(PeerFault::Wrong) => ReadEnd::Wrong,
-            Some(PeerFault::Behind | PeerFault::NoIndex | PeerFault::Awaited) => ReadEnd::GivenUp,
+            // Nothing of the blocks of ranks is in the connection of their leaders.
+            Some(
+                PeerFault::Behind | PeerFault::NoIndex | PeerFault::Awaited | PeerFault::Ranks(_),
+            ) => ReadEnd::GivenUp,
             Some(PeerFault::Cancelled) if link.memory.is_some() => ReadEnd::GivenUp,
             Some(_) => return,
         };

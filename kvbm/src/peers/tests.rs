@@ -28,6 +28,7 @@ use super::greeting::{Credentials, PeerProofs, PeerSecret};
 use super::holder::{Holder, LeasedBlocks};
 use super::link::PeerLink;
 use super::reader::{PeerLease, Reader};
+use super::slices::HostBytes;
 use crate::api::blocking::Blocks;
 use crate::api::manager::{Manager, Options};
 use crate::error::Error;
@@ -141,7 +142,7 @@ impl Worker {
         let (core, memory) = self.manager().host_tier().unwrap();
         Arc::new(Holder {
             core: Arc::clone(core),
-            memory: Arc::clone(memory),
+            host: HostBytes::Here(Arc::clone(memory)),
             credentials: Arc::clone(&self.credentials),
             ttl: TTL,
             leased: Arc::clone(leased),
@@ -157,7 +158,7 @@ impl Worker {
         known.insert(PeerAddress::new("there", ADDRESS).unwrap());
         Reader {
             core: Arc::clone(core),
-            memory: Arc::clone(memory),
+            host: HostBytes::Here(Arc::clone(memory)),
             credentials: Arc::clone(&self.credentials),
             known: watch::channel(Arc::new(known)).1,
             waiting: Mutex::default(),
