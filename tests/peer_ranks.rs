@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use kvbm::{BlockHash, Fingerprint, NewEpoch, RankGroup, RankOptions, RequestInfo};
+use kvbm::{BlockHash, Fingerprint, NewEpoch, RankGroup, RankOptions, RequestInfo, Tier};
 use kvbm_settings::{PeerNixl, Settings};
 use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, be_a_rank, chain};
 use kvbm_tests::process::role;
@@ -132,26 +132,24 @@ fn each_rank_has_its_own_slices_of_what_the_other_worker_computed() {
 }
 
 #[test]
-fn slots_that_have_other_blocks_by_now_are_misses() {
+fn a_reset_at_either_worker_leaves_nothing_wrong() {
     let mut pair = Pair::open();
+    let weights = |number| NewEpoch::of_weights(number, "new");
     assert_eq!(pair.there.serve(&chain(1)).saved, 6);
-    let there = std::cell::RefCell::new(&mut pair.there);
-    let peers = pair.here.manager.peers().unwrap();
-    let lease = peers.lease(&pair.peer, &chain(1), RequestInfo::default()).wait().unwrap();
-    assert_eq!(lease.only_there(), 6);
-    // Its blocks go, and all slots are taken by others.
-    there.borrow().manager.reset(NewEpoch::of_weights(1, "new")).unwrap();
-    for n in 11..17 {
-        assert_eq!(there.borrow_mut().serve(&chain(n)).wrong, 0);
-    }
-    let pulled = peers.pull(lease).wait().unwrap();
-    let why = pulled.fault.expect("a fault");
-    assert_eq!(pulled.copied, 0, "{why}");
-    assert!(why.contains("something else by now"), "{why}");
-    drop(pulled.lease);
+    // What was leased is what it was, or does not come.
+    let (copied, why) = pair.read_after(&chain(1), || {
+        pair.there.manager.reset(weights(1)).unwrap();
+    });
+    assert_eq!((copied == 6, why.is_some()), (why.is_none(), copied < 6), "{copied} {why:?}");
     assert_eq!(pair.here.serve(&chain(1)).wrong, 0);
-    pair.here.manager.reset(NewEpoch::of_weights(1, "new")).unwrap();
-    pair.heals(20);
+    let why = pair.read(&chain(2)).1.expect("it has other weights");
+    assert!(why.contains("different epochs"), "{why}");
+    pair.here.manager.reset(weights(1)).unwrap();
+    pair.heals(10);
+    let read = pair.read_after(&chain(1), || pair.here.manager.reset(weights(2)).unwrap());
+    assert_eq!(read.0, 0, "{:?}", read.1);
+    pair.there.manager.reset(weights(2)).unwrap();
+    pair.heals(11);
     pair.end();
 }
 
@@ -179,7 +177,7 @@ fn killed_ranks_cost_misses_and_then_it_heals() {
         assert_eq!(pair.there.serve(&chain(20 + n)).saved, 6);
         let lease = peers.lease(&pair.peer, &chain(20 + n), RequestInfo::default()).wait().unwrap();
         pair.here.kill(rank);
-        match peers.pull(lease).wait() {
+        match pair.here.manager.peers().unwrap().pull(lease).wait() {
             Ok(pulled) => assert_eq!(pulled.copied, 0),
             Err(error) => assert_eq!(error.kind(), kvbm::ErrorKind::Stale, "{error}"),
         }
@@ -190,20 +188,27 @@ fn killed_ranks_cost_misses_and_then_it_heals() {
 }
 
 #[test]
-fn frozen_ranks_cost_a_lease_time_and_then_it_heals() {
+fn frozen_ranks_cost_the_time_of_a_lease_and_then_it_heals() {
     let mut pair = Pair::open();
     assert_eq!(pair.there.serve(&chain(1)).saved, 6);
-    let frozen = |fleet: &Fleet, signal: &str| fleet.ranks[1].as_ref().unwrap().signal(signal);
-    let (copied, why) = pair.read_after(&chain(1), || frozen(&pair.there, "STOP"));
+    let signal = |fleet: &Fleet, signal: &str| fleet.ranks[1].as_ref().unwrap().signal(signal);
+    let (copied, why) = pair.read_after(&chain(1), || signal(&pair.there, "STOP"));
     assert_eq!(copied, 0, "{why:?}");
-    frozen(&pair.there, "CONT");
+    signal(&pair.there, "CONT");
     pair.heals(2);
-    let (copied, why) = pair.read_after(&chain(1), || frozen(&pair.here, "STOP"));
+    let (copied, why) = pair.read_after(&chain(1), || signal(&pair.here, "STOP"));
     assert_eq!(copied, 0, "{why:?}");
-    frozen(&pair.here, "CONT");
-    wait_until(LIMIT, "slots do not come back", || {
-        pair.here.manager.admin().counts(kvbm::Tier::Host).lost == 0
-    });
+    assert!(why.unwrap().contains("does not answer in time"));
+    // When it goes on, its order names slots that have other blocks by then.
+    wait_until(LIMIT, "leases are left", || pair.there.manager.peers().unwrap().leased() == 0);
+    for n in 11..17 {
+        pair.there.empty(Tier::Host);
+        assert_eq!(pair.there.serve(&chain(n)).wrong, 0);
+    }
+    signal(&pair.here, "CONT");
+    let counts = || pair.here.manager.admin().counts(Tier::Host);
+    wait_until(LIMIT, "slots do not come back", || counts().lost == 0);
+    assert_eq!(pair.here.manager.matches(&chain(1)).longest(), 0);
     pair.heals(3);
     pair.end();
 }

@@ -70,7 +70,7 @@ pub struct RankOptions {
     pub groups: Vec<CacheGroup>,
     /// What the bytes of its blocks depend on: the same as the leader's [`Options::fingerprint`],
     /// but for the tensor rank and the epoch. Without one nothing that outlives the process is
-    /// found again.
+    /// found again, and there are no [peers](crate::Peers).
     ///
     /// [`Options::fingerprint`]: crate::Options::fingerprint
     pub fingerprint: Option<Fingerprint>,
@@ -136,8 +136,8 @@ impl Rank {
     /// For the engine's memory and cache groups those of [`open`](crate::Manager::open).
     /// [`ErrorKind::Invalid`]: a setting is wrong or does not fit, or the leader has other ones,
     /// another fingerprint or version, or another number of ranks. [`ErrorKind::Unavailable`]:
-    /// memory, a directory or a store is not available, no leader came in time, or another process
-    /// has this rank's number. The message says which.
+    /// memory, a directory, a store or the address for [peers](crate::Peers) is not available, no
+    /// leader came in time, or another process has this rank's number. The message says which.
     pub fn join(settings: &Settings, options: RankOptions) -> Result<Self> {
         if settings.peers.enabled && !options.groups.is_empty() {
             return Err(no_groups());
@@ -228,7 +228,8 @@ impl Drop for Rank {
         let thread = self.thread.take();
         if self.process != std::process::id() {
             self.durable.abandon();
-            self.peers.iter_mut().for_each(RankPeers::abandon);
+            // Its connections are the parent's, and so is what watches them.
+            std::mem::forget(self.peers.take());
             return std::mem::forget(thread);
         }
         // Before the join, which would otherwise wait until the leader closes.

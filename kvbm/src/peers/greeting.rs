@@ -195,7 +195,10 @@ fn difference(ours: &Member, theirs: &Member) -> Option<String> {
     let both = [ours, theirs];
     let of_process = [
         ("the number of ranks", both.map(|member| member.ranks.to_string())),
-        ("the rank", both.map(|member| member.rank.map_or("none".to_owned(), |rank| rank.to_string()))),
+        (
+            "the rank",
+            both.map(|member| member.rank.map_or("none".to_owned(), |rank| rank.to_string())),
+        ),
         ("block_bytes", both.map(|member| member.block_bytes.to_string())),
     ];
     let differs = of_process.into_iter().find(|(_, [a, b])| a != b);

@@ -99,7 +99,10 @@ pub(super) enum PeerFault {
 impl PeerFault {
     /// Whether the peer, or the way to it, is why.
     pub(super) const fn is_of_peer(&self) -> bool {
-        matches!(self, Self::Link(_) | Self::Wrong | Self::Nixl(_) | Self::Ended(_) | Self::Ranks(_))
+        matches!(
+            self,
+            Self::Link(_) | Self::Wrong | Self::Nixl(_) | Self::Ended(_) | Self::Ranks(_)
+        )
     }
 }
 
@@ -356,7 +359,8 @@ fn named(
     if answer.epoch != wanted.epoch {
         return Err(PeerFault::Ended(LeaseEnd::OtherEpoch));
     }
-    if blocks > wanted.chain.len() || answer.checksums.len() != blocks.saturating_sub(before)
+    if blocks > wanted.chain.len()
+        || answer.checksums.len() != blocks.saturating_sub(before)
         || !(answer.checksums.is_empty() || answer.seats.len() == usize::from(ranks))
     {
         return Err(BrokenLink::Unexpected("a lease of other blocks than were asked for").into());

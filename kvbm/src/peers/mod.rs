@@ -55,7 +55,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvbm_settings::{PeerNixl, PeerSettings, Settings};
-use kvbm_tiers::Tier;
+use kvbm_tiers::{Memory, Tier};
 use tokio::net::TcpStream;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::{Semaphore, oneshot};
@@ -87,12 +87,12 @@ use crate::table::RequestInfo;
 pub(crate) use self::book::PeerBook;
 pub use self::book::{PeerFaultState, PeerState, PeersState};
 pub(crate) use self::loading::EngineSlots;
-pub(crate) use self::ranks::{RankListener, RankPeers};
-pub(crate) use self::slices::HostBytes;
 pub use self::look::{PeerOffer, PeerReport, look_at_peers};
 #[cfg(feature = "testing")]
 pub use self::protocol::read_in_every_way as read_peer_frame;
+pub(crate) use self::ranks::{RankListener, RankPeers};
 pub use self::reader::{PeerLease, Pulled};
+pub(crate) use self::slices::HostBytes;
 
 /// Connections at a time, and those of them that have not said yet whose they are.
 const MAX_READERS: usize = if cfg!(test) { 2 } else { 256 };
@@ -256,11 +256,7 @@ impl Peers {
     /// # Errors
     /// [`ErrorKind::Unavailable`] if the system refuses a thread or random bytes, or the password of
     /// etcd cannot be read; [`ErrorKind::Invalid`] if that, a name or an address is none.
-    pub(crate) fn start(
-        listener: PeerListener,
-        core: &Arc<Core>,
-        host: HostBytes,
-    ) -> Result<Self> {
+    pub(crate) fn start(listener: PeerListener, core: &Arc<Core>, host: HostBytes) -> Result<Self> {
         let own = listener.own_address()?;
         let PeerListener { socket, address, settings, proofs, fingerprint, ranks } = listener;
         if ranks > 0 && host.seats().is_none() {
@@ -269,9 +265,11 @@ impl Peers {
         let source = PeerSource::of(&settings.peers)?;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve peers", error);
         let incarnation = u64::from_le_bytes(random()?);
-        let nixl = host.memory().map(|memory| nixl_for_peers(&settings, &agent_name(incarnation), memory));
+        let nixl =
+            host.memory().map(|memory| nixl_for_peers(&settings, &agent_name(incarnation), memory));
         let nixl = nixl.transpose()?.flatten();
-        let block_bytes = settings.block_bytes.unwrap_or_default();
+        let block_bytes = host.memory().map(|memory| memory.block_bytes() as u64);
+        let block_bytes = block_bytes.or(settings.block_bytes).unwrap_or_default();
         let settings = settings.peers;
         let runtime = PeerRuntime::new().map_err(refused)?;
         let entered = runtime.runtime().enter();

@@ -16,7 +16,7 @@ use futures::StreamExt;
 use kvbm_settings::Settings;
 use kvbm_tiers::ranks::{PeerSeat, PullFrom, PullSlots, PulledSlot, RankSlots};
 use kvbm_tiers::{CopyError, CopyErrorKind, SlotRef};
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, AsyncReadExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
@@ -150,11 +150,6 @@ impl RankPeers {
             handle.spawn(async move { reader.bring(from, slots.into()).await });
         })
     }
-
-    /// In a forked child there is no such thread.
-    pub(crate) fn abandon(&mut self) {
-        std::mem::forget(self.thread.take());
-    }
 }
 
 impl Drop for RankPeers {
@@ -191,9 +186,7 @@ impl Serves for SliceHolder {
         let copy = |life, slice: &mut Vec<u8>| self.slots.copy(life, slice);
         while let Ok(Some(Ok(frame))) = timeout(MAX_IDLE, link.next()).await {
             let given = match decode(&frame) {
-                Ok(ToHolder::Slices(lives)) => {
-                    give(link.get_mut(), &lives, copy, self.limit).await
-                }
+                Ok(ToHolder::Slices(lives)) => give(link.get_mut(), &lives, copy, self.limit).await,
                 Ok(_) => Err(BrokenLink::Unexpected("a rank gives slices, and nothing else")),
                 Err(why) => Err(why),
             };
@@ -338,7 +331,8 @@ async fn take<S: SliceSlot>(
             ToReader::Slice(Some(crc)) => {
                 stream.read_exact(slot.bytes()).await?;
                 let is_right = slot.written() == u32::from_le_bytes(crc);
-                let wrong = || CopyError::new(CopyErrorKind::Corrupt, "it is not what its checksum says");
+                let wrong =
+                    || CopyError::new(CopyErrorKind::Corrupt, "it is not what its checksum says");
                 is_right.then_some(()).ok_or_else(wrong)
             }
             ToReader::Slice(None) => {

@@ -412,8 +412,7 @@ impl Reader {
         cancelled: &CancellationToken,
     ) -> Result<PulledPart> {
         let chain = Chain::from(&lease.chain).prefix(until);
-        let mut filling =
-            FillingSlots::take(&self.core, self.host.memory(), chain, lease.info)?;
+        let mut filling = FillingSlots::take(&self.core, self.host.memory(), chain, lease.info)?;
         if filling.namespace() != Some(lease.namespace) {
             // A reset came since: what the peer has counts as old here.
             return Err(Error::stale());

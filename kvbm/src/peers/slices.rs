@@ -98,7 +98,10 @@ pub(super) async fn bring(
             };
             for came in came {
                 if came.is_none() {
-                    return Err(why.lock().take().map_or_else(|| gone("a block did not come"), fault));
+                    return Err(why
+                        .lock()
+                        .take()
+                        .map_or_else(|| gone("a block did not come"), fault));
                 }
                 filling.keep();
             }

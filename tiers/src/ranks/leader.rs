@@ -435,8 +435,7 @@ impl LeaderState {
             connection.send(&frame(&message));
         }
         let Membership { routes, peers, .. } = member;
-        state.seats[place] =
-            Some(RankSlot { connection: Arc::clone(connection), routes, peers });
+        state.seats[place] = Some(RankSlot { connection: Arc::clone(connection), routes, peers });
         state.refused[place] = None;
         state.agree();
         self.joined.notify_all();

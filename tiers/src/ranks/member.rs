@@ -348,10 +348,13 @@ impl Member {
             let refused = |(place, _)| (place, Err(CopyError::refused(why)));
             return self.work.ended(batch, (0..).zip(ops).map(refused));
         };
-        let is_slot = |op: &CopyOp| op.to.tier == Tier::Host && op.to.slot.0 < puller.memory.slots();
+        let is_slot =
+            |op: &CopyOp| op.to.tier == Tier::Host && op.to.slot.0 < puller.memory.slots();
         let (started, refused): (Vec<_>, Vec<_>) =
             (0..).zip(ops.iter().copied()).partition(|(_, op)| is_slot(op));
-        let no_slot = |(place, op): (u32, CopyOp)| (place, Err(CopyError::refused(format!("there is no {}", op.to))));
+        let no_slot = |(place, op): (u32, CopyOp)| {
+            (place, Err(CopyError::refused(format!("there is no {}", op.to))))
+        };
         self.work.ended(batch, refused.into_iter().map(no_slot));
         for (_, op) in &started {
             self.work.generations.begin_pull(op);
@@ -359,7 +362,9 @@ impl Member {
         }
         let slots: Vec<_> = started.iter().map(|(_, op)| (op.from, op.to.slot)).collect();
         let done = self.done(batch, started);
-        let slot = |(place, slots)| PulledSlot::new(Arc::clone(&puller.memory), slots, (place, done.clone()));
+        let slot = |(place, slots)| {
+            PulledSlot::new(Arc::clone(&puller.memory), slots, (place, done.clone()))
+        };
         (puller.pull)(from, slots.into_iter().enumerate().map(slot).collect());
     }
 

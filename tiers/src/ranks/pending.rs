@@ -331,6 +331,21 @@ mod tests {
     }
 
     #[test]
+    fn what_comes_from_other_workers_makes_no_rank_busy() {
+        let (mut pending, (told, done)) = (PendingBatches::new(2), listener());
+        let pull = pending.add(5, done.clone(), true);
+        assert_eq!(pending.busy(), None);
+        let copies = pending.add(1, done, false);
+        take(&mut pending, 0, arrived(copies, &[0])).unwrap();
+        take(&mut pending, 1, arrived(pull, &[0, 1, 2, 3, 4])).unwrap();
+        assert_eq!(pending.busy().unwrap().1, 1, "it has a copy to end, and the other has none");
+        take(&mut pending, 1, arrived(copies, &[0])).unwrap();
+        assert_eq!((pending.busy(), pending.is_empty()), (None, false));
+        take(&mut pending, 0, arrived(pull, &[0, 1, 2, 3, 4])).unwrap();
+        assert_eq!((pending.is_empty(), told.lock().len()), (true, 6));
+    }
+
+    #[test]
     fn the_worst_that_a_rank_says_counts() {
         for (one, other) in [
             (CopyErrorKind::Corrupt, CopyErrorKind::Unavailable),

@@ -161,7 +161,10 @@ impl RankSlots {
         // Whoever writes to the slot takes its life first: what was copied is of this one.
         self.generations.check(held).ok()?;
         if !is_sound || expected.is_some_and(|expected| expected != crc) {
-            tracing::error!(slot = slot.0, "a block in a rank's host tier has changed: it is not given to others");
+            tracing::error!(
+                slot = slot.0,
+                "a block in a rank's host tier has changed: it is not given to others"
+            );
             return None;
         }
         Some(crc)
@@ -181,4 +184,96 @@ unsafe fn copy_block(from: *const u8, block_bytes: usize, to: &mut Vec<u8>) {
         to.extend_from_slice(&seen.0[..PAGE_BYTES.min(block_bytes - start)]);
     }
     stream::finish();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::copy::{BlockKey, CopyOp};
+    use crate::testing::{fill_pattern, has_pattern, options};
+
+    const SLOTS: u32 = 4;
+    /// Not whole pages.
+    const BYTES: usize = 10_000;
+
+    struct HostTier {
+        memory: Arc<DramRegion>,
+        slots: RankSlots,
+    }
+
+    impl HostTier {
+        fn new() -> Self {
+            let memory = Arc::new(DramRegion::host(options(SLOTS, BYTES)).unwrap());
+            let slots = RankSlots::new(Arc::clone(&memory), Arc::default());
+            Self { memory, slots }
+        }
+
+        /// What a copy does that arrives in a slot.
+        fn store(&self, slot: SlotId, generation: u32, pattern: usize) {
+            let to = SlotRef { tier: Tier::Host, slot, generation };
+            let done = Done::new(|_| ());
+            self.slots.generations.begin_pull(&op(to));
+            let mut pulled = PulledSlot::new(Arc::clone(&self.memory), (to, slot), (0, done));
+            fill_pattern(pattern, pulled.bytes());
+            pulled.written();
+            pulled.end(Ok(()));
+            self.slots.generations.adopt(to);
+        }
+
+        fn has(&self, slot: SlotId, generation: u32, pattern: usize) -> bool {
+            let mut slice = Vec::new();
+            let crc = self.slots.copy((slot, generation), &mut slice);
+            assert!(crc.is_none_or(|crc| crc == checksum(&slice)));
+            crc.is_some() && has_pattern(pattern, &slice)
+        }
+    }
+
+    fn op(to: SlotRef) -> CopyOp {
+        let block = BlockKey { hash: 0, group: 0 };
+        CopyOp { block, parent: None, owner: None, from: to, to }
+    }
+
+    #[test]
+    fn a_slot_gives_what_it_holds_in_one_life_alone() {
+        let tier = HostTier::new();
+        let slot = SlotId(3);
+        assert!(!tier.has(slot, 7, 1), "it was never written");
+        tier.store(slot, 7, 1);
+        assert!(tier.has(slot, 7, 1));
+        assert!(!tier.has(slot, 8, 1));
+        assert!(!tier.has(SlotId(SLOTS), 7, 1), "there is no such slot");
+        tier.slots.generations.begin_pull(&op(SlotRef { tier: Tier::Host, slot, generation: 8 }));
+        assert!(!tier.has(slot, 7, 1), "it is being written");
+        tier.store(slot, 8, 2);
+        assert!(tier.has(slot, 8, 2) && !tier.has(slot, 7, 1));
+    }
+
+    #[test]
+    fn a_slice_that_has_changed_is_not_given() {
+        let tier = HostTier::new();
+        let slot = SlotId(0);
+        tier.store(slot, 1, 1);
+        let known = tier.memory.checksums().unwrap();
+        let crc = known.get(slot).unwrap();
+        known.record(slot, crc ^ 1);
+        assert!(!tier.has(slot, 1, 1));
+        known.record(slot, crc);
+        assert!(tier.has(slot, 1, 1));
+        // An earlier process left it, and had another checksum of it.
+        known.inherit(slot, crc ^ 1);
+        assert!(!tier.has(slot, 1, 1));
+    }
+
+    #[test]
+    fn a_slot_that_is_given_up_has_not_come() {
+        let told = Arc::new(parking_lot::Mutex::new(Vec::new()));
+        let tell = Arc::clone(&told);
+        let done = Done::new(move |ended| tell.lock().extend(ended));
+        let slot = SlotId(0);
+        let from = SlotRef { tier: Tier::Host, slot, generation: 0 };
+        drop(PulledSlot::new(HostTier::new().memory, (from, slot), (5, done)));
+        let told = told.lock();
+        assert_eq!((told.len(), told[0].0), (1, 5));
+        assert_eq!(told[0].1.as_ref().unwrap_err().kind(), CopyErrorKind::Unavailable);
+    }
 }
