@@ -73,7 +73,8 @@ async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin, of: impl Fn(SlotId) 
 
 #[tokio::test]
 async fn slices_come_as_they_are_and_those_of_other_lives_do_not() {
-    let (mut here, there) = duplex(1 << 12);
+    // Requests fit in it, as they do in what a socket holds.
+    let (mut here, there) = duplex(1 << 14);
     let (mut wanted, ends) = slots(|slot| if slot % 100 == 0 { LIFE + 1 } else { LIFE });
     tokio::select! {
         taken = take(&mut here, &mut wanted) => taken.unwrap(),
@@ -89,7 +90,8 @@ async fn slices_come_as_they_are_and_those_of_other_lives_do_not() {
 
 #[tokio::test]
 async fn a_slice_that_is_not_what_its_checksum_says_is_corrupt() {
-    let (mut here, there) = duplex(1 << 12);
+    // Requests fit in it, as they do in what a socket holds.
+    let (mut here, there) = duplex(1 << 14);
     let (mut wanted, ends) = slots(|_| LIFE);
     let flipped = |slot| {
         let mut bytes = slice(slot);
