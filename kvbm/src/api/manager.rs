@@ -99,7 +99,7 @@ pub struct Manager {
     engine: Option<EngineMemory>,
     pub(super) shadow: Shadow,
     /// The cache groups other than full attention.
-    checkpoints: CheckpointGroups,
+    checkpoints: Arc<CheckpointGroups>,
     /// Of a manager with ranks.
     leader: Option<Weak<Leader>>,
     /// Other workers.
@@ -154,7 +154,7 @@ impl Manager {
         let Some(host) = host else {
             return Err(sealed_peers());
         };
-        let peers = Peers::start(listener, &self.core, host)?;
+        let peers = Peers::start(listener, &self.core, host, &self.checkpoints)?;
         self.observed.with_peers(peers.book());
         self.peers = Some(peers);
         Ok(self)
@@ -203,7 +203,7 @@ impl Manager {
             pinned,
             engine: options.engine.clone(),
             shadow,
-            checkpoints: CheckpointGroups::default(),
+            checkpoints: Arc::default(),
             leader: assembled.leader,
             peers: None,
             process: std::process::id(),
@@ -299,7 +299,7 @@ impl Manager {
         Admin(self)
     }
 
-    pub(crate) const fn checkpoints(&self) -> &CheckpointGroups {
+    pub(crate) fn checkpoints(&self) -> &CheckpointGroups {
         &self.checkpoints
     }
 
@@ -307,7 +307,7 @@ impl Manager {
     pub(crate) fn with_checkpoints(mut self, checkpoints: CheckpointGroups) -> Self {
         checkpoints.follow(&self.core);
         self.observed.with_groups(checkpoints.cores());
-        self.checkpoints = checkpoints;
+        self.checkpoints = Arc::new(checkpoints);
         self
     }
 

@@ -200,6 +200,7 @@ fn difference(ours: &Member, theirs: &Member) -> Option<String> {
             both.map(|member| member.rank.map_or("none".to_owned(), |rank| rank.to_string())),
         ),
         ("block_bytes", both.map(|member| member.block_bytes.to_string())),
+        ("the list of cache groups", both.map(|member| member.groups.clone())),
     ];
     let differs = of_process.into_iter().find(|(_, [a, b])| a != b);
     let (what, [a, b]) = differs.or_else(|| ours.fingerprint.difference(&theirs.fingerprint))?;
@@ -219,7 +220,15 @@ pub(super) mod tests {
             ..Fingerprint::default()
         };
         let name = name.to_owned();
-        Member { name, incarnation, block_bytes: 4096, fingerprint, ranks: 0, rank: None }
+        Member {
+            name,
+            incarnation,
+            block_bytes: 4096,
+            fingerprint,
+            ranks: 0,
+            rank: None,
+            groups: String::new(),
+        }
     }
 
     fn credentials(member: Member, secret: Option<&str>) -> Credentials {
@@ -262,6 +271,10 @@ pub(super) mod tests {
             (credentials(member("a", 2), secret), "the same worker"),
             (credentials(Member { block_bytes: 8192, ..member("a", 1) }, secret), "block_bytes is"),
             (credentials(Member { ranks: 2, ..member("a", 1) }, secret), "number of ranks is"),
+            (
+                credentials(Member { groups: "state".to_owned(), ..member("a", 1) }, secret),
+                "cache groups is",
+            ),
             (credentials(Member { rank: Some(1), ..member("a", 1) }, secret), "the rank is"),
             (credentials(Member { fingerprint: other, ..member("a", 1) }, secret), "dtype is"),
         ] {

@@ -30,6 +30,7 @@ use super::protocol::{
 use super::slices::HostBytes;
 use super::{Serves, nixl, parts, spans, stream};
 use crate::api::allocation::LentSlot;
+use crate::api::groups::{CheckpointGroups, CheckpointLeases, checkpoint_names};
 use crate::api::lease::Lease;
 use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics, PeerRefusal};
 use crate::names::hash::{BlockHash, Chain};
@@ -56,6 +57,13 @@ pub(super) struct Holder {
     pub(super) nixl: Option<Arc<dyn OneSided>>,
     pub(super) book: Arc<PeerBook>,
     pub(super) metrics: PeerMetrics,
+    /// Which cache group's; 0: full attention's.
+    pub(super) group: u8,
+    /// Blocks that the group looks back over.
+    pub(super) window: usize,
+    /// Of the holder of full attention: checkpoints of the other groups, and their holders.
+    pub(super) checkpoints: Arc<CheckpointGroups>,
+    pub(super) others: Vec<Self>,
 }
 
 /// A stream that is cut into requests.
@@ -142,7 +150,10 @@ impl Drop for LeasedShare {
 
 /// A lease that a reader has.
 struct HeldLease {
+    group: u8,
     lease: Lease,
+    /// Keeps the other groups' checkpoints at the end of it.
+    _checkpoints: Option<CheckpointLeases>,
     chain: Vec<BlockHash>,
     /// Those of its blocks that may be read: the reader has those before.
     named: Range<usize>,
@@ -214,6 +225,9 @@ impl Holder {
         if request.epoch != self.core.table().epoch_digest() {
             return Ok(self.refusal(LeaseEnd::OtherEpoch));
         }
+        if self.group > 0 {
+            return self.lease_checkpoint(reader, request).await;
+        }
         let is_known =
             |probe: &&Probe| self.core.table().is_known_at(probe.last(), probe.blocks as usize);
         let Some(found) = request.probes.iter().rev().find(is_known) else {
@@ -232,6 +246,30 @@ impl Holder {
     /// It has nothing of the chain.
     fn nothing(&self, request: &LeaseRequest) -> Leased {
         (ToReader::Leased(self.answer(0, &[], request, false)), None)
+    }
+
+    /// The holder of a cache group's blocks.
+    fn of(&self, group: u8) -> Result<&Self, BrokenLink> {
+        let Some(place) = usize::from(group).checked_sub(1) else { return Ok(self) };
+        self.others.get(place).ok_or(BrokenLink::Unexpected("there is no such cache group"))
+    }
+
+    /// Its names say all of it: those of a checkpoint's blocks come from the block that it hangs on.
+    async fn lease_checkpoint(
+        &self,
+        reader: &str,
+        request: &LeaseRequest,
+    ) -> Result<Leased, BrokenLink> {
+        let Some(last) = request.probes.last() else { return Ok(self.nothing(request)) };
+        if last.blocks as usize > self.window {
+            return Err(BrokenLink::Unexpected("a checkpoint of more blocks than its window has"));
+        }
+        let names = checkpoint_names(last.last(), last.blocks as usize);
+        Ok(self.lease_chain(reader, names, request).await)
+    }
+
+    fn chain<'a>(&self, hashes: &'a [BlockHash]) -> Chain<'a> {
+        Chain::of_group(self.group, hashes)
     }
 
     fn refusal(&self, why: LeaseEnd) -> Leased {
@@ -259,20 +297,37 @@ impl Holder {
         if self.host.memory().is_none() && seats.is_none() {
             return self.refusal(LeaseEnd::RankAway);
         }
-        let lease = self.brought_to_host(self.core.lease(Chain::from(&chain), info)).await;
+        let mut lease = self.checkpoints.lease_with(&self.core, self.chain(&chain), info);
+        let checkpoints = lease.take_checkpoints();
+        let lease = self.brought_to_host(lease).await;
         let Some(lease) = lease else { return self.refusal(LeaseEnd::Void) };
         let blocks = self.named_blocks(&lease, &chain, before).await;
         let named = before..before + blocks.len();
         let mut answer = self.answer(named.end, &blocks, request, is_cut);
         answer.seats = seats.unwrap_or_default();
+        if let Some(checkpoints) = &checkpoints {
+            // Not what has left since.
+            let usable = Some(checkpoints.blocks).filter(|&usable| usable <= named.end);
+            answer.usable = usable.unwrap_or_default() as u32;
+        }
         if is_cut {
             self.metrics.cut();
         }
         let until = Instant::now() + self.ttl;
         let (counted, span) = (self.metrics.lease_out(), Span::current());
         let open = self.book.open(reader, PeerUse::LeasedOut, share.blocks);
-        let held =
-            HeldLease { lease, chain, named, until, sent: 0, counted, _taken: (share, open), span };
+        let held = HeldLease {
+            group: self.group,
+            lease,
+            _checkpoints: checkpoints,
+            chain,
+            named,
+            until,
+            sent: 0,
+            counted,
+            _taken: (share, open),
+            span,
+        };
         (ToReader::Leased(answer), Some(held))
     }
 
@@ -303,6 +358,7 @@ impl Holder {
             slots: SlotRun::all(asked.iter().map(|(slot, _)| *slot)),
             is_cut,
             seats: Vec::new(),
+            usable: blocks as u32,
         }
     }
 
@@ -314,7 +370,7 @@ impl Holder {
         chain: &[BlockHash],
         before: usize,
     ) -> Vec<(SlotId, u32)> {
-        let chain = Chain::from(chain);
+        let chain = self.chain(chain);
         let mut named = Vec::new();
         for part in parts(before..lease.blocks(Tier::Host), LENT) {
             let lent = LentSlot::leading(&self.core, Tier::Host, lease, chain, part.clone());
@@ -354,7 +410,7 @@ impl Holder {
     /// they give.
     async fn examine(&self, held: &HeldLease) {
         let Some(memory) = self.host.memory() else { return };
-        let chain = Chain::from(&held.chain);
+        let chain = self.chain(&held.chain);
         for part in parts(held.named.clone(), LENT) {
             let lent = LentSlot::leading(&self.core, Tier::Host, &held.lease, chain, part.clone());
             let is_sound = |loan: &Loan| {
@@ -436,7 +492,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
     async fn release(&mut self, end: ReadEnd) {
         let Some(held) = self.held.take() else { return };
         if end == ReadEnd::Wrong {
-            self.holder.examine(&held).await;
+            if let Ok(holder) = self.holder.of(held.group) {
+                holder.examine(&held).await;
+            }
         }
         held.end(end.into());
     }
@@ -445,8 +503,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
         self.release(ReadEnd::GivenUp).await;
         let span = self.asked.take();
         let span = span.unwrap_or_else(|| spans::of_serving(self.reader, self.parent.take()));
-        let (answer, held) =
-            self.holder.lease(self.reader, request).instrument(span.clone()).await?;
+        let (answer, held) = self
+            .holder
+            .of(request.group)?
+            .lease(self.reader, request)
+            .instrument(span.clone())
+            .await?;
         spans::answered(&span, &answer);
         self.asked = matches!(answer, ToReader::Between(_)).then_some(span);
         self.held = held;
@@ -474,11 +536,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
         wanted: Range<usize>,
     ) -> Result<(), BrokenLink> {
         let Some(held) = &mut self.held else { return Ok(()) };
-        let Holder { core, host, .. } = self.holder;
+        let holder = self.holder.of(held.group)?;
+        let Holder { core, host, .. } = holder;
         let memory = host.memory().ok_or(BrokenLink::Unexpected("its ranks have its blocks"))?;
         let mut header = Some(ToReader::Blocks(request));
         for part in parts(wanted, LENT) {
-            let chain = Chain::from(&held.chain);
+            let chain = holder.chain(&held.chain);
             let lent = LentSlot::leading(core, Tier::Host, &held.lease, chain, part.clone());
             if lent.loans().len() < part.len() {
                 drop(lent);

@@ -47,6 +47,8 @@ pub(super) struct PeerLink {
 /// What a reader wants of a chain.
 pub(super) struct Wanted<'a> {
     pub(super) chain: &'a [BlockHash],
+    /// The cache group whose chain it is.
+    pub(super) group: u8,
     /// Leading blocks that it has.
     pub(super) before: usize,
     pub(super) epoch: EpochDigest,
@@ -156,7 +158,7 @@ impl PeerLink {
             answer => answer,
         };
         match answer {
-            ToReader::Leased(answer) => named(wanted, answer, since, self.holder.ranks),
+            ToReader::Leased(answer) => named(wanted, answer, since, &self.holder),
             ToReader::Ended(why) => Err(PeerFault::Ended(why)),
             _ => Err(BrokenLink::Unexpected("no answer to a request for a lease").into()),
         }
@@ -175,6 +177,7 @@ impl PeerLink {
             held: wanted.before as u32,
             probes: lengths.iter().map(probe).collect(),
             is_last,
+            group: wanted.group,
             wants_slots: self.memory.is_some() || self.reads().is_some() || self.holder.ranks > 0,
         };
         self.exchange(&ToHolder::Lease(request)).await
@@ -353,7 +356,7 @@ fn named(
     wanted: &Wanted<'_>,
     answer: LeaseAnswer,
     asked: Instant,
-    ranks: u16,
+    holder: &Member,
 ) -> Result<NamedBlocks, PeerFault> {
     let (blocks, before) = (answer.blocks as usize, wanted.before);
     if answer.epoch != wanted.epoch {
@@ -361,14 +364,18 @@ fn named(
     }
     if blocks > wanted.chain.len()
         || answer.checksums.len() != blocks.saturating_sub(before)
-        || !(answer.checksums.is_empty() || answer.seats.len() == usize::from(ranks))
+        || !(answer.checksums.is_empty() || answer.seats.len() == usize::from(holder.ranks))
     {
         return Err(BrokenLink::Unexpected("a lease of other blocks than were asked for").into());
     }
-    let checksums = answer.checksums.iter().map(|crc| u32::from_le_bytes(*crc)).collect();
+    let is_hybrid = wanted.group == 0 && !holder.groups.is_empty();
+    // What a group has no checkpoint behind is of no use.
+    let usable = if is_hybrid { answer.usable as usize } else { blocks };
+    let checksums = answer.checksums.iter().take(usable.saturating_sub(before));
+    let checksums: Vec<_> = checksums.map(|crc| u32::from_le_bytes(*crc)).collect();
     // A peer does not say how long we wait at most.
     let ttl = Duration::from_millis(answer.ttl_ms.into()).min(wanted.limit);
-    let slots = SlotRun::slots(&answer.slots, answer.checksums.len());
+    let slots = SlotRun::slots(&answer.slots, checksums.len());
     let LeaseAnswer { is_cut, seats, .. } = answer;
     Ok(NamedBlocks { before, checksums, slots, asked, ttl, is_cut, seats })
 }

@@ -73,6 +73,7 @@ use self::nixl::{NixlHolders, agent_name};
 use self::protocol::Member;
 use self::reader::Reader;
 use self::tls::PeerTls;
+use crate::api::groups::{CheckpointGroups, GroupTier, described};
 use crate::api::manager::Options;
 use crate::api::transfer::Transfer;
 use crate::assemble::nixl_for_peers;
@@ -114,6 +115,8 @@ pub(crate) struct PeerListener {
     fingerprint: Fingerprint,
     /// Processes that have a slice of each block; 0: this one has the blocks.
     ranks: u16,
+    /// Its cache groups, as others are told.
+    groups: String,
 }
 
 impl PeerListener {
@@ -130,11 +133,13 @@ impl PeerListener {
             return Ok(None);
         }
         let fingerprint = options.fingerprint.clone().ok_or_else(needs_fingerprint)?;
-        if !options.groups.is_empty() {
+        if !options.groups.is_empty() && options.ranks.is_some() {
             return Err(no_groups());
         }
-        if options.ranks.is_some() && peers.nixl == PeerNixl::Required {
-            let message = "ranks do not read those of other workers by NIXL yet: leave peers.nixl \
+        if (options.ranks.is_some() || !options.groups.is_empty())
+            && peers.nixl == PeerNixl::Required
+        {
+            let message = "with ranks or several cache groups not all comes by NIXL yet: leave peers.nixl \
                  (DYN_KVBM_PEERS_NIXL) unset";
             return Err(Error::invalid(message));
         }
@@ -142,7 +147,8 @@ impl PeerListener {
         let (socket, address) = bind(SocketAddr::new(peers.host, peers.port))?;
         let (settings, ranks) = (settings.clone(), options.ranks.as_ref());
         let ranks = ranks.map_or(0, |group| group.world);
-        Ok(Some(Self { socket, address, settings, proofs, fingerprint, ranks }))
+        let groups = described(&options.groups, &settings);
+        Ok(Some(Self { socket, address, settings, proofs, fingerprint, ranks, groups }))
     }
 
     /// What others know of this worker.
@@ -171,7 +177,7 @@ fn needs_fingerprint() -> Error {
 }
 
 pub(crate) fn no_groups() -> Error {
-    let message = "peers cannot be had with several cache groups yet: set peers.enabled (DYN_KVBM_PEERS) to false";
+    let message = "peers cannot be had with ranks and several cache groups at once yet: set peers.enabled (DYN_KVBM_PEERS) to false";
     Error::invalid(message)
 }
 
@@ -223,7 +229,8 @@ fn proofs_of(settings: &PeerSettings) -> Result<PeerProofs> {
 /// ```
 pub struct Peers {
     reader: Arc<Reader>,
-    leased: Arc<LeasedBlocks>,
+    /// By cache group.
+    leased: Vec<Arc<LeasedBlocks>>,
     book: Arc<PeerBook>,
     name: String,
     address: SocketAddr,
@@ -256,9 +263,15 @@ impl Peers {
     /// # Errors
     /// [`ErrorKind::Unavailable`] if the system refuses a thread or random bytes, or the password of
     /// etcd cannot be read; [`ErrorKind::Invalid`] if that, a name or an address is none.
-    pub(crate) fn start(listener: PeerListener, core: &Arc<Core>, host: HostBytes) -> Result<Self> {
+    pub(crate) fn start(
+        listener: PeerListener,
+        core: &Arc<Core>,
+        host: HostBytes,
+        checkpoints: &Arc<CheckpointGroups>,
+    ) -> Result<Self> {
         let own = listener.own_address()?;
-        let PeerListener { socket, address, settings, proofs, fingerprint, ranks } = listener;
+        let PeerListener { socket, address, settings, proofs, fingerprint, ranks, groups } =
+            listener;
         if ranks > 0 && host.seats().is_none() {
             return Err(ranks_without_peers());
         }
@@ -287,23 +300,68 @@ impl Peers {
             fingerprint,
             ranks,
             rank: None,
+            groups,
         };
         let credentials = Arc::new(Credentials { member, proofs });
-        let most = core.table().counts(Tier::Host).total as f64 * settings.lease_share;
-        let leased = Arc::new(LeasedBlocks::new(most as usize));
+        let share = |core: &Core| {
+            let most = core.table().counts(Tier::Host).total as f64 * settings.lease_share;
+            Arc::new(LeasedBlocks::new(most as usize))
+        };
+        let leased = share(core);
         let book = PeerBook::new(own.name(), address, watch.peers());
         core.metrics().peers().count_from_zero();
+        let (tiers, metrics) =
+            (checkpoints.host_tiers().ok_or_else(sealed_peers)?, core.metrics().peers());
+        let ttl = Duration::from_millis(settings.lease_ttl_ms);
+        let of_group = |tier: &GroupTier<'_>| Holder {
+            core: Arc::clone(tier.core),
+            host: HostBytes::Here(Arc::clone(tier.memory)),
+            credentials: Arc::clone(&credentials),
+            ttl,
+            leased: share(tier.core),
+            nixl: None,
+            book: Arc::clone(&book),
+            metrics: metrics.clone(),
+            group: tier.number,
+            window: tier.window,
+            checkpoints: Arc::default(),
+            others: Vec::new(),
+        };
         let holder = Holder {
+            others: tiers.iter().map(of_group).collect(),
+            checkpoints: Arc::clone(checkpoints),
+            group: 0,
+            window: 0,
             core: Arc::clone(core),
             host: host.clone(),
             credentials: Arc::clone(&credentials),
-            ttl: Duration::from_millis(settings.lease_ttl_ms),
+            ttl,
             leased: Arc::clone(&leased),
             nixl: nixl.clone(),
             book: Arc::clone(&book),
             metrics: core.metrics().peers().clone(),
         };
+        let of_group = |tier: &GroupTier<'_>| Reader {
+            core: Arc::clone(tier.core),
+            host: HostBytes::Here(Arc::clone(tier.memory)),
+            credentials: Arc::clone(&credentials),
+            known: watch.peers(),
+            waiting: Mutex::default(),
+            neighbours: None,
+            nixl: None,
+            limit: ttl,
+            book: Arc::clone(&book),
+            metrics: metrics.clone(),
+            group: tier.number,
+            checkpoints: Arc::default(),
+            others: Vec::new(),
+        };
+        let of_others = holder.others.iter().map(|holder| Arc::clone(&holder.leased));
+        let leased: Vec<_> = std::iter::once(leased).chain(of_others).collect();
         let reader = Reader {
+            others: tiers.iter().map(of_group).collect(),
+            checkpoints: Arc::clone(checkpoints),
+            group: 0,
             core: Arc::clone(core),
             neighbours: (settings.shared_memory && ranks == 0).then(Neighbours::default),
             host,
@@ -368,9 +426,9 @@ impl Peers {
         &self.book
     }
 
-    /// Blocks that are leased to others now.
+    /// Blocks that are leased to others now, of all cache groups.
     pub fn leased(&self) -> usize {
-        self.leased.blocks()
+        self.leased.iter().map(|leased| leased.blocks()).sum()
     }
 
     /// Leases at a peer what the tiers here lack of `chain`.
@@ -435,6 +493,7 @@ impl Peers {
             drop(stop);
             drop(thread.join());
             self.reader.waiting.lock().clear();
+            self.reader.others.iter().for_each(|reader| reader.waiting.lock().clear());
             self.reader.nixl.iter().for_each(NixlHolders::close);
         }
     }

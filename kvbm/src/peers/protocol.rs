@@ -167,6 +167,8 @@ pub(super) struct Member {
     pub(super) ranks: u16,
     /// Which of them it is; none: it leads them, or has none.
     pub(super) rank: Option<u16>,
+    /// Its cache groups beside full attention, if it has any: what must be alike.
+    pub(super) groups: String,
 }
 
 /// How much of a chain is there?
@@ -182,6 +184,9 @@ pub(super) struct LeaseRequest {
     pub(super) is_last: bool,
     /// The reader copies from the holder's memory by itself, and asks where in it they lie.
     pub(super) wants_slots: bool,
+    /// Of a cache group other than full attention: the last probe is a checkpoint, by the blocks
+    /// that it keeps and the block that it hangs on.
+    pub(super) group: u8,
 }
 
 /// A prefix of a chain: its length in blocks, and the hash of its last block, which commits to all
@@ -210,6 +215,8 @@ pub(super) struct LeaseAnswer {
     pub(super) is_cut: bool,
     /// Where the ranks are, by their numbers, if there are any.
     pub(super) seats: Vec<PeerSeat>,
+    /// Leading blocks of the chain at whose end all cache groups have a checkpoint.
+    pub(super) usable: u32,
 }
 
 /// A slot, and the number of a life of it.
@@ -397,6 +404,7 @@ mod tests {
             probes: (1..=probes).map(probe).collect(),
             is_last: true,
             wants_slots: true,
+            group: u8::MAX,
         })
     }
 
@@ -415,7 +423,16 @@ mod tests {
             let (epoch, ttl_ms) = (EpochDigest::default(), u32::MAX);
             let is_cut = true;
             let seats = vec![PeerSeat { port: u16::MAX, incarnation: u64::MAX }; 64];
-            let leased = LeaseAnswer { epoch, blocks, ttl_ms, checksums, slots, is_cut, seats };
+            let leased = LeaseAnswer {
+                epoch,
+                blocks,
+                ttl_ms,
+                checksums,
+                slots,
+                is_cut,
+                seats,
+                usable: blocks,
+            };
             postcard::to_extend(&ToReader::Leased(leased), vec![0; 4]).unwrap().len()
         };
         assert!(answer(512) <= 256 + 13 * 64 + (4 + 8) * 512);

@@ -71,6 +71,7 @@ impl RankListener {
             fingerprint,
             ranks: world,
             rank: Some(rank),
+            groups: String::new(),
         };
         Ok(Some(Self {
             socket,

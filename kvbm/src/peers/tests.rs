@@ -149,6 +149,10 @@ impl Worker {
             nixl: self.nixl.clone(),
             book: self.book(),
             metrics: core.metrics().peers().clone(),
+            group: 0,
+            window: 0,
+            checkpoints: Arc::default(),
+            others: Vec::new(),
         })
     }
 
@@ -167,6 +171,9 @@ impl Worker {
             limit: TTL,
             book: self.book(),
             metrics: core.metrics().peers().clone(),
+            group: 0,
+            checkpoints: Arc::default(),
+            others: Vec::new(),
         }
     }
 }
