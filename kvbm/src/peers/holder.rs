@@ -491,10 +491,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
 
     async fn release(&mut self, end: ReadEnd) {
         let Some(held) = self.held.take() else { return };
-        if end == ReadEnd::Wrong {
-            if let Ok(holder) = self.holder.of(held.group) {
-                holder.examine(&held).await;
-            }
+        if end == ReadEnd::Wrong
+            && let Ok(holder) = self.holder.of(held.group)
+        {
+            holder.examine(&held).await;
         }
         held.end(end.into());
     }

@@ -58,14 +58,14 @@ use kvbm_settings::{PeerNixl, PeerSettings, Settings};
 use kvbm_tiers::{Memory, Tier};
 use tokio::net::TcpStream;
 use tokio::runtime::{Builder, Handle, Runtime};
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::{Semaphore, oneshot, watch};
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
-use self::discovery::{PeerAddress, PeerAnnouncement, PeerSource, PeerWatch};
+use self::discovery::{PeerAddress, PeerAnnouncement, PeerList, PeerSource, PeerWatch};
 use self::greeting::{Credentials, PeerProofs, PeerSecret, random};
 use self::holder::{Holder, LeasedBlocks};
 use self::neighbour::Neighbours;
@@ -78,6 +78,7 @@ use crate::api::manager::Options;
 use crate::api::transfer::Transfer;
 use crate::assemble::nixl_for_peers;
 use crate::error::{Error, ErrorKind, Result};
+use crate::metrics::PeerMetrics;
 use crate::names::fingerprint::Fingerprint;
 use crate::names::hash::Chain;
 use crate::scheduler::Core;
@@ -251,6 +252,66 @@ impl fmt::Debug for Peers {
     }
 }
 
+/// What holders and readers of all cache groups have alike.
+struct CommonParts {
+    credentials: Arc<Credentials>,
+    known: watch::Receiver<Arc<PeerList>>,
+    limit: Duration,
+    lease_share: f64,
+    book: Arc<PeerBook>,
+    metrics: PeerMetrics,
+}
+
+impl CommonParts {
+    /// Of full attention, in a plain model.
+    fn holder(&self, core: &Arc<Core>, host: HostBytes) -> Holder {
+        let most = f64::from(core.table().counts(Tier::Host).total) * self.lease_share;
+        Holder {
+            core: Arc::clone(core),
+            host,
+            credentials: Arc::clone(&self.credentials),
+            ttl: self.limit,
+            leased: Arc::new(LeasedBlocks::new(most as usize)),
+            nixl: None,
+            book: Arc::clone(&self.book),
+            metrics: self.metrics.clone(),
+            group: 0,
+            window: 0,
+            checkpoints: Arc::default(),
+            others: Vec::new(),
+        }
+    }
+
+    fn holder_of(&self, tier: &GroupTier<'_>) -> Holder {
+        let host = HostBytes::Here(Arc::clone(tier.memory));
+        Holder { group: tier.number, window: tier.window, ..self.holder(tier.core, host) }
+    }
+
+    /// Of full attention, in a plain model.
+    fn reader(&self, core: &Arc<Core>, host: HostBytes) -> Reader {
+        Reader {
+            core: Arc::clone(core),
+            host,
+            credentials: Arc::clone(&self.credentials),
+            known: self.known.clone(),
+            waiting: Mutex::default(),
+            neighbours: None,
+            nixl: None,
+            limit: self.limit,
+            book: Arc::clone(&self.book),
+            metrics: self.metrics.clone(),
+            group: 0,
+            checkpoints: Arc::default(),
+            others: Vec::new(),
+        }
+    }
+
+    fn reader_of(&self, tier: &GroupTier<'_>) -> Reader {
+        let host = HostBytes::Here(Arc::clone(tier.memory));
+        Reader { group: tier.number, ..self.reader(tier.core, host) }
+    }
+}
+
 /// The thread that serves others, and reads at them.
 struct PeerThread {
     stop: oneshot::Sender<()>,
@@ -275,6 +336,7 @@ impl Peers {
         if ranks > 0 && host.seats().is_none() {
             return Err(ranks_without_peers());
         }
+        let tiers = checkpoints.host_tiers().ok_or_else(sealed_peers)?;
         let source = PeerSource::of(&settings.peers)?;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve peers", error);
         let incarnation = u64::from_le_bytes(random()?);
@@ -293,86 +355,33 @@ impl Peers {
         drop(entered);
         let watch = source.watch(&runtime.handle())?;
         let announcement = source.announce(&own, &runtime.handle())?;
-        let member = Member {
-            name: own.name().to_owned(),
-            incarnation,
-            block_bytes,
-            fingerprint,
-            ranks,
-            rank: None,
-            groups,
-        };
-        let credentials = Arc::new(Credentials { member, proofs });
-        let share = |core: &Core| {
-            let most = core.table().counts(Tier::Host).total as f64 * settings.lease_share;
-            Arc::new(LeasedBlocks::new(most as usize))
-        };
-        let leased = share(core);
-        let book = PeerBook::new(own.name(), address, watch.peers());
+        let name = own.name().to_owned();
+        let rank = None;
+        let member = Member { name, incarnation, block_bytes, fingerprint, ranks, rank, groups };
         core.metrics().peers().count_from_zero();
-        let (tiers, metrics) =
-            (checkpoints.host_tiers().ok_or_else(sealed_peers)?, core.metrics().peers());
-        let ttl = Duration::from_millis(settings.lease_ttl_ms);
-        let of_group = |tier: &GroupTier<'_>| Holder {
-            core: Arc::clone(tier.core),
-            host: HostBytes::Here(Arc::clone(tier.memory)),
-            credentials: Arc::clone(&credentials),
-            ttl,
-            leased: share(tier.core),
-            nixl: None,
-            book: Arc::clone(&book),
-            metrics: metrics.clone(),
-            group: tier.number,
-            window: tier.window,
-            checkpoints: Arc::default(),
-            others: Vec::new(),
+        let common = CommonParts {
+            credentials: Arc::new(Credentials { member, proofs }),
+            known: watch.peers(),
+            limit: Duration::from_millis(settings.lease_ttl_ms),
+            lease_share: settings.lease_share,
+            book: PeerBook::new(own.name(), address, watch.peers()),
+            metrics: core.metrics().peers().clone(),
         };
         let holder = Holder {
-            others: tiers.iter().map(of_group).collect(),
-            checkpoints: Arc::clone(checkpoints),
-            group: 0,
-            window: 0,
-            core: Arc::clone(core),
-            host: host.clone(),
-            credentials: Arc::clone(&credentials),
-            ttl,
-            leased: Arc::clone(&leased),
             nixl: nixl.clone(),
-            book: Arc::clone(&book),
-            metrics: core.metrics().peers().clone(),
-        };
-        let of_group = |tier: &GroupTier<'_>| Reader {
-            core: Arc::clone(tier.core),
-            host: HostBytes::Here(Arc::clone(tier.memory)),
-            credentials: Arc::clone(&credentials),
-            known: watch.peers(),
-            waiting: Mutex::default(),
-            neighbours: None,
-            nixl: None,
-            limit: ttl,
-            book: Arc::clone(&book),
-            metrics: metrics.clone(),
-            group: tier.number,
-            checkpoints: Arc::default(),
-            others: Vec::new(),
-        };
-        let of_others = holder.others.iter().map(|holder| Arc::clone(&holder.leased));
-        let leased: Vec<_> = std::iter::once(leased).chain(of_others).collect();
-        let reader = Reader {
-            others: tiers.iter().map(of_group).collect(),
             checkpoints: Arc::clone(checkpoints),
-            group: 0,
-            core: Arc::clone(core),
-            neighbours: (settings.shared_memory && ranks == 0).then(Neighbours::default),
-            host,
-            credentials,
-            known: watch.peers(),
-            waiting: Mutex::default(),
-            nixl: nixl.map(|nixl| NixlHolders::new(nixl, settings.nixl == PeerNixl::Required)),
-            limit: holder.ttl,
-            book: Arc::clone(&book),
-            metrics: core.metrics().peers().clone(),
+            others: tiers.iter().map(|tier| common.holder_of(tier)).collect(),
+            ..common.holder(core, host.clone())
         };
+        let reader = Reader {
+            neighbours: (settings.shared_memory && ranks == 0).then(Neighbours::default),
+            nixl: nixl.map(|nixl| NixlHolders::new(nixl, settings.nixl == PeerNixl::Required)),
+            checkpoints: Arc::clone(checkpoints),
+            others: tiers.iter().map(|tier| common.reader_of(tier)).collect(),
+            ..common.reader(core, host)
+        };
+        let holders = std::iter::once(&holder).chain(&holder.others);
+        let leased = holders.map(|holder| Arc::clone(&holder.leased)).collect();
         let (reader, handle) = (Arc::new(reader), runtime.handle());
         if let Some((memory, asked)) = shareable.zip(asked) {
             handle.spawn(neighbour::hand_out(asked, memory));
@@ -387,7 +396,7 @@ impl Peers {
         Ok(Self {
             reader,
             leased,
-            book,
+            book: common.book,
             name: own.name().to_owned(),
             address,
             reached_at: own.address().to_owned(),

@@ -250,11 +250,13 @@ impl SliceSlot for PulledSlot {
 /// Where a rank of another worker is.
 type RankPlace = (String, PeerSeat);
 
+/// A connection, and since when it waits for its next use.
+type WaitingStream = (Box<dyn PeerStream>, Instant);
+
 /// Brings slices.
 struct SliceReader {
     credentials: Arc<Credentials>,
-    /// Connections that wait for their next use, since then.
-    waiting: Mutex<HashMap<RankPlace, Vec<(Box<dyn PeerStream>, Instant)>>>,
+    waiting: Mutex<HashMap<RankPlace, Vec<WaitingStream>>>,
 }
 
 impl SliceReader {

@@ -62,7 +62,7 @@ pub(super) async fn bring(
     if filling.kept() < named.before {
         return Err(PeerFault::Behind);
     }
-    let why = Arc::default();
+    let why = Arc::<Mutex<Option<CopyError>>>::default();
     let brought = async {
         let wanted = filling.kept()..filling.kept() + filling.left();
         let mut parts = parts(wanted, (PULL_BYTES / block_bytes.max(1)).max(1));
@@ -98,10 +98,8 @@ pub(super) async fn bring(
             };
             for came in came {
                 if came.is_none() {
-                    return Err(why
-                        .lock()
-                        .take()
-                        .map_or_else(|| gone("a block did not come"), fault));
+                    let why = why.lock();
+                    return Err(why.as_ref().map_or_else(|| gone("a block did not come"), fault));
                 }
                 filling.keep();
             }
@@ -119,7 +117,7 @@ fn gone(why: &str) -> PeerFault {
     PeerFault::Ranks(why.to_owned())
 }
 
-fn fault(error: CopyError) -> PeerFault {
+fn fault(error: &CopyError) -> PeerFault {
     match error.kind() {
         CopyErrorKind::Corrupt => PeerFault::Wrong,
         _ => PeerFault::Ranks(error.to_string()),
