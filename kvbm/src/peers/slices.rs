@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kvbm_tiers::ranks::{Leader, PeerSeat, PullOrder};
 use kvbm_tiers::{
-    BlockKey, CopyError, CopyErrorKind, CopyOp, Done, DramRegion, Frame, SlotRef, Tier,
+    BlockKey, Completion, CopyError, CopyErrorKind, CopyOp, Done, DramRegion, Frame, SlotRef, Tier,
 };
 use tokio::time::{Instant, timeout_at};
 
@@ -141,45 +141,45 @@ fn op(named: &NamedBlocks, keys: &[BlockKey], at: usize, to: &Frame) -> Option<C
 
 /// What ranks were told to bring together. Its slots come back when the last block has ended.
 #[derive(Clone)]
-struct PulledPart(Arc<Mutex<PartState>>);
+struct PulledPart {
+    state: Arc<Mutex<PartState>>,
+    /// Why the first block of all parts that did not come did not.
+    why: Arc<Mutex<Option<CopyError>>>,
+}
 
 struct PartState {
     /// By block, whether all ranks have it.
     came: Vec<Option<u32>>,
     left: usize,
     back: Option<(Vec<Frame>, FramesBack)>,
-    /// Why the first that did not come did not.
-    why: Arc<Mutex<Option<CopyError>>>,
 }
 
 impl PulledPart {
     fn new(back: (Vec<Frame>, FramesBack), why: Arc<Mutex<Option<CopyError>>>) -> Self {
         let blocks = back.0.len();
-        let state = PartState { came: vec![None; blocks], left: blocks, back: Some(back), why };
-        Self(Arc::new(Mutex::new(state)))
+        let state = PartState { came: vec![None; blocks], left: blocks, back: Some(back) };
+        Self { state: Arc::new(Mutex::new(state)), why }
     }
 
     fn done(&self) -> Done {
         let part = self.clone();
         Done::new(move |ended| {
-            if let Some((frames, back, came)) = part.ended(ended) {
+            if let Some((frames, back, came)) = part.ended(&ended) {
                 back(frames, Ok(came));
             }
         })
     }
 
     /// What to give back, once all have ended.
-    fn ended(
-        &self,
-        ended: Vec<kvbm_tiers::Completion>,
-    ) -> Option<(Vec<Frame>, FramesBack, Vec<Option<u32>>)> {
-        let mut state = self.0.lock();
-        for (block, result) in ended {
-            state.left -= 1;
-            match result {
-                Ok(()) => state.came[block] = Some(0),
-                Err(error) => _ = state.why.lock().get_or_insert(error),
-            }
+    fn ended(&self, ended: &[Completion]) -> Option<(Vec<Frame>, FramesBack, Vec<Option<u32>>)> {
+        let failure = ended.iter().find_map(|(_, result)| result.as_ref().err());
+        if let Some(failure) = failure {
+            self.why.lock().get_or_insert_with(|| failure.clone());
+        }
+        let mut state = self.state.lock();
+        state.left -= ended.len();
+        for (block, _) in ended.iter().filter(|(_, result)| result.is_ok()) {
+            state.came[*block] = Some(0);
         }
         if state.left > 0 {
             return None;
