@@ -155,6 +155,7 @@ fn be_a_rank(role: &str, place: &Path) {
         block_bytes: bytes as u64,
         fingerprint: String::new(),
         routes: Vec::new(),
+        peers: None,
     };
     let options = JoinOptions {
         dir: place.to_owned(),

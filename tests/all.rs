@@ -24,6 +24,7 @@ mod model;
 mod namespace;
 mod overdue;
 mod peer_loads;
+mod peer_ranks;
 mod peers;
 mod persistent_dram;
 mod ranks;

@@ -1,6 +1,8 @@
 //! A hybrid model: three cache groups with blocks of their own sizes, checkpoints on one chain, and
 //! every byte is right.
 
+mod peers;
+
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;

@@ -649,7 +649,7 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "peers.port",
         Port(|s| &mut s.peers.port),
         &[own("DYN_KVBM_PEERS_PORT")],
-        "Port to bind; 0: any free one.",
+        "Port to bind; 0: any free one. A rank binds this port + 1 + its number.",
     ),
     key(
         "peers.name",

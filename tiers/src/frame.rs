@@ -147,13 +147,18 @@ impl SlotEntry {
 #[must_use = "a loan that is not settled keeps its slot from being evicted"]
 pub struct Loan {
     pool: PoolId,
-    slot: SlotId,
+    slot: SlotRef,
 }
 
 impl Loan {
     /// The slot's number.
     pub const fn slot(&self) -> SlotId {
-        self.slot
+        self.slot.slot
+    }
+
+    /// Which of the slot's lives.
+    pub const fn generation(&self) -> u32 {
+        self.slot.generation
     }
 
     pub(crate) const fn pool(&self) -> PoolId {
@@ -333,9 +338,9 @@ impl FramePool {
     /// Lends a resident slot for reading; `None`: it is not resident. End it with
     /// [`settle`](Self::settle).
     pub fn lend(&mut self, slot: SlotId) -> Option<Loan> {
-        self.resident_ref(slot)?;
+        let lent = self.resident_ref(slot)?;
         self.loans.push(slot);
-        Some(Loan { pool: self.id, slot })
+        Some(Loan { pool: self.id, slot: lent })
     }
 
     /// Ends a loan.
@@ -344,10 +349,10 @@ impl FramePool {
     /// If the loan is another pool's.
     #[expect(clippy::needless_pass_by_value, reason = "the loan ends here")]
     pub fn settle(&mut self, loan: Loan) {
-        assert_eq!(loan.pool, self.id, "slot {} was lent by another pool", loan.slot.0);
+        assert_eq!(loan.pool, self.id, "slot {} was lent by another pool", loan.slot().0);
         // A list and no count per slot: few loans exist at a time, and four bytes a slot would be
         // paid by all.
-        if let Some(place) = self.loans.iter().position(|&lent| lent == loan.slot) {
+        if let Some(place) = self.loans.iter().position(|&lent| lent == loan.slot()) {
             self.loans.swap_remove(place);
         }
     }

@@ -18,7 +18,8 @@ use crate::table::{NamespaceId, RequestInfo, Reserved};
 /// ones are published and the others given back.
 pub(crate) struct FillingSlots<'a> {
     core: &'a Arc<Core>,
-    memory: &'a Arc<DramRegion>,
+    /// `None`: the bytes lie in ranks, which fill the slots.
+    memory: Option<&'a Arc<DramRegion>>,
     /// `None` once it is published.
     slots: Option<(Reserved, Lease)>,
     filled: usize,
@@ -34,7 +35,10 @@ struct LentSlots {
 }
 
 /// The checksums of the blocks that were written, or why they were not.
-type BlockSums = Result<Vec<Option<u32>>, CopyError>;
+pub(crate) type BlockSums = Result<Vec<Option<u32>>, CopyError>;
+
+/// Takes back frames that nothing writes any more.
+pub(crate) type FramesBack = Box<dyn FnOnce(Vec<Frame>, BlockSums) + Send>;
 
 impl<'a> FillingSlots<'a> {
     /// Takes the slots. They must not be written before [`Core::after_removals`] says so.
@@ -43,7 +47,7 @@ impl<'a> FillingSlots<'a> {
     /// [`ErrorKind::Stale`](crate::ErrorKind::Stale): a reset came in between.
     pub(crate) fn take(
         core: &'a Arc<Core>,
-        memory: &'a Arc<DramRegion>,
+        memory: impl Into<Option<&'a Arc<DramRegion>>>,
         chain: Chain<'_>,
         info: RequestInfo,
     ) -> Result<Self> {
@@ -53,6 +57,7 @@ impl<'a> FillingSlots<'a> {
             core.abandon(reserved);
             return Err(Error::stale());
         }
+        let memory = memory.into();
         Ok(Self { core, memory, slots: Some((reserved, lease)), filled: 0, lent: VecDeque::new() })
     }
 
@@ -75,7 +80,7 @@ impl<'a> FillingSlots<'a> {
     /// more.
     pub(crate) fn next(&mut self) -> Option<&mut [u8]> {
         let (reserved, _) = self.slots.as_mut()?;
-        self.memory.write(reserved.frames.get_mut(self.filled)?)
+        self.memory?.write(reserved.frames.get_mut(self.filled)?)
     }
 
     /// Has `copy` write the [next](Self::next) slot.
@@ -84,13 +89,13 @@ impl<'a> FillingSlots<'a> {
         copy: impl FnOnce(&DramRegion, &mut Frame) -> Option<T>,
     ) -> Option<T> {
         let (reserved, _) = self.slots.as_mut()?;
-        copy(self.memory, reserved.frames.get_mut(self.filled)?)
+        copy(self.memory?, reserved.frames.get_mut(self.filled)?)
     }
 
     /// The [next](Self::next) slot is written. Returns the checksum of its block.
     pub(crate) fn written(&self) -> Option<u32> {
         let (reserved, _) = self.slots.as_ref()?;
-        self.memory.remember_checksum(reserved.frames.get(self.filled)?)
+        self.memory?.remember_checksum(reserved.frames.get(self.filled)?)
     }
 
     /// The [next](Self::next) slot holds what its name says.
@@ -102,6 +107,18 @@ impl<'a> FillingSlots<'a> {
     /// and what to call with them once it does so no more. They come back in this order. The blocks
     /// are summed where that is called: they are in the caches there.
     pub(crate) fn lend(&mut self, count: usize) -> (Vec<Frame>, ReadDone) {
+        let memory = self.memory.cloned();
+        let (frames, back) = self.lend_unsummed(count);
+        let done: ReadDone = Box::new(move |frames, result| {
+            let sum = |frame| memory.as_ref()?.remember_checksum(frame);
+            let result = result.map(|()| frames.iter().map(sum).collect());
+            back(frames, result);
+        });
+        (frames, done)
+    }
+
+    /// [`lend`](Self::lend), to what says itself which blocks were written.
+    pub(crate) fn lend_unsummed(&mut self, count: usize) -> (Vec<Frame>, FramesBack) {
         let Some((reserved, _)) = self.slots.as_mut() else {
             return (Vec::new(), Box::new(|_, _| {}));
         };
@@ -112,11 +129,8 @@ impl<'a> FillingSlots<'a> {
             reserved.frames.drain(at..reserved.frames.len().min(at + count)).collect();
         let (told, back) = oneshot::channel();
         self.lent.push_back(LentSlots { slots: first..first + frames.len(), back });
-        let (core, memory) = (Arc::clone(self.core), Arc::clone(self.memory));
-        let transfer = reserved.transfer;
-        let done: ReadDone = Box::new(move |frames, result| {
-            let sum = |frame| memory.remember_checksum(frame);
-            let result = result.map(|()| frames.iter().map(sum).collect());
+        let (core, transfer) = (Arc::clone(self.core), reserved.transfer);
+        let done: FramesBack = Box::new(move |frames, result| {
             if let Err((frames, _)) = told.send((frames, result)) {
                 core.regain(transfer, first, frames);
             }

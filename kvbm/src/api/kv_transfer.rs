@@ -120,6 +120,7 @@ impl Manager {
                 Ok(Box::new(|| pulling.wait().map(|pulled| KvMoved::of(pulled.blocks))))
             }
             (KvPlace::Peer(peer), KvPlace::Slots(to)) => {
+                self.check_plain()?;
                 let (peers, engine) = (self.own_peers()?, self.engine()?.clone());
                 let slots = EngineSlots::new(engine, 0, to, Fence::Done)?;
                 let leasing = peers.lease(peer, chain, RequestInfo::default());

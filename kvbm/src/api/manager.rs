@@ -1,11 +1,12 @@
 //! The manager: what an engine talks to.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use kvbm_policies::{Ended, RequestId};
 use kvbm_settings::Settings;
+use kvbm_tiers::ranks::Leader;
 use kvbm_tiers::{DramRegion, MediaLayer, SlotId, Tier, clock};
 use prometheus::Registry;
 
@@ -27,7 +28,7 @@ use crate::names::hash::Chain;
 use crate::observe::events::Events;
 use crate::observe::shadow::Shadow;
 use crate::observe::state::{ObservedState, Why};
-use crate::peers::{PeerListener, Peers};
+use crate::peers::{HostBytes, PeerListener, Peers, sealed_peers};
 use crate::scheduler::{Core, Drained};
 use crate::serve::{Listener, Server};
 use crate::sync::Mutex;
@@ -98,7 +99,9 @@ pub struct Manager {
     engine: Option<EngineMemory>,
     pub(super) shadow: Shadow,
     /// The cache groups other than full attention.
-    checkpoints: CheckpointGroups,
+    checkpoints: Arc<CheckpointGroups>,
+    /// Of a manager with ranks.
+    leader: Option<Weak<Leader>>,
     /// Other workers.
     peers: Option<Peers>,
     /// The process that opened it.
@@ -138,12 +141,20 @@ impl Manager {
     /// Serves other workers, if the settings say so.
     fn with_peers(mut self, listener: Option<PeerListener>) -> Result<Self> {
         let Some(listener) = listener else { return Ok(self) };
-        let Some((core, memory)) = self.host_tier().filter(|_| !self.is_host_sealed) else {
-            let message = "peers read the host tier, where blocks must not lie encrypted: leave host.persist \
-                 (DYN_KVBM_CPU_CACHE_PERSIST) or the keys of encryption unset, or set peers.enabled (DYN_KVBM_PEERS) to false";
-            return Err(Error::invalid(message));
+        let host = match &self.leader {
+            Some(leader) => {
+                let has_tier = self.core.table().has(Tier::Host);
+                has_tier.then(|| HostBytes::InRanks(Weak::clone(leader)))
+            }
+            None => {
+                let open = self.host_tier().filter(|_| !self.is_host_sealed);
+                open.map(|(_, memory)| HostBytes::Here(Arc::clone(memory)))
+            }
         };
-        let peers = Peers::start(listener, core, memory)?;
+        let Some(host) = host else {
+            return Err(sealed_peers());
+        };
+        let peers = Peers::start(listener, &self.core, host, &self.checkpoints)?;
         self.observed.with_peers(peers.book());
         self.peers = Some(peers);
         Ok(self)
@@ -192,7 +203,8 @@ impl Manager {
             pinned,
             engine: options.engine.clone(),
             shadow,
-            checkpoints: CheckpointGroups::default(),
+            checkpoints: Arc::default(),
+            leader: assembled.leader,
             peers: None,
             process: std::process::id(),
         })
@@ -287,7 +299,7 @@ impl Manager {
         Admin(self)
     }
 
-    pub(crate) const fn checkpoints(&self) -> &CheckpointGroups {
+    pub(crate) fn checkpoints(&self) -> &CheckpointGroups {
         &self.checkpoints
     }
 
@@ -295,7 +307,7 @@ impl Manager {
     pub(crate) fn with_checkpoints(mut self, checkpoints: CheckpointGroups) -> Self {
         checkpoints.follow(&self.core);
         self.observed.with_groups(checkpoints.cores());
-        self.checkpoints = checkpoints;
+        self.checkpoints = Arc::new(checkpoints);
         self
     }
 

@@ -36,6 +36,7 @@ use crate::assemble::{OpenedRank, open_rank};
 use crate::durable::DurableTiers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::names::fingerprint::Fingerprint;
+use crate::peers::{RankPeers, no_groups};
 use crate::sync::{JoinHandle, Mutex, spawn};
 
 /// Local files are written in milliseconds.
@@ -69,7 +70,7 @@ pub struct RankOptions {
     pub groups: Vec<CacheGroup>,
     /// What the bytes of its blocks depend on: the same as the leader's [`Options::fingerprint`],
     /// but for the tensor rank and the epoch. Without one nothing that outlives the process is
-    /// found again.
+    /// found again, and there are no [peers](crate::Peers).
     ///
     /// [`Options::fingerprint`]: crate::Options::fingerprint
     pub fingerprint: Option<Fingerprint>,
@@ -95,6 +96,8 @@ pub struct Rank {
     thread: Option<JoinHandle>,
     /// The indices of its slots, for the next process.
     durable: DurableTiers,
+    /// Ranks of other workers.
+    peers: Option<RankPeers>,
     /// The process that joined.
     process: u32,
     /// The same rank of other cache groups.
@@ -133,9 +136,12 @@ impl Rank {
     /// For the engine's memory and cache groups those of [`open`](crate::Manager::open).
     /// [`ErrorKind::Invalid`]: a setting is wrong or does not fit, or the leader has other ones,
     /// another fingerprint or version, or another number of ranks. [`ErrorKind::Unavailable`]:
-    /// memory, a directory or a store is not available, no leader came in time, or another process
-    /// has this rank's number. The message says which.
+    /// memory, a directory, a store or the address for [peers](crate::Peers) is not available, no
+    /// leader came in time, or another process has this rank's number. The message says which.
     pub fn join(settings: &Settings, options: RankOptions) -> Result<Self> {
+        if settings.peers.enabled && !options.groups.is_empty() {
+            return Err(no_groups());
+        }
         if options.groups.is_empty() {
             Self::join_as(settings, options, "")
         } else {
@@ -145,7 +151,7 @@ impl Rank {
 
     pub(crate) fn join_as(settings: &Settings, options: RankOptions, suffix: &str) -> Result<Self> {
         let number = options.rank;
-        let OpenedRank { member, device, durable } = open_rank(settings, options, suffix)?;
+        let OpenedRank { member, device, durable, peers } = open_rank(settings, options, suffix)?;
         // Taken now: from here on the thread owns the member, until the service ends.
         let (stopper, leader) = (member.stopper(), member.leader());
         let service = Arc::new(ServiceResult::default());
@@ -165,6 +171,7 @@ impl Rank {
             service,
             thread,
             durable,
+            peers,
             process,
             groups: Vec::new(),
         })
@@ -221,6 +228,8 @@ impl Drop for Rank {
         let thread = self.thread.take();
         if self.process != std::process::id() {
             self.durable.abandon();
+            // Its connections are the parent's, and so is what watches them.
+            std::mem::forget(self.peers.take());
             return std::mem::forget(thread);
         }
         // Before the join, which would otherwise wait until the leader closes.

@@ -11,7 +11,7 @@ mod ranks;
 mod sealed;
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread::available_parallelism;
 use std::time::Duration;
 
@@ -90,6 +90,8 @@ pub(crate) struct AssembledTiers {
     pub(crate) durable: DurableTiers,
     pub(crate) store: SharedStore,
     pub(crate) tenants: Tenants,
+    /// Of a manager with ranks.
+    pub(crate) leader: Option<Weak<Leader>>,
 }
 
 /// Opens all tiers, keeping those of the cache group `suffix` apart from others'. Takes memory,
@@ -132,6 +134,7 @@ pub(crate) async fn open(
         let routes = tiers.routes();
         let is_host_sealed = tiers.keys_of(Tier::Host).is_some();
         let tenants = tiers.tenants();
+        let leader = tiers.leader.as_ref().map(Arc::downgrade);
         let OpenedRegions {
             device,
             host,
@@ -165,7 +168,17 @@ pub(crate) async fn open(
             Core::new(Parts { table, executor, staging, trials, scrub, clock, metrics, tuning });
         on_loss.set(&core);
         store.keep_looking(&core);
-        Ok(AssembledTiers { core, device, host, is_host_sealed, routes, durable, store, tenants })
+        Ok(AssembledTiers {
+            core,
+            device,
+            host,
+            is_host_sealed,
+            routes,
+            durable,
+            store,
+            tenants,
+            leader,
+        })
     };
     tokio::task::spawn_blocking(build).await.map_err(|error| {
         Error::caused(ErrorKind::Unavailable, "opening the tiers was interrupted", error)

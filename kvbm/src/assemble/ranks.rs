@@ -23,6 +23,7 @@ use crate::durable::DurableTiers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::metrics::RankGauges;
 use crate::names::fingerprint::{Fingerprint, Ranks};
+use crate::peers::{RankListener, RankPeers, sealed_peers};
 use crate::scheduler::Core;
 
 /// When a rank is lost, all residency ends, since a part of every block is gone.
@@ -171,6 +172,8 @@ pub(crate) struct OpenedRank {
     pub(crate) device: Option<(Arc<dyn Device>, FramePool)>,
     /// What outlives the process.
     pub(crate) durable: DurableTiers,
+    /// Ranks of other workers.
+    pub(crate) peers: Option<RankPeers>,
 }
 
 /// Opens a rank's tiers, keeping those of the cache group `suffix` apart from others', and joins.
@@ -185,6 +188,8 @@ pub(crate) fn open_rank(
     let (RankGroup { dir, world, limit }, fingerprint) = (group, fingerprint.as_ref());
     // Ranks do not know a block's tokens, so there is nothing to compare these with.
     fingerprint.map_or(Ok(()), |fingerprint| fingerprint.validate(fingerprint.block_tokens))?;
+    // Before tiers are opened, since that takes long.
+    let peers = RankListener::bind(settings, fingerprint, (rank, world))?;
     // Ranks may share directories and stores: each has files and objects of its own there.
     let namespace = namespace(settings, fingerprint, suffix).part(&format!("rank{rank}of{world}"));
     // Epochs are in the names of blocks, which the leader has.
@@ -194,7 +199,10 @@ pub(crate) fn open_rank(
     let region = engine.as_ref().map(EngineMemory::region).transpose()?;
     let tiers = OpenedRegions::open(settings, namespace, media_layer, region)?;
     let tenants = tiers.tenants();
-    let OpenedRegions { device, specs, executor, kept, away, .. } = tiers;
+    if peers.is_some() && tiers.keys_of(Tier::Host).is_some() {
+        return Err(sealed_peers());
+    }
+    let OpenedRegions { device, host, specs, executor, kept, away, .. } = tiers;
     if !away.is_empty() {
         return Err(leader_counts_on(&away));
     }
@@ -209,6 +217,7 @@ pub(crate) fn open_rank(
         block_bytes: settings.block_bytes.unwrap_or_default(),
         fingerprint: shared_name(fingerprint),
         routes: Vec::new(),
+        peers: peers.as_ref().map(RankListener::seat),
     };
     let member = Member::join(JoinOptions { dir, member, kept, limit }, backends).map_err(setup)?;
     let tenants = Arc::new(tenants);
@@ -217,9 +226,17 @@ pub(crate) fn open_rank(
         let tenants = Arc::clone(&tenants);
         Box::new(move || tenants.destroy_keys(tenant, life).map_err(|error| error.to_string()))
     });
-    let member = member.map_err(setup)?;
+    let mut member = member.map_err(setup)?;
+    let peers = match peers.zip(host) {
+        Some((listener, memory)) => {
+            let peers = listener.serve(member.host_slots(&memory))?;
+            member = member.pulling(memory, peers.puller());
+            Some(peers)
+        }
+        None => None,
+    };
     let pool = specs.into_iter().map(|spec| spec.pool).find(|pool| pool.tier() == Tier::Device);
-    Ok(OpenedRank { member, device: device.zip(pool), durable })
+    Ok(OpenedRank { member, device: device.zip(pool), durable, peers })
 }
 
 /// A leader gives out slots of all directories, since it does not know which a rank has.

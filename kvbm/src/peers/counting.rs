@@ -10,7 +10,7 @@ impl From<&PeerFault> for PeerLeaseEnd {
             PeerFault::Wrong => Self::Wrong,
             PeerFault::Ended(why) => (*why).into(),
             PeerFault::Link(BrokenLink::Late) => Self::Late,
-            PeerFault::Link(_) | PeerFault::Nixl(_) => Self::Gone,
+            PeerFault::Link(_) | PeerFault::Nixl(_) | PeerFault::Ranks(_) => Self::Gone,
             // Not for the peer's sake.
             _ => Self::GivenUp,
         }
@@ -32,7 +32,7 @@ impl From<LeaseEnd> for PeerLeaseEnd {
         match end {
             LeaseEnd::Expired => Self::Expired,
             LeaseEnd::Busy => Self::Busy,
-            LeaseEnd::Void | LeaseEnd::OtherEpoch => Self::Void,
+            LeaseEnd::Void | LeaseEnd::OtherEpoch | LeaseEnd::RankAway => Self::Void,
         }
     }
 }

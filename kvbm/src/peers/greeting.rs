@@ -192,12 +192,18 @@ impl Credentials {
 
 /// The first thing that differs, with both values.
 fn difference(ours: &Member, theirs: &Member) -> Option<String> {
-    let bytes = [ours, theirs].map(|member| member.block_bytes.to_string());
-    let (what, [a, b]) = if bytes[0] == bytes[1] {
-        ours.fingerprint.difference(&theirs.fingerprint)?
-    } else {
-        ("block_bytes", bytes)
-    };
+    let both = [ours, theirs];
+    let of_process = [
+        ("the number of ranks", both.map(|member| member.ranks.to_string())),
+        (
+            "the rank",
+            both.map(|member| member.rank.map_or("none".to_owned(), |rank| rank.to_string())),
+        ),
+        ("block_bytes", both.map(|member| member.block_bytes.to_string())),
+        ("the list of cache groups", both.map(|member| member.groups.clone())),
+    ];
+    let differs = of_process.into_iter().find(|(_, [a, b])| a != b);
+    let (what, [a, b]) = differs.or_else(|| ours.fingerprint.difference(&theirs.fingerprint))?;
     Some(format!("{what} is {a:?} at {}, {b:?} at {}", ours.name, theirs.name))
 }
 
@@ -213,7 +219,16 @@ pub(super) mod tests {
             block_tokens: 16,
             ..Fingerprint::default()
         };
-        Member { name: name.to_owned(), incarnation, block_bytes: 4096, fingerprint }
+        let name = name.to_owned();
+        Member {
+            name,
+            incarnation,
+            block_bytes: 4096,
+            fingerprint,
+            ranks: 0,
+            rank: None,
+            groups: String::new(),
+        }
     }
 
     fn credentials(member: Member, secret: Option<&str>) -> Credentials {
@@ -255,6 +270,12 @@ pub(super) mod tests {
             (credentials(member("a", 1), None), "do not know the same secret"),
             (credentials(member("a", 2), secret), "the same worker"),
             (credentials(Member { block_bytes: 8192, ..member("a", 1) }, secret), "block_bytes is"),
+            (credentials(Member { ranks: 2, ..member("a", 1) }, secret), "number of ranks is"),
+            (
+                credentials(Member { groups: "state".to_owned(), ..member("a", 1) }, secret),
+                "cache groups is",
+            ),
+            (credentials(Member { rank: Some(1), ..member("a", 1) }, secret), "the rank is"),
             (credentials(Member { fingerprint: other, ..member("a", 1) }, secret), "dtype is"),
         ] {
             for said in meet(&reader, &holder).await {

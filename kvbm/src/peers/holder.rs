@@ -12,8 +12,9 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use kvbm_policies::Hints;
-use kvbm_tiers::{DramRegion, Loan, Memory, OneSided, SlotId, Tier, checksum::checksum};
+use kvbm_tiers::{Loan, Memory, OneSided, SlotId, Tier, checksum::checksum};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
+use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::bytes::BytesMut;
 use tokio_util::codec::{FramedRead, LengthDelimitedCodec};
@@ -26,10 +27,12 @@ use super::protocol::{
     BrokenLink, Hello, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, MAX_PROBES, Member, Probe,
     ReadEnd, ReadRequest, SlotRun, ToHolder, ToReader, decode, requests, send, shortened,
 };
-use super::{nixl, parts, spans};
+use super::slices::HostBytes;
+use super::{Serves, nixl, parts, spans, stream};
 use crate::api::allocation::LentSlot;
+use crate::api::groups::{CheckpointGroups, CheckpointLeases, checkpoint_names};
 use crate::api::lease::Lease;
-use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics};
+use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics, PeerRefusal};
 use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::Core;
 use crate::table::RequestInfo;
@@ -39,14 +42,14 @@ use crate::traces::TraceParent;
 /// A reader that connects says who it is within this time.
 pub(super) const MAX_GREETING: Duration = Duration::from_secs(10);
 /// A reader that asks for nothing is let go after this time.
-const MAX_IDLE: Duration = Duration::from_mins(5);
+pub(super) const MAX_IDLE: Duration = Duration::from_mins(5);
 /// Blocks lent under one lock of the table.
 const LENT: usize = 32;
 
 /// What a worker gives to others.
 pub(super) struct Holder {
     pub(super) core: Arc<Core>,
-    pub(super) memory: Arc<DramRegion>,
+    pub(super) host: HostBytes,
     pub(super) credentials: Arc<Credentials>,
     pub(super) ttl: Duration,
     pub(super) leased: Arc<LeasedBlocks>,
@@ -54,6 +57,13 @@ pub(super) struct Holder {
     pub(super) nixl: Option<Arc<dyn OneSided>>,
     pub(super) book: Arc<PeerBook>,
     pub(super) metrics: PeerMetrics,
+    /// Which cache group's; 0: full attention's.
+    pub(super) group: u8,
+    /// Blocks that the group looks back over.
+    pub(super) window: usize,
+    /// Of the holder of full attention: checkpoints of the other groups, and their holders.
+    pub(super) checkpoints: Arc<CheckpointGroups>,
+    pub(super) others: Vec<Self>,
 }
 
 /// A stream that is cut into requests.
@@ -140,7 +150,10 @@ impl Drop for LeasedShare {
 
 /// A lease that a reader has.
 struct HeldLease {
+    group: u8,
     lease: Lease,
+    /// Keeps the other groups' checkpoints at the end of it.
+    _checkpoints: Option<CheckpointLeases>,
     chain: Vec<BlockHash>,
     /// Those of its blocks that may be read: the reader has those before.
     named: Range<usize>,
@@ -212,10 +225,13 @@ impl Holder {
         if request.epoch != self.core.table().epoch_digest() {
             return Ok(self.refusal(LeaseEnd::OtherEpoch));
         }
+        if self.group > 0 {
+            return self.lease_checkpoint(reader, request).await;
+        }
         let is_known =
             |probe: &&Probe| self.core.table().is_known_at(probe.last(), probe.blocks as usize);
         let Some(found) = request.probes.iter().rev().find(is_known) else {
-            return Ok((self.answer(0, &[], request, false), None));
+            return Ok(self.nothing(request));
         };
         if !request.is_last && gap_behind(found.blocks as usize, &lengths).is_some() {
             return Ok((ToReader::Between(found.blocks), None));
@@ -223,8 +239,37 @@ impl Holder {
         match self.core.chain_ending_with(found.last(), found.blocks as usize) {
             Some(chain) => Ok(self.lease_chain(reader, chain, request).await),
             // It left just now.
-            None => Ok((self.answer(0, &[], request, false), None)),
+            None => Ok(self.nothing(request)),
         }
+    }
+
+    /// It has nothing of the chain.
+    fn nothing(&self, request: &LeaseRequest) -> Leased {
+        (ToReader::Leased(self.answer(0, &[], request, false)), None)
+    }
+
+    /// The holder of a cache group's blocks.
+    fn of(&self, group: u8) -> Result<&Self, BrokenLink> {
+        let Some(place) = usize::from(group).checked_sub(1) else { return Ok(self) };
+        self.others.get(place).ok_or(BrokenLink::Unexpected("there is no such cache group"))
+    }
+
+    /// Its names say all of it: those of a checkpoint's blocks come from the block that it hangs on.
+    async fn lease_checkpoint(
+        &self,
+        reader: &str,
+        request: &LeaseRequest,
+    ) -> Result<Leased, BrokenLink> {
+        let Some(last) = request.probes.last() else { return Ok(self.nothing(request)) };
+        if last.blocks as usize > self.window {
+            return Err(BrokenLink::Unexpected("a checkpoint of more blocks than its window has"));
+        }
+        let names = checkpoint_names(last.last(), last.blocks as usize);
+        Ok(self.lease_chain(reader, names, request).await)
+    }
+
+    fn chain<'a>(&self, hashes: &'a [BlockHash]) -> Chain<'a> {
+        Chain::of_group(self.group, hashes)
     }
 
     fn refusal(&self, why: LeaseEnd) -> Leased {
@@ -248,20 +293,42 @@ impl Holder {
         }
         let hints = Hints { tenant: request.tenant, ..Hints::default() };
         let info = RequestInfo { hints, has_asked: true, ..RequestInfo::default() };
-        let lease = self.brought_to_host(self.core.lease(Chain::from(&chain), info)).await;
+        let seats = self.host.seats();
+        if self.host.memory().is_none() && seats.is_none() {
+            return self.refusal(LeaseEnd::RankAway);
+        }
+        let mut lease = self.checkpoints.lease_with(&self.core, self.chain(&chain), info);
+        let checkpoints = lease.take_checkpoints();
+        let lease = self.brought_to_host(lease).await;
         let Some(lease) = lease else { return self.refusal(LeaseEnd::Void) };
         let blocks = self.named_blocks(&lease, &chain, before).await;
         let named = before..before + blocks.len();
-        let answer = self.answer(named.end, &blocks, request, is_cut);
+        let mut answer = self.answer(named.end, &blocks, request, is_cut);
+        answer.seats = seats.unwrap_or_default();
+        if let Some(checkpoints) = &checkpoints {
+            // Not what has left since.
+            let usable = Some(checkpoints.blocks).filter(|&usable| usable <= named.end);
+            answer.usable = usable.unwrap_or_default() as u32;
+        }
         if is_cut {
             self.metrics.cut();
         }
         let until = Instant::now() + self.ttl;
         let (counted, span) = (self.metrics.lease_out(), Span::current());
         let open = self.book.open(reader, PeerUse::LeasedOut, share.blocks);
-        let held =
-            HeldLease { lease, chain, named, until, sent: 0, counted, _taken: (share, open), span };
-        (answer, Some(held))
+        let held = HeldLease {
+            group: self.group,
+            lease,
+            _checkpoints: checkpoints,
+            chain,
+            named,
+            until,
+            sent: 0,
+            counted,
+            _taken: (share, open),
+            span,
+        };
+        (ToReader::Leased(answer), Some(held))
     }
 
     /// A reader reads the host tier: what lies further down comes there first. No request here waits
@@ -281,16 +348,18 @@ impl Holder {
         named: &[(SlotId, u32)],
         request: &LeaseRequest,
         is_cut: bool,
-    ) -> ToReader {
+    ) -> LeaseAnswer {
         let asked = if request.wants_slots { named } else { &[] };
-        ToReader::Leased(LeaseAnswer {
+        LeaseAnswer {
             epoch: self.core.table().epoch_digest(),
             blocks: blocks as u32,
             ttl_ms: self.ttl.as_millis().try_into().unwrap_or(u32::MAX),
             checksums: named.iter().map(|(_, crc)| crc.to_le_bytes()).collect(),
             slots: SlotRun::all(asked.iter().map(|(slot, _)| *slot)),
             is_cut,
-        })
+            seats: Vec::new(),
+            usable: blocks as u32,
+        }
     }
 
     /// Slots and checksums of the leased blocks behind the first `before`, up to the first that is
@@ -301,12 +370,12 @@ impl Holder {
         chain: &[BlockHash],
         before: usize,
     ) -> Vec<(SlotId, u32)> {
-        let chain = Chain::from(chain);
+        let chain = self.chain(chain);
         let mut named = Vec::new();
         for part in parts(before..lease.blocks(Tier::Host), LENT) {
             let lent = LentSlot::leading(&self.core, Tier::Host, lease, chain, part.clone());
             let found = lent.loans().len();
-            let sums = lent.loans().iter().map(|loan| Some((loan.slot(), self.checksum(loan)?)));
+            let sums = lent.loans().iter().map(|loan| Some((loan.slot(), self.name(loan)?)));
             let known: Vec<_> = sums.map_while(|sum| sum).collect();
             drop(lent);
             if known.len() < found {
@@ -323,26 +392,30 @@ impl Holder {
         named
     }
 
-    /// `None`: an earlier process left the block, and it has changed.
-    fn checksum(&self, loan: &Loan) -> Option<u32> {
-        self.memory.verify_loan(loan).ok()?;
-        let known = self.memory.checksums()?;
+    /// A block's checksum, or the life of its slot in the ranks. `None`: an earlier process left the
+    /// block, and it has changed.
+    fn name(&self, loan: &Loan) -> Option<u32> {
+        let Some(memory) = self.host.memory() else { return Some(loan.generation()) };
+        memory.verify_loan(loan).ok()?;
+        let known = memory.checksums()?;
         // A GPU that copied the block did not sum it.
         known.get(loan.slot()).or_else(|| {
-            let crc = checksum(self.memory.read_loan(loan)?);
+            let crc = checksum(memory.read_loan(loan)?);
             known.record(loan.slot(), crc);
             Some(crc)
         })
     }
 
-    /// A reader got wrong bytes. If they are wrong here, nobody else gets them.
+    /// A reader got wrong bytes. If they are wrong here, nobody else gets them. Ranks look at what
+    /// they give.
     async fn examine(&self, held: &HeldLease) {
-        let chain = Chain::from(&held.chain);
+        let Some(memory) = self.host.memory() else { return };
+        let chain = self.chain(&held.chain);
         for part in parts(held.named.clone(), LENT) {
             let lent = LentSlot::leading(&self.core, Tier::Host, &held.lease, chain, part.clone());
             let is_sound = |loan: &Loan| {
-                let expected = self.memory.checksums().and_then(|known| known.get(loan.slot()));
-                self.memory.read_loan(loan).map(checksum) == expected
+                let expected = memory.checksums().and_then(|known| known.get(loan.slot()));
+                memory.read_loan(loan).map(checksum) == expected
             };
             let wrong = lent.loans().iter().position(|loan| !is_sound(loan));
             drop(lent);
@@ -352,6 +425,17 @@ impl Holder {
             }
             tokio::task::yield_now().await;
         }
+    }
+}
+
+impl Serves for Holder {
+    async fn serve(&self, stream: TcpStream, greeted: impl FnOnce() + Send) {
+        let opened = stream::accept(stream, self.credentials.proofs.tls.as_ref());
+        self.serve(opened, greeted).await;
+    }
+
+    fn is_full(&self) {
+        self.metrics.refused(PeerRefusal::Full);
     }
 }
 
@@ -389,6 +473,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
                     let answer = nixl::answer(self.holder.nixl.as_ref(), &asked).await;
                     self.send(&answer).await?;
                 }
+                ToHolder::Slices(_) => {
+                    return Err(BrokenLink::Unexpected("it asks a leader for a rank's slices"));
+                }
                 ToHolder::Hello(_) | ToHolder::Join(_) | ToHolder::Look(_) => {
                     return Err(BrokenLink::Unexpected("it says again who it is"));
                 }
@@ -404,8 +491,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
 
     async fn release(&mut self, end: ReadEnd) {
         let Some(held) = self.held.take() else { return };
-        if end == ReadEnd::Wrong {
-            self.holder.examine(&held).await;
+        if end == ReadEnd::Wrong
+            && let Ok(holder) = self.holder.of(held.group)
+        {
+            holder.examine(&held).await;
         }
         held.end(end.into());
     }
@@ -414,8 +503,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
         self.release(ReadEnd::GivenUp).await;
         let span = self.asked.take();
         let span = span.unwrap_or_else(|| spans::of_serving(self.reader, self.parent.take()));
-        let (answer, held) =
-            self.holder.lease(self.reader, request).instrument(span.clone()).await?;
+        let (answer, held) = self
+            .holder
+            .of(request.group)?
+            .lease(self.reader, request)
+            .instrument(span.clone())
+            .await?;
         spans::answered(&span, &answer);
         self.asked = matches!(answer, ToReader::Between(_)).then_some(span);
         self.held = held;
@@ -443,10 +536,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
         wanted: Range<usize>,
     ) -> Result<(), BrokenLink> {
         let Some(held) = &mut self.held else { return Ok(()) };
-        let Holder { core, memory, .. } = self.holder;
+        let holder = self.holder.of(held.group)?;
+        let Holder { core, host, .. } = holder;
+        let memory = host.memory().ok_or(BrokenLink::Unexpected("its ranks have its blocks"))?;
         let mut header = Some(ToReader::Blocks(request));
         for part in parts(wanted, LENT) {
-            let chain = Chain::from(&held.chain);
+            let chain = holder.chain(&held.chain);
             let lent = LentSlot::leading(core, Tier::Host, &held.lease, chain, part.clone());
             if lent.loans().len() < part.len() {
                 drop(lent);

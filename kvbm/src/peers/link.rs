@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvbm_tiers::ranks::PeerSeat;
 use kvbm_tiers::{PeerMemory, SlotId, SlotReads};
 use tokio::io::AsyncReadExt;
 use tokio::time::{Instant, timeout_at};
@@ -46,6 +47,8 @@ pub(super) struct PeerLink {
 /// What a reader wants of a chain.
 pub(super) struct Wanted<'a> {
     pub(super) chain: &'a [BlockHash],
+    /// The cache group whose chain it is.
+    pub(super) group: u8,
     /// Leading blocks that it has.
     pub(super) before: usize,
     pub(super) epoch: EpochDigest,
@@ -56,8 +59,8 @@ pub(super) struct Wanted<'a> {
     pub(super) trace: Option<TraceParent>,
 }
 
-/// What a lease names: the blocks behind the first `before`, by their checksums. It lasts for `ttl`
-/// from each request for blocks on.
+/// What a lease names: the blocks behind the first `before`, by their checksums, or with ranks by the
+/// lives of their slots. It lasts for `ttl` from each request for blocks on.
 pub(super) struct NamedBlocks {
     pub(super) before: usize,
     pub(super) checksums: Vec<u32>,
@@ -68,6 +71,8 @@ pub(super) struct NamedBlocks {
     pub(super) ttl: Duration,
     /// The peer has more, but no more room for leases.
     pub(super) is_cut: bool,
+    /// Where its ranks are.
+    pub(super) seats: Vec<PeerSeat>,
 }
 
 /// Why a peer gave less than it should.
@@ -87,6 +92,8 @@ pub(super) enum PeerFault {
     Cancelled,
     #[error("NIXL: {0}")]
     Nixl(String),
+    #[error("ranks: {0}")]
+    Ranks(String),
     #[error("{0}")]
     Ended(LeaseEnd),
 }
@@ -94,7 +101,10 @@ pub(super) enum PeerFault {
 impl PeerFault {
     /// Whether the peer, or the way to it, is why.
     pub(super) const fn is_of_peer(&self) -> bool {
-        matches!(self, Self::Link(_) | Self::Wrong | Self::Nixl(_) | Self::Ended(_))
+        matches!(
+            self,
+            Self::Link(_) | Self::Wrong | Self::Nixl(_) | Self::Ended(_) | Self::Ranks(_)
+        )
     }
 }
 
@@ -148,7 +158,7 @@ impl PeerLink {
             answer => answer,
         };
         match answer {
-            ToReader::Leased(answer) => named(wanted, &answer, since),
+            ToReader::Leased(answer) => named(wanted, answer, since, &self.holder),
             ToReader::Ended(why) => Err(PeerFault::Ended(why)),
             _ => Err(BrokenLink::Unexpected("no answer to a request for a lease").into()),
         }
@@ -167,7 +177,8 @@ impl PeerLink {
             held: wanted.before as u32,
             probes: lengths.iter().map(probe).collect(),
             is_last,
-            wants_slots: self.memory.is_some() || self.reads().is_some(),
+            group: wanted.group,
+            wants_slots: self.memory.is_some() || self.reads().is_some() || self.holder.ranks > 0,
         };
         self.exchange(&ToHolder::Lease(request)).await
     }
@@ -343,19 +354,28 @@ async fn copy(
 /// What an answer names, if it is one to what was wanted.
 fn named(
     wanted: &Wanted<'_>,
-    answer: &LeaseAnswer,
+    answer: LeaseAnswer,
     asked: Instant,
+    holder: &Member,
 ) -> Result<NamedBlocks, PeerFault> {
     let (blocks, before) = (answer.blocks as usize, wanted.before);
     if answer.epoch != wanted.epoch {
         return Err(PeerFault::Ended(LeaseEnd::OtherEpoch));
     }
-    if blocks > wanted.chain.len() || answer.checksums.len() != blocks.saturating_sub(before) {
+    if blocks > wanted.chain.len()
+        || answer.checksums.len() != blocks.saturating_sub(before)
+        || !(answer.checksums.is_empty() || answer.seats.len() == usize::from(holder.ranks))
+    {
         return Err(BrokenLink::Unexpected("a lease of other blocks than were asked for").into());
     }
-    let checksums = answer.checksums.iter().map(|crc| u32::from_le_bytes(*crc)).collect();
+    let is_hybrid = wanted.group == 0 && !holder.groups.is_empty();
+    // What a group has no checkpoint behind is of no use.
+    let usable = if is_hybrid { answer.usable as usize } else { blocks };
+    let checksums = answer.checksums.iter().take(usable.saturating_sub(before));
+    let checksums: Vec<_> = checksums.map(|crc| u32::from_le_bytes(*crc)).collect();
     // A peer does not say how long we wait at most.
     let ttl = Duration::from_millis(answer.ttl_ms.into()).min(wanted.limit);
-    let slots = SlotRun::slots(&answer.slots, answer.checksums.len());
-    Ok(NamedBlocks { before, checksums, slots, asked, ttl, is_cut: answer.is_cut })
+    let slots = SlotRun::slots(&answer.slots, checksums.len());
+    let LeaseAnswer { is_cut, seats, .. } = answer;
+    Ok(NamedBlocks { before, checksums, slots, asked, ttl, is_cut, seats })
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvbm_tiers::{Fence, Memory, SlotId, Tier};
+use kvbm_tiers::{Fence, SlotId, Tier};
 
 use tokio_util::sync::CancellationToken;
 
@@ -102,7 +102,7 @@ impl Peers {
 impl Reader {
     /// Blocks of a part.
     fn part(&self) -> usize {
-        (PART_BYTES / self.memory.block_bytes()).max(1)
+        (PART_BYTES / self.block_bytes()).max(1)
     }
 
     async fn load_into(

@@ -47,7 +47,7 @@ pub struct PeerOffer {
 }
 
 impl From<Member> for PeerOffer {
-    fn from(Member { name, incarnation, block_bytes, fingerprint }: Member) -> Self {
+    fn from(Member { name, incarnation, block_bytes, fingerprint, .. }: Member) -> Self {
         Self { name, incarnation, block_bytes, fingerprint }
     }
 }

@@ -15,6 +15,8 @@
 //! | `holder` | gives leases, and sends what they name |
 //! | `link` | a reader's connection |
 //! | `reader` | reads what others hold |
+//! | `slices` | where the bytes of blocks are; a leader has its ranks bring theirs |
+//! | `ranks` | a rank's part: it gives slices to ranks of others, and brings theirs |
 //! | `loading` | loads onto the device from what a peer holds |
 //! | `neighbour` | the memory of workers on the same host |
 //! | `nixl` | reads of others' memory by NIXL |
@@ -35,7 +37,9 @@ mod neighbour;
 mod nixl;
 mod probes;
 mod protocol;
+mod ranks;
 mod reader;
+mod slices;
 mod spans;
 mod stream;
 #[cfg(test)]
@@ -51,16 +55,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvbm_settings::{PeerNixl, PeerSettings, Settings};
-use kvbm_tiers::{DramRegion, Memory};
+use kvbm_tiers::{Memory, Tier};
+use tokio::net::TcpStream;
 use tokio::runtime::{Builder, Handle, Runtime};
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::{Semaphore, oneshot, watch};
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
-use self::discovery::{PeerAddress, PeerAnnouncement, PeerSource, PeerWatch};
+use self::discovery::{PeerAddress, PeerAnnouncement, PeerList, PeerSource, PeerWatch};
 use self::greeting::{Credentials, PeerProofs, PeerSecret, random};
 use self::holder::{Holder, LeasedBlocks};
 use self::neighbour::Neighbours;
@@ -68,11 +73,12 @@ use self::nixl::{NixlHolders, agent_name};
 use self::protocol::Member;
 use self::reader::Reader;
 use self::tls::PeerTls;
+use crate::api::groups::{CheckpointGroups, GroupTier, described};
 use crate::api::manager::Options;
 use crate::api::transfer::Transfer;
 use crate::assemble::nixl_for_peers;
 use crate::error::{Error, ErrorKind, Result};
-use crate::metrics::PeerRefusal;
+use crate::metrics::PeerMetrics;
 use crate::names::fingerprint::Fingerprint;
 use crate::names::hash::Chain;
 use crate::scheduler::Core;
@@ -86,7 +92,9 @@ pub(crate) use self::loading::EngineSlots;
 pub use self::look::{PeerOffer, PeerReport, look_at_peers};
 #[cfg(feature = "testing")]
 pub use self::protocol::read_in_every_way as read_peer_frame;
+pub(crate) use self::ranks::{RankListener, RankPeers};
 pub use self::reader::{PeerLease, Pulled};
+pub(crate) use self::slices::HostBytes;
 
 /// Connections at a time, and those of them that have not said yet whose they are.
 const MAX_READERS: usize = if cfg!(test) { 2 } else { 256 };
@@ -106,6 +114,10 @@ pub(crate) struct PeerListener {
     settings: Settings,
     proofs: PeerProofs,
     fingerprint: Fingerprint,
+    /// Processes that have a slice of each block; 0: this one has the blocks.
+    ranks: u16,
+    /// Its cache groups, as others are told.
+    groups: String,
 }
 
 impl PeerListener {
@@ -121,30 +133,23 @@ impl PeerListener {
         if !peers.enabled {
             return Ok(None);
         }
-        let Some(fingerprint) = options.fingerprint.clone() else {
-            let message = "peers share blocks of one model: open the manager with Options::fingerprint, or set \
-                 peers.enabled (DYN_KVBM_PEERS) to false";
-            return Err(Error::invalid(message));
-        };
-        if !options.groups.is_empty() || options.ranks.is_some() {
-            let message = "peers cannot be had with several cache groups or ranks yet: set peers.enabled \
-                 (DYN_KVBM_PEERS) to false";
+        let fingerprint = options.fingerprint.clone().ok_or_else(needs_fingerprint)?;
+        if !options.groups.is_empty() && options.ranks.is_some() {
+            return Err(no_groups());
+        }
+        if (options.ranks.is_some() || !options.groups.is_empty())
+            && peers.nixl == PeerNixl::Required
+        {
+            let message = "with ranks or several cache groups not all comes by NIXL yet: leave peers.nixl \
+                 (DYN_KVBM_PEERS_NIXL) unset";
             return Err(Error::invalid(message));
         }
         let proofs = proofs_of(peers)?;
-        let address = SocketAddr::new(peers.host, peers.port);
-        let bound = TcpListener::bind(address).and_then(|socket| {
-            socket.set_nonblocking(true)?;
-            Ok((socket.local_addr()?, socket))
-        });
-        let (address, socket) = bound.map_err(|error| {
-            let message = format!(
-                "cannot serve peers at {address}; choose another address with peers.host and peers.port \
-                 (DYN_KVBM_PEERS_HOST and DYN_KVBM_PEERS_PORT; 0 takes any free port)"
-            );
-            Error::caused(ErrorKind::Unavailable, message, error)
-        })?;
-        Ok(Some(Self { socket, address, settings: settings.clone(), proofs, fingerprint }))
+        let (socket, address) = bind(SocketAddr::new(peers.host, peers.port))?;
+        let (settings, ranks) = (settings.clone(), options.ranks.as_ref());
+        let ranks = ranks.map_or(0, |group| group.world);
+        let groups = described(&options.groups, &settings);
+        Ok(Some(Self { socket, address, settings, proofs, fingerprint, ranks, groups }))
     }
 
     /// What others know of this worker.
@@ -164,6 +169,40 @@ impl PeerListener {
             None => PeerAddress::named_by_address(&address),
         }
     }
+}
+
+fn needs_fingerprint() -> Error {
+    let message = "peers share blocks of one model: open the manager, and its ranks, with a fingerprint (Options, \
+         RankOptions), or set peers.enabled (DYN_KVBM_PEERS) to false";
+    Error::invalid(message)
+}
+
+pub(crate) fn no_groups() -> Error {
+    let message = "peers cannot be had with ranks and several cache groups at once yet: set peers.enabled (DYN_KVBM_PEERS) to false";
+    Error::invalid(message)
+}
+
+pub(crate) fn sealed_peers() -> Error {
+    let message = "peers read the host tier, where blocks must not lie encrypted: leave host.persist \
+         (DYN_KVBM_CPU_CACHE_PERSIST) or the keys of encryption unset, or set peers.enabled (DYN_KVBM_PEERS) to false";
+    Error::invalid(message)
+}
+
+/// # Errors
+/// [`ErrorKind::Unavailable`]: the address is taken or not this machine's.
+fn bind(address: SocketAddr) -> Result<(TcpListener, SocketAddr)> {
+    let bound = TcpListener::bind(address).and_then(|socket| {
+        socket.set_nonblocking(true)?;
+        let address = socket.local_addr()?;
+        Ok((socket, address))
+    });
+    bound.map_err(|error| {
+        let message = format!(
+            "cannot serve peers at {address}; choose another address with peers.host and peers.port \
+             (DYN_KVBM_PEERS_HOST and DYN_KVBM_PEERS_PORT; 0 takes any free port)"
+        );
+        Error::caused(ErrorKind::Unavailable, message, error)
+    })
 }
 
 fn proofs_of(settings: &PeerSettings) -> Result<PeerProofs> {
@@ -191,7 +230,8 @@ fn proofs_of(settings: &PeerSettings) -> Result<PeerProofs> {
 /// ```
 pub struct Peers {
     reader: Arc<Reader>,
-    leased: Arc<LeasedBlocks>,
+    /// By cache group.
+    leased: Vec<Arc<LeasedBlocks>>,
     book: Arc<PeerBook>,
     name: String,
     address: SocketAddr,
@@ -212,6 +252,66 @@ impl fmt::Debug for Peers {
     }
 }
 
+/// What holders and readers of all cache groups have alike.
+struct CommonParts {
+    credentials: Arc<Credentials>,
+    known: watch::Receiver<Arc<PeerList>>,
+    limit: Duration,
+    lease_share: f64,
+    book: Arc<PeerBook>,
+    metrics: PeerMetrics,
+}
+
+impl CommonParts {
+    /// Of full attention, in a plain model.
+    fn holder(&self, core: &Arc<Core>, host: HostBytes) -> Holder {
+        let most = f64::from(core.table().counts(Tier::Host).total) * self.lease_share;
+        Holder {
+            core: Arc::clone(core),
+            host,
+            credentials: Arc::clone(&self.credentials),
+            ttl: self.limit,
+            leased: Arc::new(LeasedBlocks::new(most as usize)),
+            nixl: None,
+            book: Arc::clone(&self.book),
+            metrics: self.metrics.clone(),
+            group: 0,
+            window: 0,
+            checkpoints: Arc::default(),
+            others: Vec::new(),
+        }
+    }
+
+    fn holder_of(&self, tier: &GroupTier<'_>) -> Holder {
+        let host = HostBytes::Here(Arc::clone(tier.memory));
+        Holder { group: tier.number, window: tier.window, ..self.holder(tier.core, host) }
+    }
+
+    /// Of full attention, in a plain model.
+    fn reader(&self, core: &Arc<Core>, host: HostBytes) -> Reader {
+        Reader {
+            core: Arc::clone(core),
+            host,
+            credentials: Arc::clone(&self.credentials),
+            known: self.known.clone(),
+            waiting: Mutex::default(),
+            neighbours: None,
+            nixl: None,
+            limit: self.limit,
+            book: Arc::clone(&self.book),
+            metrics: self.metrics.clone(),
+            group: 0,
+            checkpoints: Arc::default(),
+            others: Vec::new(),
+        }
+    }
+
+    fn reader_of(&self, tier: &GroupTier<'_>) -> Reader {
+        let host = HostBytes::Here(Arc::clone(tier.memory));
+        Reader { group: tier.number, ..self.reader(tier.core, host) }
+    }
+}
+
 /// The thread that serves others, and reads at them.
 struct PeerThread {
     stop: oneshot::Sender<()>,
@@ -227,59 +327,64 @@ impl Peers {
     pub(crate) fn start(
         listener: PeerListener,
         core: &Arc<Core>,
-        memory: &Arc<DramRegion>,
+        host: HostBytes,
+        checkpoints: &Arc<CheckpointGroups>,
     ) -> Result<Self> {
         let own = listener.own_address()?;
-        let PeerListener { socket, address, settings, proofs, fingerprint } = listener;
+        let PeerListener { socket, address, settings, proofs, fingerprint, ranks, groups } =
+            listener;
+        if ranks > 0 && host.seats().is_none() {
+            return Err(ranks_without_peers());
+        }
+        let tiers = checkpoints.host_tiers().ok_or_else(sealed_peers)?;
         let source = PeerSource::of(&settings.peers)?;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve peers", error);
         let incarnation = u64::from_le_bytes(random()?);
-        let nixl = nixl_for_peers(&settings, &agent_name(incarnation), memory)?;
+        let nixl =
+            host.memory().map(|memory| nixl_for_peers(&settings, &agent_name(incarnation), memory));
+        let nixl = nixl.transpose()?.flatten();
+        let block_bytes = host.memory().map(|memory| memory.block_bytes() as u64);
+        let block_bytes = block_bytes.or(settings.block_bytes).unwrap_or_default();
         let settings = settings.peers;
         let runtime = PeerRuntime::new().map_err(refused)?;
         let entered = runtime.runtime().enter();
         let socket = tokio::net::TcpListener::from_std(socket).map_err(refused)?;
-        let asked = memory.shareable().map(|_| neighbour::listen(incarnation)).transpose();
+        let shareable = host.memory().and_then(|memory| memory.shareable().cloned());
+        let asked = shareable.as_ref().map(|_| neighbour::listen(incarnation)).transpose();
         let asked = asked.map_err(refused)?;
         drop(entered);
         let watch = source.watch(&runtime.handle())?;
         let announcement = source.announce(&own, &runtime.handle())?;
-        let member = Member {
-            name: own.name().to_owned(),
-            incarnation,
-            block_bytes: memory.block_bytes() as u64,
-            fingerprint,
-        };
-        let credentials = Arc::new(Credentials { member, proofs });
-        let most = f64::from(memory.slots()) * settings.lease_share;
-        let leased = Arc::new(LeasedBlocks::new(most as usize));
-        let book = PeerBook::new(own.name(), address, watch.peers());
+        let name = own.name().to_owned();
+        let rank = None;
+        let member = Member { name, incarnation, block_bytes, fingerprint, ranks, rank, groups };
         core.metrics().peers().count_from_zero();
-        let holder = Holder {
-            core: Arc::clone(core),
-            memory: Arc::clone(memory),
-            credentials: Arc::clone(&credentials),
-            ttl: Duration::from_millis(settings.lease_ttl_ms),
-            leased: Arc::clone(&leased),
-            nixl: nixl.clone(),
-            book: Arc::clone(&book),
+        let common = CommonParts {
+            credentials: Arc::new(Credentials { member, proofs }),
+            known: watch.peers(),
+            limit: Duration::from_millis(settings.lease_ttl_ms),
+            lease_share: settings.lease_share,
+            book: PeerBook::new(own.name(), address, watch.peers()),
             metrics: core.metrics().peers().clone(),
+        };
+        let holder = Holder {
+            nixl: nixl.clone(),
+            checkpoints: Arc::clone(checkpoints),
+            others: tiers.iter().map(|tier| common.holder_of(tier)).collect(),
+            ..common.holder(core, host.clone())
         };
         let reader = Reader {
-            core: Arc::clone(core),
-            memory: Arc::clone(memory),
-            credentials,
-            known: watch.peers(),
-            waiting: Mutex::default(),
-            neighbours: settings.shared_memory.then(Neighbours::default),
+            neighbours: (settings.shared_memory && ranks == 0).then(Neighbours::default),
             nixl: nixl.map(|nixl| NixlHolders::new(nixl, settings.nixl == PeerNixl::Required)),
-            limit: holder.ttl,
-            book: Arc::clone(&book),
-            metrics: core.metrics().peers().clone(),
+            checkpoints: Arc::clone(checkpoints),
+            others: tiers.iter().map(|tier| common.reader_of(tier)).collect(),
+            ..common.reader(core, host)
         };
+        let holders = std::iter::once(&holder).chain(&holder.others);
+        let leased = holders.map(|holder| Arc::clone(&holder.leased)).collect();
         let (reader, handle) = (Arc::new(reader), runtime.handle());
-        if let Some((memory, asked)) = memory.shareable().zip(asked) {
-            handle.spawn(neighbour::hand_out(asked, memory.clone()));
+        if let Some((memory, asked)) = shareable.zip(asked) {
+            handle.spawn(neighbour::hand_out(asked, memory));
         }
         handle.spawn(tidy(Arc::clone(&reader)));
         let (stop, stopped) = oneshot::channel();
@@ -291,7 +396,7 @@ impl Peers {
         Ok(Self {
             reader,
             leased,
-            book,
+            book: common.book,
             name: own.name().to_owned(),
             address,
             reached_at: own.address().to_owned(),
@@ -330,9 +435,9 @@ impl Peers {
         &self.book
     }
 
-    /// Blocks that are leased to others now.
+    /// Blocks that are leased to others now, of all cache groups.
     pub fn leased(&self) -> usize {
-        self.leased.blocks()
+        self.leased.iter().map(|leased| leased.blocks()).sum()
     }
 
     /// Leases at a peer what the tiers here lack of `chain`.
@@ -397,6 +502,7 @@ impl Peers {
             drop(stop);
             drop(thread.join());
             self.reader.waiting.lock().clear();
+            self.reader.others.iter().for_each(|reader| reader.waiting.lock().clear());
             self.reader.nixl.iter().for_each(NixlHolders::close);
         }
     }
@@ -406,6 +512,12 @@ impl Drop for Peers {
     fn drop(&mut self) {
         self.close();
     }
+}
+
+fn ranks_without_peers() -> Error {
+    let message = "a rank is away, or serves no peers: open all ranks with the settings of their leader \
+         (peers.enabled, DYN_KVBM_PEERS)";
+    Error::unavailable(message)
 }
 
 /// Cuts a range into parts of `most` at most.
@@ -487,7 +599,20 @@ async fn tidy(reader: Arc<Reader>) {
     }
 }
 
-async fn accept(socket: tokio::net::TcpListener, holder: Arc<Holder>) {
+/// What serves those that connect.
+trait Serves: Send + Sync + 'static {
+    /// Until they leave. `greeted` is called once they are let in.
+    fn serve(
+        &self,
+        stream: TcpStream,
+        greeted: impl FnOnce() + Send,
+    ) -> impl Future<Output = ()> + Send;
+
+    /// One was sent away, since there are as many as there may be.
+    fn is_full(&self) {}
+}
+
+async fn accept(socket: tokio::net::TcpListener, holder: Arc<impl Serves>) {
     let places = Arc::new(Semaphore::new(MAX_READERS));
     let mut strangers = Strangers::default();
     loop {
@@ -496,15 +621,14 @@ async fn accept(socket: tokio::net::TcpListener, holder: Arc<Holder>) {
                 // Without it answers come late, no more.
                 let _ = stream.set_nodelay(true);
                 let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
-                    holder.metrics.refused(PeerRefusal::Full);
+                    holder.is_full();
                     continue;
                 };
                 strangers.make_room();
                 let (holder, is_known) = (Arc::clone(&holder), Arc::new(AtomicBool::new(false)));
                 let greeted = Arc::clone(&is_known);
                 let task = tokio::spawn(async move {
-                    let opened = stream::accept(stream, holder.credentials.proofs.tls.as_ref());
-                    holder.serve(opened, || greeted.store(true, Ordering::Relaxed)).await;
+                    holder.serve(stream, || greeted.store(true, Ordering::Relaxed)).await;
                     drop(place);
                 });
                 strangers.0.push_back((task.abort_handle(), is_known));

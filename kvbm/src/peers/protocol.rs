@@ -11,7 +11,8 @@
 //! What comes from the stream is not trusted: it may end anywhere and hold anything. A frame is
 //! refused by its length before memory is set aside for it.
 
-use kvbm_tiers::SlotId;
+use kvbm_tiers::ranks::PeerSeat;
+use kvbm_tiers::{SlotId, SlotRef};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio_util::codec::LengthDelimitedCodec;
@@ -25,19 +26,21 @@ use crate::names::hash::BlockHash;
 use crate::traces::TraceParent;
 
 /// What both sides must agree on. Raise it with every change of a message.
-pub(super) const VERSION: u16 = 3;
+pub(super) const VERSION: u16 = 4;
 /// `kvbp`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbp");
 
 /// Bytes of the longest message to a holder.
 pub(super) const MAX_REQUEST: usize = 16 << 10;
 /// Bytes of the longest message to a reader: an answer that names 2^18 blocks, each in a run of its
-/// own.
-const MAX_ANSWER: usize = (3 << 20) + 256;
+/// own, and the seats of all ranks.
+const MAX_ANSWER: usize = (3 << 20) + (2 << 10);
 /// Blocks of the longest chain that is leased at a time.
 pub(super) const MAX_BLOCKS: u32 = 1 << 18;
 /// Hashes in one request: with them it stays below 256 bytes.
 pub(super) const MAX_PROBES: usize = 12;
+/// Slices in one request: it has 4 KiB then.
+pub(super) const MAX_SLICES: usize = 512;
 /// What is kept of a text.
 const MAX_TEXT: usize = 1_024;
 
@@ -97,6 +100,8 @@ pub(super) enum ToHolder {
     Trace(TraceParent),
     /// The reader has NIXL, and says what its agent is: it asks for the holder's.
     Nixl(NixlMessage),
+    /// To a rank, by a rank: what lies in these slots, in these lives of them?
+    Slices(Vec<SlotLife>),
 }
 
 /// Messages to a reader.
@@ -117,6 +122,9 @@ pub(super) enum ToReader {
     Nixl(NixlMessage),
     /// Why it cannot be read by NIXL.
     NoNixl(String),
+    /// By a rank, for each slot that was asked for: the crc32c of a slice, whose bytes follow; none:
+    /// the slot is in another life.
+    Slice(Option<[u8; 4]>),
 }
 
 /// What a reader says first.
@@ -152,8 +160,15 @@ pub(super) struct Member {
     pub(super) name: String,
     /// Random, and another after each start.
     pub(super) incarnation: u64,
+    /// With ranks: of each one's slice.
     pub(super) block_bytes: u64,
     pub(super) fingerprint: Fingerprint,
+    /// Processes that have a slice of each block; 0: this one has the blocks.
+    pub(super) ranks: u16,
+    /// Which of them it is; none: it leads them, or has none.
+    pub(super) rank: Option<u16>,
+    /// Its cache groups beside full attention, if it has any: what must be alike.
+    pub(super) groups: String,
 }
 
 /// How much of a chain is there?
@@ -169,6 +184,9 @@ pub(super) struct LeaseRequest {
     pub(super) is_last: bool,
     /// The reader copies from the holder's memory by itself, and asks where in it they lie.
     pub(super) wants_slots: bool,
+    /// Of a cache group other than full attention: the last probe is a checkpoint, by the blocks
+    /// that it keeps and the block that it hangs on.
+    pub(super) group: u8,
 }
 
 /// A prefix of a chain: its length in blocks, and the hash of its last block, which commits to all
@@ -188,13 +206,22 @@ pub(super) struct LeaseAnswer {
     pub(super) blocks: u32,
     /// How long it lasts without a read, in ms, from when it was asked for.
     pub(super) ttl_ms: u32,
-    /// The crc32c of each block behind those that the reader has.
+    /// The crc32c of each block behind those that the reader has. With ranks, whose checksums come
+    /// with their slices: the life of the slot that it lies in.
     pub(super) checksums: Vec<[u8; 4]>,
     /// Where they lie, if that was asked for.
     pub(super) slots: Vec<SlotRun>,
     /// More is there, and what others have leased leaves it no room.
     pub(super) is_cut: bool,
+    /// Where the ranks are, by their numbers, if there are any.
+    pub(super) seats: Vec<PeerSeat>,
+    /// Leading blocks of the chain at whose end all cache groups have a checkpoint.
+    pub(super) usable: u32,
 }
+
+/// A slot, and the number of a life of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct SlotLife([u8; 4], [u8; 4]);
 
 /// Blocks that lie in successive slots: the first slot, and how many.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -232,6 +259,8 @@ pub(super) enum LeaseEnd {
     OtherEpoch,
     #[error("as much is leased there as peers.lease_share allows")]
     Busy,
+    #[error("a rank of it is away")]
+    RankAway,
 }
 
 impl Hello {
@@ -253,6 +282,16 @@ impl Hello {
             ToHolder::Hello(hello) => Ok(hello.nonce),
             _ => Err(BrokenLink::Unexpected("it asks before it says who it is")),
         }
+    }
+}
+
+impl SlotLife {
+    pub(super) const fn of(slot: SlotRef) -> Self {
+        Self(slot.slot.0.to_le_bytes(), slot.generation.to_le_bytes())
+    }
+
+    pub(super) const fn get(self) -> (SlotId, u32) {
+        (SlotId(u32::from_le_bytes(self.0)), u32::from_le_bytes(self.1))
     }
 }
 
@@ -365,6 +404,7 @@ mod tests {
             probes: (1..=probes).map(probe).collect(),
             is_last: true,
             wants_slots: true,
+            group: u8::MAX,
         })
     }
 
@@ -382,10 +422,20 @@ mod tests {
             assert_eq!(SlotRun::slots(&slots, usize::MAX).len(), blocks as usize);
             let (epoch, ttl_ms) = (EpochDigest::default(), u32::MAX);
             let is_cut = true;
-            let leased = LeaseAnswer { epoch, blocks, ttl_ms, checksums, slots, is_cut };
+            let seats = vec![PeerSeat { port: u16::MAX, incarnation: u64::MAX }; 64];
+            let leased = LeaseAnswer {
+                epoch,
+                blocks,
+                ttl_ms,
+                checksums,
+                slots,
+                is_cut,
+                seats,
+                usable: blocks,
+            };
             postcard::to_extend(&ToReader::Leased(leased), vec![0; 4]).unwrap().len()
         };
-        assert!(answer(512) <= 256 + (4 + 8) * 512);
+        assert!(answer(512) <= 256 + 13 * 64 + (4 + 8) * 512);
         assert!(answer(MAX_BLOCKS) <= MAX_ANSWER);
     }
 

@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_tiers::{DramRegion, Tier};
+use kvbm_tiers::{BlockKey, Memory, Tier};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -22,8 +22,10 @@ use super::link::{NamedBlocks, PeerFault, PeerLink, Wanted};
 use super::neighbour::Neighbours;
 use super::nixl::{NixlHolders, ReadByNixl};
 use super::protocol::{BrokenLink, ReadEnd};
+use super::slices::{self, HostBytes};
 use super::spans;
 use crate::api::filling::FillingSlots;
+use crate::api::groups::{CheckpointGroups, NamedCheckpoint};
 use crate::api::lease::Lease;
 use crate::api::transfer::{Transfer, Transferred};
 use crate::error::{Error, Result};
@@ -38,13 +40,13 @@ use crate::task::Class;
 use crate::traces::TraceParent;
 
 /// Connections to a peer that wait for their next use, and how long they do.
-const MAX_WAITING: usize = 4;
-const MAX_WAIT: Duration = Duration::from_mins(1);
+pub(super) const MAX_WAITING: usize = 4;
+pub(super) const MAX_WAIT: Duration = Duration::from_mins(1);
 
 /// Reads what others hold.
 pub(super) struct Reader {
     pub(super) core: Arc<Core>,
-    pub(super) memory: Arc<DramRegion>,
+    pub(super) host: HostBytes,
     pub(super) credentials: Arc<Credentials>,
     pub(super) known: watch::Receiver<Arc<PeerList>>,
     /// By address.
@@ -57,6 +59,11 @@ pub(super) struct Reader {
     pub(super) limit: Duration,
     pub(super) book: Arc<PeerBook>,
     pub(super) metrics: PeerMetrics,
+    /// Which cache group's; 0: full attention's.
+    pub(super) group: u8,
+    /// Of the reader of full attention: checkpoints of the other groups, and their readers.
+    pub(super) checkpoints: Arc<CheckpointGroups>,
+    pub(super) others: Vec<Self>,
 }
 
 /// A connection that waits for its next use.
@@ -83,6 +90,8 @@ pub struct PeerLease {
     asked: Instant,
     counted: CountedLease,
     _open: OpenAtPeer,
+    /// The checkpoints of other cache groups at the end of it that are not here.
+    checkpoints: Vec<(NamedCheckpoint, Self)>,
 }
 
 impl fmt::Debug for PeerLease {
@@ -120,6 +129,11 @@ impl PeerLease {
         }
     }
 
+    /// The host at which the peer is reached.
+    fn host(&self) -> &str {
+        self.address.rsplit_once(':').map_or(&*self.address, |(host, _)| host)
+    }
+
     /// How many of them only the peer has.
     pub const fn only_there(&self) -> usize {
         self.named.checksums.len()
@@ -131,9 +145,10 @@ impl PeerLease {
 pub struct Pulled {
     /// Holds as much of the chain as the tiers have now.
     pub lease: Lease,
-    /// Leading blocks of the chain that the host tier has now.
+    /// Leading blocks of the chain that the host tier has now, of full attention: of a hybrid model,
+    /// see [`Lease::usable`].
     pub blocks: usize,
-    /// Brought from the peer by this load.
+    /// Brought from the peer by this load, of full attention.
     pub copied: usize,
     /// Why the others are missing, if it is not that they found no room.
     pub fault: Option<String>,
@@ -172,17 +187,18 @@ impl Reader {
     ) -> Result<PeerLease> {
         let address = self.known.borrow().get(&peer).map(str::to_owned);
         let address = address.ok_or_else(|| Error::invalid(format!("no peer {peer} is known")))?;
-        let before = self.bring_ours(Chain::from(&chain), info).await?;
+        let before = self.bring_ours(&chain, info).await?;
         let (epoch, namespace) = self.present();
         let (tenant, limit) = (info.hints.tenant, self.limit);
-        let wanted = Wanted { chain: &chain, before, epoch, tenant, limit, trace };
+        let group = self.group;
+        let wanted = Wanted { chain: &chain, group, before, epoch, tenant, limit, trace };
         let mut counted = self.metrics.lease_in();
         match self.lease_at(&peer, &address, &wanted).await {
             Ok((link, named)) => {
                 let of = Arc::clone(&self.credentials);
                 let open = self.book.open(&peer, PeerUse::LeasedIn, named.checksums.len());
                 let asked = named.asked;
-                let lease = PeerLease {
+                let mut lease = PeerLease {
                     of,
                     link,
                     peer,
@@ -194,7 +210,9 @@ impl Reader {
                     asked,
                     counted,
                     _open: open,
+                    checkpoints: Vec::new(),
                 };
+                lease.checkpoints = self.lease_checkpoints(&lease).await?;
                 self.note(&lease, 0, lease.shortage());
                 Ok(lease)
             }
@@ -326,6 +344,7 @@ impl Reader {
 
     /// Lets go of connections that were not used for long, and so of neighbours' memory.
     pub(super) fn tidy(&self) {
+        self.others.iter().for_each(Self::tidy);
         let mut waiting = self.waiting.lock();
         waiting.retain(|_, links| {
             links.retain(|waiting| waiting.since.elapsed() < MAX_WAIT);
@@ -337,7 +356,7 @@ impl Reader {
     /// last, `arrived` gets a lease of what is there.
     pub(super) async fn pull(
         &self,
-        lease: PeerLease,
+        mut lease: PeerLease,
         part: usize,
         arrived: impl FnMut(Lease) + Send,
         cancelled: &CancellationToken,
@@ -346,7 +365,15 @@ impl Reader {
             return Err(Error::invalid("the lease is of another manager's peer"));
         }
         let span = spans::of_pull(&lease.peer, lease.link.way(), &lease.info);
-        let pulled = self.pull_in_parts(lease, part, arrived, cancelled);
+        let (checkpoints, info) = (std::mem::take(&mut lease.checkpoints), lease.info);
+        let chain = if self.checkpoints.is_empty() { Vec::new() } else { lease.chain.clone() };
+        let pulled = async {
+            let pulled = self.pull_in_parts(lease, part, arrived, cancelled).await?;
+            if self.checkpoints.is_empty() {
+                return Ok(pulled);
+            }
+            self.pull_checkpoints(pulled, checkpoints, (&chain, info), cancelled).await
+        };
         let pulled = pulled.instrument(span.clone()).await;
         spans::pulled(&span, &pulled);
         pulled
@@ -405,8 +432,8 @@ impl Reader {
         until: usize,
         cancelled: &CancellationToken,
     ) -> Result<PulledPart> {
-        let chain = Chain::from(&lease.chain).prefix(until);
-        let mut filling = FillingSlots::take(&self.core, &self.memory, chain, lease.info)?;
+        let chain = self.chain(&lease.chain).prefix(until);
+        let mut filling = FillingSlots::take(&self.core, self.host.memory(), chain, lease.info)?;
         if filling.namespace() != Some(lease.namespace) {
             // A reset came since: what the peer has counts as old here.
             return Err(Error::stale());
@@ -417,9 +444,25 @@ impl Reader {
             Err(PeerFault::NoIndex)
         } else {
             let limit = lease.asked + lease.named.ttl;
-            lease.link.bring(&lease.named, limit, &mut filling, &mut by_nixl, cancelled).await
+            match &self.host {
+                HostBytes::Here(_) => {
+                    let link = &mut lease.link;
+                    link.bring(&lease.named, limit, &mut filling, &mut by_nixl, cancelled).await
+                }
+                HostBytes::InRanks(leader) => {
+                    let keys = self.keys(chain, lease.namespace)?;
+                    let (host, named) = (lease.host(), (&lease.named, &*keys));
+                    let bytes = self.block_bytes();
+                    let brought = slices::bring(leader, host, named, limit, &mut filling, bytes);
+                    tokio::select! {
+                        biased;
+                        () = cancelled.cancelled() => Err(PeerFault::Cancelled),
+                        brought = brought => brought,
+                    }
+                }
+            }
         };
-        if lease.link.way() == PeerWay::Tcp {
+        if lease.link.way() == PeerWay::Tcp && self.host.memory().is_some() {
             // The holder saw what was asked for since, and renewed the lease.
             lease.asked = began;
         }
@@ -442,6 +485,22 @@ impl Reader {
         }
     }
 
+    /// What the table calls the blocks of a chain.
+    fn keys(&self, chain: Chain<'_>, namespace: NamespaceId) -> Result<Vec<BlockKey>> {
+        let table = self.core.table();
+        if table.namespace() != namespace {
+            return Err(Error::stale());
+        }
+        let chain = table.enter(chain);
+        Ok((0..chain.len()).map(|at| chain.key(at)).collect())
+    }
+
+    /// Bytes of a block in one process.
+    pub(super) fn block_bytes(&self) -> usize {
+        let bytes = self.host.memory().map(|memory| memory.block_bytes());
+        bytes.unwrap_or(self.credentials.member.block_bytes as usize).max(1)
+    }
+
     fn count(&self, link: &PeerLink, copied: usize, by_nixl: ReadByNixl) {
         let other = if link.memory.is_some() { PeerWay::SharedMemory } else { PeerWay::Tcp };
         let ways = [(PeerWay::Nixl, by_nixl.blocks), (other, copied - by_nixl.blocks)];
@@ -453,12 +512,72 @@ impl Reader {
 
     /// What a lower tier here has need not come from a peer. Returns how many leading blocks the
     /// host tier has then.
-    async fn bring_ours(&self, chain: Chain<'_>, info: RequestInfo) -> Result<usize> {
-        let lease = self.core.lease(chain, RequestInfo { has_asked: true, ..info });
+    ///
+    /// Of a hybrid model, no more of it than all groups here can give back.
+    async fn bring_ours(&self, chain: &[BlockHash], info: RequestInfo) -> Result<usize> {
+        let (chain, info) = (self.chain(chain), RequestInfo { has_asked: true, ..info });
+        let mut lease = self.checkpoints.lease_with(&self.core, chain, info);
+        let checkpoints = lease.take_checkpoints();
+        let usable = checkpoints.as_ref().map_or(usize::MAX, |groups| groups.blocks);
         if lease.blocks(Tier::Host) >= lease.held().longest() {
-            return Ok(lease.blocks(Tier::Host));
+            return Ok(lease.blocks(Tier::Host).min(usable));
         }
-        Ok(self.core.transfer(Class::Load, Tier::Host, lease).await?.blocks)
+        Ok(self.core.transfer(Class::Load, Tier::Host, lease).await?.blocks.min(usable))
+    }
+
+    fn chain<'a>(&self, hashes: &'a [BlockHash]) -> Chain<'a> {
+        Chain::of_group(self.group, hashes)
+    }
+
+    /// Leases the checkpoints of the other cache groups at the end of a lease, as far as they are
+    /// not here. Each is a little chain in the table of its group: it has a lease of its own.
+    async fn lease_checkpoints(
+        &self,
+        lease: &PeerLease,
+    ) -> Result<Vec<(NamedCheckpoint, PeerLease)>> {
+        let mut leased = Vec::new();
+        if lease.only_there() == 0 {
+            return Ok(leased);
+        }
+        let info = RequestInfo { request: None, has_asked: true, ..lease.info };
+        for checkpoint in self.checkpoints.checkpoints_at(&lease.chain, lease.blocks()) {
+            let Some(group) = self.other(checkpoint.group) else { continue };
+            let names = &checkpoint.names;
+            if group.core.matches(group.chain(names)).longest() == names.len() {
+                continue;
+            }
+            let asked = group.lease_traced(lease.peer.clone(), names.clone(), info, None);
+            leased.push((checkpoint.clone(), Box::pin(asked).await?));
+        }
+        Ok(leased)
+    }
+
+    fn other(&self, group: u8) -> Option<&Self> {
+        self.others.get(usize::from(group).checked_sub(1)?)
+    }
+
+    /// Brings checkpoints, after the blocks that they hang on. Without all of them these blocks are
+    /// there, and of no use at the end.
+    async fn pull_checkpoints(
+        &self,
+        mut pulled: Pulled,
+        checkpoints: Vec<(NamedCheckpoint, PeerLease)>,
+        (chain, info): (&[BlockHash], RequestInfo),
+        cancelled: &CancellationToken,
+    ) -> Result<Pulled> {
+        for (checkpoint, lease) in checkpoints {
+            let Some(group) = self.other(checkpoint.group) else { continue };
+            if pulled.fault.is_none() {
+                let part = Box::pin(group.pull(lease, usize::MAX, drop, cancelled)).await?;
+                let missing = || "a checkpoint of another cache group is missing".to_owned();
+                let is_whole = part.blocks == checkpoint.names.len();
+                pulled.fault = part.fault.or_else(|| (!is_whole).then(missing));
+            }
+            self.checkpoints.let_go_unless(&self.core, &checkpoint);
+        }
+        let info = RequestInfo { has_asked: true, ..info };
+        pulled.lease = self.checkpoints.lease_with(&self.core, Chain::from(chain), info);
+        Ok(pulled)
     }
 
     /// As for a backend that writes a slot: see `Journal::after_removals`.
@@ -475,7 +594,10 @@ impl Reader {
         let end = match fault {
             None => ReadEnd::Whole,
             Some(PeerFault::Wrong) => ReadEnd::Wrong,
-            Some(PeerFault::Behind | PeerFault::NoIndex | PeerFault::Awaited) => ReadEnd::GivenUp,
+            // Nothing of the blocks of ranks is in the connection of their leaders.
+            Some(
+                PeerFault::Behind | PeerFault::NoIndex | PeerFault::Awaited | PeerFault::Ranks(_),
+            ) => ReadEnd::GivenUp,
             Some(PeerFault::Cancelled) if link.memory.is_some() => ReadEnd::GivenUp,
             Some(_) => return,
         };

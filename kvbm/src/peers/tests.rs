@@ -28,6 +28,7 @@ use super::greeting::{Credentials, PeerProofs, PeerSecret};
 use super::holder::{Holder, LeasedBlocks};
 use super::link::PeerLink;
 use super::reader::{PeerLease, Reader};
+use super::slices::HostBytes;
 use crate::api::blocking::Blocks;
 use crate::api::manager::{Manager, Options};
 use crate::error::Error;
@@ -141,13 +142,17 @@ impl Worker {
         let (core, memory) = self.manager().host_tier().unwrap();
         Arc::new(Holder {
             core: Arc::clone(core),
-            memory: Arc::clone(memory),
+            host: HostBytes::Here(Arc::clone(memory)),
             credentials: Arc::clone(&self.credentials),
             ttl: TTL,
             leased: Arc::clone(leased),
             nixl: self.nixl.clone(),
             book: self.book(),
             metrics: core.metrics().peers().clone(),
+            group: 0,
+            window: 0,
+            checkpoints: Arc::default(),
+            others: Vec::new(),
         })
     }
 
@@ -157,7 +162,7 @@ impl Worker {
         known.insert(PeerAddress::new("there", ADDRESS).unwrap());
         Reader {
             core: Arc::clone(core),
-            memory: Arc::clone(memory),
+            host: HostBytes::Here(Arc::clone(memory)),
             credentials: Arc::clone(&self.credentials),
             known: watch::channel(Arc::new(known)).1,
             waiting: Mutex::default(),
@@ -166,6 +171,9 @@ impl Worker {
             limit: TTL,
             book: self.book(),
             metrics: core.metrics().peers().clone(),
+            group: 0,
+            checkpoints: Arc::default(),
+            others: Vec::new(),
         }
     }
 }

@@ -26,6 +26,7 @@ use super::protocol::{
     EndedCopies, HelloFrame, InventoryPage, MAX_FINGERPRINT, MAX_GREETING, MAX_MESSAGE, MAX_OPS,
     MalformedFrame, Membership, PackedOps, RefusalFrame, ToLeader, ToRank, decode, frame,
 };
+use super::pull::{PeerSeat, PullOrder};
 use super::recovery::InventoryAnswers;
 use super::socket::LeaderSocket;
 use crate::backend::Backend;
@@ -126,6 +127,20 @@ impl Leader {
         Ok(leader)
     }
 
+    /// Where all ranks serve those of other workers; `None`: one is away, or serves none.
+    pub fn seats(&self) -> Option<Vec<PeerSeat>> {
+        let state = self.shared.state.lock();
+        state.seats.iter().map(|seat| seat.as_ref()?.peers).collect()
+    }
+
+    /// Has all ranks bring blocks from those of another worker, each its slice. The sources of
+    /// `batch` are slots there. It ends as any copy does: when each rank has ended it, or is gone.
+    pub fn pull(&self, from: &PullOrder, batch: &[CopyOp], done: &Done) {
+        for (ops, first) in batch.chunks(MAX_OPS).zip((0..).step_by(MAX_OPS)) {
+            self.shared.send(ops, done.clone().renumbered(move |op| first + op), Some(from));
+        }
+    }
+
     /// Tells which ranks are there.
     pub fn roll_call(&self) -> RankRegistry {
         RankRegistry(Arc::downgrade(&self.shared))
@@ -175,10 +190,10 @@ unsafe impl Backend for Leader {
 
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
         if batch.len() <= MAX_OPS {
-            return self.shared.send(&batch, done);
+            return self.shared.send(&batch, done, None);
         }
         for (ops, first) in batch.chunks(MAX_OPS).zip((0..).step_by(MAX_OPS)) {
-            self.shared.send(ops, done.clone().renumbered(move |op| first + op));
+            self.shared.send(ops, done.clone().renumbered(move |op| first + op), None);
         }
     }
 }
@@ -232,6 +247,7 @@ struct RanksState {
 struct RankSlot {
     connection: Arc<RankConnection>,
     routes: Vec<Route>,
+    peers: Option<PeerSeat>,
 }
 
 impl RanksState {
@@ -318,8 +334,8 @@ impl LeaderState {
         self.state.lock().pending.busy()
     }
 
-    /// Has all ranks do a batch.
-    fn send(&self, ops: &[CopyOp], done: Done) {
+    /// Has all ranks do a batch, whose sources are another worker's if `from` names one.
+    fn send(&self, ops: &[CopyOp], done: Done, from: Option<&PullOrder>) {
         if ops.is_empty() {
             return;
         }
@@ -333,10 +349,14 @@ impl LeaderState {
                 return done.report((0..ops.len()).map(|op| (op, Err(away.clone()))).collect());
             }
         };
-        let batch = state.pending.add(ops.len(), done);
+        let batch = state.pending.add(ops.len(), done, from.is_some());
         drop(state);
         // Written once for all of them.
-        let message = frame(&ToRank::Copy { batch, ops: PackedOps::of(ops) });
+        let packed = PackedOps::of(ops);
+        let message = match from {
+            None => frame(&ToRank::Copy { batch, ops: packed }),
+            Some(from) => frame(&ToRank::Pull { batch, from: from.clone(), ops: packed }),
+        };
         // What the thread that listens submits, since copies ended, goes at the end of its round:
         // several batches in one message, which costs little more than one.
         let is_listener = self.listener.get() == Some(&thread::current().id());
@@ -414,8 +434,8 @@ impl LeaderState {
         for message in self.debts.of_newcomer(member.rank) {
             connection.send(&frame(&message));
         }
-        state.seats[place] =
-            Some(RankSlot { connection: Arc::clone(connection), routes: member.routes });
+        let Membership { routes, peers, .. } = member;
+        state.seats[place] = Some(RankSlot { connection: Arc::clone(connection), routes, peers });
         state.refused[place] = None;
         state.agree();
         self.joined.notify_all();

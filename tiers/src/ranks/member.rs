@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use std::{io, mem};
+use std::{fmt, io, mem};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
@@ -20,12 +20,15 @@ use super::protocol::{
     EndedCopies, ForgotTenant, HelloFrame, MAX_GREETING, MAX_MESSAGE, Membership, RefusalFrame,
     ToLeader, ToRank, decode, frame,
 };
+use super::pull::{PullOrder, PullSlots, PulledSlot, RankSlots};
 use super::slots::{KeptSlots, LeftBehind, SlotGenerations, SlotJournals, part};
 use super::socket;
 use crate::backend::Backend;
 use crate::clock;
 use crate::copy::{CopyError, CopyOp, Done, Route, Tier};
+use crate::dram::DramRegion;
 use crate::error::{Failure, SetupError, SetupErrorKind};
+use crate::memory::Memory;
 
 /// What has ended of a batch is reported after this time at the latest, before the rest has: a
 /// leader judges media by their progress. A batch that is faster is one message, which costs the
@@ -73,6 +76,19 @@ pub struct Member {
     reported: Instant,
     left: LeftBehind,
     forgetter: Option<RankForgetter>,
+    puller: Option<RankPuller>,
+}
+
+/// Brings what ranks of other workers have.
+struct RankPuller {
+    memory: Arc<DramRegion>,
+    pull: Box<PullSlots>,
+}
+
+impl fmt::Debug for RankPuller {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("RankPuller")
+    }
 }
 
 /// Ends a rank's service from another thread.
@@ -122,7 +138,7 @@ impl Member {
             waker: Arc::clone(&waker),
             batches: Mutex::default(),
             ended: Condvar::new(),
-            generations: SlotGenerations::default(),
+            generations: Arc::default(),
             journals,
         };
         let (work, is_stopping, reported) = (Arc::new(work), Arc::default(), clock::now());
@@ -137,6 +153,7 @@ impl Member {
             reported,
             left,
             forgetter: None,
+            puller: None,
         })
     }
 
@@ -161,6 +178,19 @@ impl Member {
         })?;
         self.forgetter = Some(forgetter);
         Ok(self)
+    }
+
+    /// What lies in this rank's host tier, for ranks of other workers.
+    pub fn host_slots(&self, memory: &Arc<DramRegion>) -> RankSlots {
+        RankSlots::new(Arc::clone(memory), Arc::clone(&self.work.generations))
+    }
+
+    /// Has `pull` called for what is to come from ranks of other workers into the host tier, which
+    /// is `memory`, by the thread that serves.
+    #[must_use]
+    pub fn pulling(mut self, memory: Arc<DramRegion>, pull: Box<PullSlots>) -> Self {
+        self.puller = Some(RankPuller { memory, pull });
+        self
     }
 
     /// What ends [`serve`](Self::serve).
@@ -235,6 +265,11 @@ impl Member {
                     self.left.close();
                     self.copy(batch, &ops);
                 }
+                ToRank::Pull { batch, from, ops } => {
+                    let ops = ops.unpack()?;
+                    self.left.close();
+                    self.pull(batch, &from, &ops);
+                }
                 ToRank::TakeInventory { tier, from } => {
                     self.work.tell(&ToLeader::Inventory(self.left.page(tier, from)));
                 }
@@ -262,10 +297,7 @@ impl Member {
     fn copy(&self, batch: u64, ops: &[CopyOp]) {
         let Some(route) = ops.first().map(CopyOp::route) else { return };
         let backend = self.backends.get(&route);
-        self.work
-            .batches
-            .lock()
-            .insert(batch, MemberBatch { left: ops.len(), report: EndedCopies::new(batch) });
+        self.work.begin(batch, ops.len());
         let (mut started, mut refused) = (Vec::with_capacity(ops.len()), Vec::new());
         for (place, op) in (0..).zip(ops) {
             match self.check(op, route).and_then(|()| self.work.generations.begin(op)) {
@@ -279,8 +311,18 @@ impl Member {
         self.work.ended(batch, refused);
         let Some(backend) = backend.filter(|_| !started.is_empty()) else { return };
         let ops = started.iter().map(|&(_, op)| op).collect();
+        let done = self.done(batch, started);
+        // What became of the copies of a backend that panicked is unknown: for the leader they will
+        // be overdue.
+        if catch_unwind(AssertUnwindSafe(|| backend.submit(ops, done))).is_err() {
+            tracing::error!(from = %route.0, to = %route.1, "a backend panicked when it was given a batch");
+        }
+    }
+
+    /// Where what becomes of copies is told.
+    fn done(&self, batch: u64, started: Vec<(u32, CopyOp)>) -> Done {
         let work = Arc::clone(&self.work);
-        let done = Done::new(move |completions| {
+        Done::new(move |completions| {
             work.ended(
                 batch,
                 completions.into_iter().map(|(index, result)| {
@@ -292,12 +334,38 @@ impl Member {
                     (*place, result)
                 }),
             );
-        });
-        // What became of the copies of a backend that panicked is unknown: for the leader they will
-        // be overdue.
-        if catch_unwind(AssertUnwindSafe(|| backend.submit(ops, done))).is_err() {
-            tracing::error!(from = %route.0, to = %route.1, "a backend panicked when it was given a batch");
+        })
+    }
+
+    /// Starts to bring what a rank of another worker has.
+    fn pull(&self, batch: u64, order: &PullOrder, ops: &[CopyOp]) {
+        if ops.is_empty() {
+            return;
         }
+        self.work.begin(batch, ops.len());
+        let Some((puller, from)) = self.puller.as_ref().zip(order.of_rank(self.rank)) else {
+            let why = "it does not read at ranks of that worker";
+            let refused = |(place, _)| (place, Err(CopyError::refused(why)));
+            return self.work.ended(batch, (0..).zip(ops).map(refused));
+        };
+        let is_slot =
+            |op: &CopyOp| op.to.tier == Tier::Host && op.to.slot.0 < puller.memory.slots();
+        let (started, refused): (Vec<_>, Vec<_>) =
+            (0..).zip(ops.iter().copied()).partition(|(_, op)| is_slot(op));
+        let no_slot = |(place, op): (u32, CopyOp)| {
+            (place, Err(CopyError::refused(format!("there is no {}", op.to))))
+        };
+        self.work.ended(batch, refused.into_iter().map(no_slot));
+        for (_, op) in &started {
+            self.work.generations.begin_pull(op);
+            self.work.journals.begun(op);
+        }
+        let slots: Vec<_> = started.iter().map(|(_, op)| (op.from, op.to.slot)).collect();
+        let done = self.done(batch, started);
+        let slot = |(place, slots)| {
+            PulledSlot::new(Arc::clone(&puller.memory), slots, (place, done.clone()))
+        };
+        (puller.pull)(from, slots.into_iter().enumerate().map(slot).collect());
     }
 
     /// The leader says which slots, and it may be wrong.
@@ -342,7 +410,7 @@ struct MemberWork {
     batches: Mutex<HashMap<u64, MemberBatch>>,
     /// A batch ended.
     ended: Condvar,
-    generations: SlotGenerations,
+    generations: Arc<SlotGenerations>,
     journals: SlotJournals,
 }
 
@@ -357,6 +425,11 @@ struct MemberBatch {
 impl MemberWork {
     fn is_busy(&self) -> bool {
         !self.batches.lock().is_empty()
+    }
+
+    fn begin(&self, batch: u64, copies: usize) {
+        let report = EndedCopies::new(batch);
+        self.batches.lock().insert(batch, MemberBatch { left: copies, report });
     }
 
     /// Copies of a batch ended.
@@ -443,6 +516,7 @@ fn hear_answer(
                 ToRank::Welcome => return Ok(()),
                 ToRank::Refused(refusal) => return Err(NoAnswer::Refused(refusal)),
                 ToRank::Copy { .. }
+                | ToRank::Pull { .. }
                 | ToRank::TakeInventory { .. }
                 | ToRank::Adopt { .. }
                 | ToRank::Forget { .. }

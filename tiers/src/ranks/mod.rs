@@ -23,6 +23,7 @@
 //! | `leader` | the backend of the leader, and the thread that listens |
 //! | `member` | a rank: it does what the leader says and reports |
 //! | `slots` | what a rank's slots hold, what an earlier process left there, and who writes down what comes to them |
+//! | `pull` | a rank's slots, for ranks of other workers |
 //! | `forget` | which ranks have yet to destroy a tenant's keys |
 //! | `recovery` | which blocks leader and ranks agree on, at the start of the leader |
 //!
@@ -54,6 +55,7 @@ mod leader;
 mod member;
 mod pending;
 mod protocol;
+mod pull;
 mod recovery;
 mod slots;
 mod socket;
@@ -65,6 +67,7 @@ pub use leader::{Leader, LeaderOptions, RankRegistry};
 pub use member::{JoinOptions, LeaderGone, Member, Stopper};
 pub use pending::MAX_RANKS;
 pub use protocol::{Membership, VERSION};
+pub use pull::{PeerSeat, PullFrom, PullOrder, PullSlots, PulledSlot, RankSlots};
 pub use recovery::Disagreement;
 pub use slots::{KeptSlots, SlotJournal};
 #[cfg(any(test, feature = "testing"))]

@@ -39,7 +39,7 @@ impl RankSet {
 pub(super) struct PendingBatches {
     batches: BTreeMap<u64, PendingBatch>,
     next: u64,
-    /// By rank: how many copies it has to end.
+    /// By rank: how many copies it has to end, but for those from other workers.
     awaited: Vec<usize>,
 }
 
@@ -52,6 +52,8 @@ struct PendingBatch {
     errors: HashMap<usize, CopyError>,
     /// Copies that some rank has not ended.
     left: usize,
+    /// What comes from other workers, which may take long: nobody waits for a rank because of it.
+    is_pull: bool,
 }
 
 /// The ranks that have not ended a copy.
@@ -117,15 +119,17 @@ impl PendingBatches {
     }
 
     /// All ranks are given `copies` copies. Returns the batch's number.
-    pub(super) fn add(&mut self, copies: usize, done: Done) -> u64 {
+    pub(super) fn add(&mut self, copies: usize, done: Done, is_pull: bool) -> u64 {
         let batch = self.next;
         self.next += 1;
         let awaited = AwaitedRanks::Alike(RankSet::all(self.awaited.len() as u16));
         self.batches.insert(
             batch,
-            PendingBatch { done, copies, awaited, errors: HashMap::new(), left: copies },
+            PendingBatch { done, copies, awaited, errors: HashMap::new(), left: copies, is_pull },
         );
-        self.awaited.iter_mut().for_each(|awaited| *awaited += copies);
+        if !is_pull {
+            self.awaited.iter_mut().for_each(|awaited| *awaited += copies);
+        }
         batch
     }
 
@@ -140,11 +144,12 @@ impl PendingBatches {
             return (None, Err(UnexpectedReport { batch: number, op: 0 }));
         };
         let (copies, completions, outcome) = batch.take(rank, ended);
+        let counted = if batch.is_pull { 0 } else { copies };
         let report = EndedReport { done: batch.done.clone(), completions };
         if batch.left == 0 {
             self.batches.remove(&number);
         }
-        self.awaited[usize::from(rank)] -= copies;
+        self.awaited[usize::from(rank)] -= counted;
         (Some(report), outcome)
     }
 
@@ -315,7 +320,7 @@ mod tests {
     #[test]
     fn a_copy_ends_when_the_last_rank_has_ended_it() {
         let (mut pending, (told, done)) = (PendingBatches::new(2), listener());
-        let batch = pending.add(3, done);
+        let batch = pending.add(3, done, false);
         take(&mut pending, 0, arrived(batch, &[0, 1, 2])).unwrap();
         assert_eq!(*told.lock(), []);
         take(&mut pending, 1, arrived(batch, &[1])).unwrap();
@@ -323,6 +328,21 @@ mod tests {
         take(&mut pending, 1, arrived(batch, &[0, 2])).unwrap();
         assert_eq!(*told.lock(), [(1, None), (0, None), (2, None)]);
         assert!(pending.batches.is_empty());
+    }
+
+    #[test]
+    fn what_comes_from_other_workers_makes_no_rank_busy() {
+        let (mut pending, (told, done)) = (PendingBatches::new(2), listener());
+        let pull = pending.add(5, done.clone(), true);
+        assert_eq!(pending.busy(), None);
+        let copies = pending.add(1, done, false);
+        take(&mut pending, 0, arrived(copies, &[0])).unwrap();
+        take(&mut pending, 1, arrived(pull, &[0, 1, 2, 3, 4])).unwrap();
+        assert_eq!(pending.busy().unwrap().1, 1, "it has a copy to end, and the other has none");
+        take(&mut pending, 1, arrived(copies, &[0])).unwrap();
+        assert_eq!((pending.busy(), pending.is_empty()), (None, false));
+        take(&mut pending, 0, arrived(pull, &[0, 1, 2, 3, 4])).unwrap();
+        assert_eq!((pending.is_empty(), told.lock().len()), (true, 6));
     }
 
     #[test]
@@ -334,7 +354,7 @@ mod tests {
         ] {
             for (first, second) in [(one, other), (other, one)] {
                 let (mut pending, (told, done)) = (PendingBatches::new(WORLD), listener());
-                let batch = pending.add(1, done);
+                let batch = pending.add(1, done, false);
                 take(&mut pending, 0, failed(batch, 0, first)).unwrap();
                 take(&mut pending, 1, arrived(batch, &[0])).unwrap();
                 take(&mut pending, 2, failed(batch, 0, second)).unwrap();
@@ -346,7 +366,7 @@ mod tests {
     #[test]
     fn a_lost_rank_loses_its_answers_and_others_are_awaited() {
         let (mut pending, (told, done)) = (PendingBatches::new(WORLD), listener());
-        let batch = pending.add(3, done);
+        let batch = pending.add(3, done, false);
         take(&mut pending, 0, arrived(batch, &[0, 1, 2])).unwrap();
         take(&mut pending, 1, arrived(batch, &[0, 1])).unwrap();
         take(&mut pending, 2, arrived(batch, &[0])).unwrap();
@@ -361,7 +381,7 @@ mod tests {
     #[test]
     fn what_a_rank_cannot_know_is_called_unexpected() {
         let (mut pending, (told, done)) = (PendingBatches::new(2), listener());
-        let batch = pending.add(2, done);
+        let batch = pending.add(2, done, false);
         take(&mut pending, 0, arrived(batch, &[0])).unwrap();
         for nonsense in [arrived(batch, &[0]), arrived(batch, &[2]), arrived(batch + 1, &[0])] {
             assert!(take(&mut pending, 0, nonsense).is_err());
@@ -382,7 +402,7 @@ mod tests {
             events in prop::collection::vec((0..6u16, 0..24u32, 0..8u8), 0..300),
         ) {
             let (mut pending, (told, done)) = (PendingBatches::new(world), listener());
-            let batch = pending.add(copies, done);
+            let batch = pending.add(copies, done, false);
             let mut is_well = vec![true; copies];
             let mut ended = vec![vec![false; copies]; world as usize];
             for (rank, op, event) in events {

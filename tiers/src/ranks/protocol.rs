@@ -14,11 +14,12 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::pull::{PeerSeat, PullOrder};
 use crate::copy::{BlockKey, CopyErrorKind, CopyOp, Owner, Route, SlotId, SlotRef, Tier};
 use crate::index::IndexEntry;
 
 /// What both sides must agree on. Raise it with every change of a message.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 /// `kvbm`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbm");
 
@@ -75,6 +76,8 @@ pub struct Membership {
     pub fingerprint: String,
     /// The routes that its backends serve.
     pub routes: Vec<Route>,
+    /// Where it serves ranks of other workers, if it does.
+    pub peers: Option<PeerSeat>,
 }
 
 /// Why a process is not let in.
@@ -160,6 +163,12 @@ pub(super) enum ToRank {
     Forget {
         tenant: u32,
         life: u32,
+    },
+    /// Copies like those of `Copy`, but that their sources are slots of another worker's ranks.
+    Pull {
+        batch: u64,
+        from: PullOrder,
+        ops: PackedOps,
     },
 }
 
@@ -478,6 +487,7 @@ mod tests {
             block_bytes: 4_096,
             fingerprint: "a model".to_owned(),
             routes: vec![(Tier::Device, Tier::Host), (Tier::Host, Tier::Device)],
+            peers: Some(PeerSeat { port: 6_891, incarnation: u64::MAX }),
         }
     }
 

@@ -28,6 +28,11 @@ impl SlotGenerations {
         Ok(())
     }
 
+    /// Before what another worker has comes into a slot, which holds nothing from here on.
+    pub(super) fn begin_pull(&self, op: &CopyOp) {
+        self.set(op.to, NOTHING);
+    }
+
     /// A copy arrived.
     pub(super) fn arrived(&self, op: &CopyOp) {
         self.adopt(op.to);
@@ -38,7 +43,8 @@ impl SlotGenerations {
         self.set(slot, slot.generation);
     }
 
-    fn check(&self, from: SlotRef) -> Result<(), CopyError> {
+    /// Whether a slot holds what it should in this life of it.
+    pub(super) fn check(&self, from: SlotRef) -> Result<(), CopyError> {
         // Engines write to the device past all of this.
         if from.tier == Tier::Device {
             return Ok(());

@@ -52,7 +52,7 @@ fn leader_options(dir: &Path, world: u16) -> LeaderOptions {
 fn membership(rank: u16, world: u16) -> Membership {
     let LeaderOptions { slots, block_bytes, fingerprint, .. } =
         leader_options(Path::new(""), world);
-    Membership { rank, world, slots, block_bytes, fingerprint, routes: Vec::new() }
+    Membership { rank, world, slots, block_bytes, fingerprint, routes: Vec::new(), peers: None }
 }
 
 fn join_options(dir: &Path, member: Membership) -> JoinOptions {

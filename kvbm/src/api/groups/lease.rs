@@ -2,13 +2,15 @@
 //! group.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use kvbm_policies::CheckpointPart;
 
-use super::{CheckpointGroups, GroupTable};
+use super::{CheckpointGroups, GroupTable, NamedCheckpoint};
 use crate::api::lease::Lease;
 use crate::api::manager::Manager;
 use crate::names::hash::{BlockHash, Chain};
+use crate::scheduler::Core;
 use crate::table::RequestInfo;
 
 /// The deepest blocks that are each looked at for a checkpoint; before them only those on the grid.
@@ -57,24 +59,49 @@ impl Manager {
     /// in every group: see [`Lease::usable`]. It looks for them at each of the last 256 held
     /// blocks, and before these on the grid (`hybrid.checkpoint_blocks`).
     pub fn lease_for<'a>(&self, info: RequestInfo, chain: impl Into<Chain<'a>>) -> Lease {
-        let chain = chain.into();
-        let checkpoints = self.checkpoints();
-        if checkpoints.is_empty() {
-            return self.core().lease(chain, info);
-        }
-        let _epoch = checkpoints.in_one_epoch();
-        let full = self.core().lease(chain, info);
-        let most = full.held().worth_loading().min(chain.len());
-        let found = checkpoints.deepest(&chain.hashes[..most], info);
-        let (blocks, groups) = found.unwrap_or_else(|| (0, checkpoints.no_leases()));
-        if !info.has_asked {
-            self.core().metrics().out_of_reach(most - blocks);
-        }
-        full.with_checkpoints(CheckpointLeases { blocks, groups })
+        self.checkpoints().lease_with(self.core(), chain.into(), info)
     }
 }
 
 impl CheckpointGroups {
+    /// Leases in the table of full attention, and the checkpoints at the end of what all groups
+    /// have.
+    pub(crate) fn lease_with(
+        &self,
+        full: &Arc<Core>,
+        chain: Chain<'_>,
+        info: RequestInfo,
+    ) -> Lease {
+        if self.is_empty() {
+            return full.lease(chain, info);
+        }
+        let _epoch = self.in_one_epoch();
+        let lease = full.lease(chain, info);
+        let most = lease.held().worth_loading().min(chain.len());
+        let found = self.deepest(&chain.hashes[..most], info);
+        let (blocks, groups) = found.unwrap_or_else(|| (0, self.no_leases()));
+        if !info.has_asked {
+            full.metrics().out_of_reach(most - blocks);
+        }
+        lease.with_checkpoints(CheckpointLeases { blocks, groups })
+    }
+
+    /// The blocks that the groups keep at a position of a chain: of each group, its checkpoints by
+    /// their names.
+    pub(crate) fn checkpoints_at(
+        &self,
+        hashes: &[BlockHash],
+        at: usize,
+    ) -> impl Iterator<Item = NamedCheckpoint> {
+        self.groups.iter().flat_map(move |group| {
+            self.grid().cover(at, group.window).map(move |part| {
+                let hash = hashes[part.at - 1];
+                let names = GroupTable::names(hash, part.kept);
+                NamedCheckpoint { group: group.number, hash, names }
+            })
+        })
+    }
+
     /// The deepest position at which every group has a checkpoint.
     fn deepest(&self, hashes: &[BlockHash], info: RequestInfo) -> Option<(usize, Vec<GroupLease>)> {
         let all = |at| self.groups.iter().all(|group| self.is_whole(group, hashes, at));

@@ -64,9 +64,20 @@ impl Manager {
         after: &Fence,
     ) -> Result<Transfer<Loaded>> {
         let (peers, engine) = (self.own_peers()?, self.engine()?.clone());
+        self.check_plain()?;
         let GroupSlots { first, slots, .. } = CheckpointGroups::plain(slots)?;
         let slots = EngineSlots::new(engine, first, slots, after.clone())?;
         Ok(peers.load_into(Transfer::ended(lease), slots, &Arc::default()))
+    }
+
+    /// # Errors
+    /// `Invalid`: the model is hybrid.
+    pub(crate) fn check_plain(&self) -> Result<()> {
+        if self.checkpoints().is_empty() {
+            return Ok(());
+        }
+        let message = "with several cache groups, pull what a peer has (Peers::pull), and load the lease that it gives";
+        Err(Error::invalid(message))
     }
 
     fn load_here(

@@ -25,7 +25,7 @@ mod save;
 use std::sync::{Arc, Weak};
 
 use kvbm_policies::CheckpointGrid;
-use kvbm_tiers::{SlotId, Tier};
+use kvbm_tiers::{DramRegion, SlotId, Tier};
 
 use crate::api::engine_memory::check_distinct;
 use crate::api::manager::Manager;
@@ -38,6 +38,7 @@ use crate::sync::{RwLock, RwLockReadGuard};
 use crate::table::LeftBlock;
 
 pub(crate) use self::lease::CheckpointLeases;
+pub(crate) use self::opening::described;
 pub use self::opening::{CacheGroup, GroupKind};
 pub use self::save::{CheckpointsSaved, SaveRequest};
 
@@ -164,6 +165,57 @@ impl Manager {
             Some(&self.checkpoints().group(group).ok()?.manager)
         }
     }
+}
+
+/// A checkpoint of a group.
+#[derive(Clone, Debug)]
+pub(crate) struct NamedCheckpoint {
+    /// The group's number.
+    pub(crate) group: u8,
+    /// The block that it hangs on.
+    pub(crate) hash: BlockHash,
+    /// The blocks that it keeps, root first.
+    pub(crate) names: Vec<BlockHash>,
+}
+
+/// What peers need to know of a cache group.
+pub(crate) struct GroupTier<'a> {
+    pub(crate) number: u8,
+    /// Blocks that it looks back over.
+    pub(crate) window: usize,
+    pub(crate) core: &'a Arc<Core>,
+    pub(crate) memory: &'a Arc<DramRegion>,
+}
+
+impl CheckpointGroups {
+    /// The host tiers of the groups; `None`: one has none, or its blocks lie there encrypted.
+    pub(crate) fn host_tiers(&self) -> Option<Vec<GroupTier<'_>>> {
+        self.groups
+            .iter()
+            .map(|group| {
+                let open = Some(&group.manager).filter(|manager| !manager.is_host_sealed());
+                let (core, memory) = open?.host_tier()?;
+                let (number, window) = (group.number, group.window);
+                Some(GroupTier { number, window, core, memory })
+            })
+            .collect()
+    }
+
+    /// Lets a checkpoint go whose block is nowhere.
+    pub(crate) fn let_go_unless(&self, full: &Core, checkpoint: &NamedCheckpoint) {
+        let hash = checkpoint.hash;
+        let is_there = full.matches(Chain::from(std::slice::from_ref(&hash))).longest() > 0;
+        if let Ok(group) = self.group(checkpoint.group)
+            && !is_there
+        {
+            group.follower().let_go(&[(hash, None)]);
+        }
+    }
+}
+
+/// The blocks of a checkpoint that hangs on a block, root first.
+pub(crate) fn checkpoint_names(at: BlockHash, kept: usize) -> Vec<BlockHash> {
+    GroupTable::names(at, kept)
 }
 
 fn find<'a>(slots: &[GroupSlots<'a>], group: u8) -> Option<GroupSlots<'a>> {

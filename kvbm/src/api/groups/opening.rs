@@ -156,6 +156,32 @@ impl GroupOpenings {
     }
 }
 
+/// Bytes of the longest description.
+const MAX_DESCRIPTION: usize = 1_024;
+
+/// Says of cache groups what two workers must have alike to read each other's checkpoints; nothing
+/// of a plain model. Of many groups it is a digest.
+pub(crate) fn described(groups: &[CacheGroup], settings: &Settings) -> String {
+    let group = |group: &CacheGroup| {
+        let CacheGroup { name, kind, memory, share: _ } = group;
+        let bytes = memory.block_bytes().unwrap_or_default();
+        match kind {
+            GroupKind::Window { blocks } => format!("{name}: window of {blocks}, {bytes} bytes"),
+            GroupKind::State => format!("{name}: state, {bytes} bytes"),
+        }
+    };
+    if groups.is_empty() {
+        return String::new();
+    }
+    let every = format!("a checkpoint every {} blocks", settings.hybrid.checkpoint_blocks);
+    let all: Vec<_> = groups.iter().map(group).chain([every]).collect();
+    let said = all.join("; ");
+    if said.len() > MAX_DESCRIPTION {
+        return format!("{} groups, {:032x}", groups.len(), digest(said.as_bytes()));
+    }
+    said
+}
+
 fn check(groups: &[CacheGroup]) -> Result<()> {
     if groups.len() >= MAX_GROUPS {
         return Err(Error::invalid(format!(

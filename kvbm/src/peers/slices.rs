@@ -1,0 +1,190 @@
+//! Where the bytes of a host tier's blocks are, and how those of ranks come: the leader leases slots
+//! and their lives at the other leader, and has its ranks bring them, each from the rank of its
+//! number there.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use kvbm_tiers::ranks::{Leader, PeerSeat, PullOrder};
+use kvbm_tiers::{
+    BlockKey, Completion, CopyError, CopyErrorKind, CopyOp, Done, DramRegion, Frame, SlotRef, Tier,
+};
+use tokio::time::{Instant, timeout_at};
+
+use super::link::{NamedBlocks, PeerFault};
+use super::parts;
+use super::protocol::LeaseEnd;
+use crate::api::filling::{FillingSlots, FramesBack};
+use crate::sync::Mutex;
+
+/// Blocks that ranks are told of together, by the bytes of a slice, and how many times at once.
+const PULL_BYTES: usize = 16 << 20;
+const PULLS: usize = 2;
+/// Ranks give up by themselves in time. Their answer has this time more.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// Where the bytes of the host tier's blocks are.
+#[derive(Clone, Debug)]
+pub(crate) enum HostBytes {
+    /// In this process.
+    Here(Arc<DramRegion>),
+    /// In the ranks, each of which has its slices.
+    InRanks(Weak<Leader>),
+}
+
+impl HostBytes {
+    pub(super) const fn memory(&self) -> Option<&Arc<DramRegion>> {
+        match self {
+            Self::Here(memory) => Some(memory),
+            Self::InRanks(_) => None,
+        }
+    }
+
+    /// Where ranks serve those of other workers. `None`: there are none, one is away or serves none.
+    pub(super) fn seats(&self) -> Option<Vec<PeerSeat>> {
+        match self {
+            Self::Here(_) => None,
+            Self::InRanks(leader) => leader.upgrade()?.seats(),
+        }
+    }
+}
+
+/// Brings blocks into the slots of the ranks, and keeps those that have come to all of them as their
+/// checksums say. Everything behind one that has not is left. `keys`: the blocks of the chain.
+pub(super) async fn bring(
+    leader: &Weak<Leader>,
+    host: &str,
+    (named, keys): (&NamedBlocks, &[BlockKey]),
+    until: Instant,
+    filling: &mut FillingSlots<'_>,
+    block_bytes: usize,
+) -> Result<(), PeerFault> {
+    if filling.kept() < named.before {
+        return Err(PeerFault::Behind);
+    }
+    let why = Arc::<Mutex<Option<CopyError>>>::default();
+    let brought = async {
+        let wanted = filling.kept()..filling.kept() + filling.left();
+        let mut parts = parts(wanted, (PULL_BYTES / block_bytes.max(1)).max(1));
+        loop {
+            while filling.lent() < PULLS
+                && let Some(part) = parts.next()
+            {
+                let left = until.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return Err(PeerFault::Ended(LeaseEnd::Expired));
+                }
+                let leader = leader.upgrade().ok_or_else(|| gone("the manager is closed"))?;
+                let (frames, back) = filling.lend_unsummed(part.len());
+                let limit_ms = left.as_millis().try_into().unwrap_or(u32::MAX);
+                let from =
+                    PullOrder { host: host.to_owned(), seats: named.seats.clone(), limit_ms };
+                let ops: Option<Vec<_>> =
+                    part.zip(&frames).map(|(at, frame)| op(named, keys, at, frame)).collect();
+                let Some(ops) = ops else {
+                    back(frames, Ok(Vec::new()));
+                    return Err(gone("its leader does not say where a block lies"));
+                };
+                let pulled = PulledPart::new((frames, back), Arc::clone(&why));
+                leader.pull(&from, &ops, &pulled.done());
+            }
+            if filling.lent() == 0 {
+                return Ok(());
+            }
+            let came = match timeout_at(until + GRACE, filling.regain()).await {
+                Ok(Some(Ok(came))) => came,
+                Ok(_) => return Err(gone("its slots do not come back")),
+                Err(_) => return Err(gone("a rank here does not answer in time")),
+            };
+            for came in came {
+                if came.is_none() {
+                    let why = why.lock();
+                    return Err(why.as_ref().map_or_else(|| gone("a block did not come"), fault));
+                }
+                filling.keep();
+            }
+        }
+    };
+    let brought = brought.await;
+    if brought.is_err() {
+        // What ranks still write is not given to others: those slots are lost until they come back.
+        let _ = timeout_at(until + GRACE, filling.regain_all()).await;
+    }
+    brought
+}
+
+fn gone(why: &str) -> PeerFault {
+    PeerFault::Ranks(why.to_owned())
+}
+
+fn fault(error: &CopyError) -> PeerFault {
+    match error.kind() {
+        CopyErrorKind::Corrupt => PeerFault::Wrong,
+        _ => PeerFault::Ranks(error.to_string()),
+    }
+}
+
+/// The copy of the block at a position of the chain.
+fn op(named: &NamedBlocks, keys: &[BlockKey], at: usize, to: &Frame) -> Option<CopyOp> {
+    let behind = at - named.before;
+    let (slot, generation) = (*named.slots.get(behind)?, *named.checksums.get(behind)?);
+    let parent = at.checked_sub(1).and_then(|before| keys.get(before)).map(|key| key.hash);
+    Some(CopyOp {
+        block: *keys.get(at)?,
+        parent,
+        // Blocks of ranks with peers are not encrypted in the host tier.
+        owner: None,
+        from: SlotRef { tier: Tier::Host, slot, generation },
+        to: to.slot_ref(),
+    })
+}
+
+/// What ranks were told to bring together. Its slots come back when the last block has ended.
+#[derive(Clone)]
+struct PulledPart {
+    state: Arc<Mutex<PartState>>,
+    /// Why the first block of all parts that did not come did not.
+    why: Arc<Mutex<Option<CopyError>>>,
+}
+
+struct PartState {
+    /// By block, whether all ranks have it.
+    came: Vec<Option<u32>>,
+    left: usize,
+    back: Option<(Vec<Frame>, FramesBack)>,
+}
+
+impl PulledPart {
+    fn new(back: (Vec<Frame>, FramesBack), why: Arc<Mutex<Option<CopyError>>>) -> Self {
+        let blocks = back.0.len();
+        let state = PartState { came: vec![None; blocks], left: blocks, back: Some(back) };
+        Self { state: Arc::new(Mutex::new(state)), why }
+    }
+
+    fn done(&self) -> Done {
+        let part = self.clone();
+        Done::new(move |ended| {
+            if let Some((frames, back, came)) = part.ended(&ended) {
+                back(frames, Ok(came));
+            }
+        })
+    }
+
+    /// What to give back, once all have ended.
+    fn ended(&self, ended: &[Completion]) -> Option<(Vec<Frame>, FramesBack, Vec<Option<u32>>)> {
+        let failure = ended.iter().find_map(|(_, result)| result.as_ref().err());
+        if let Some(failure) = failure {
+            self.why.lock().get_or_insert_with(|| failure.clone());
+        }
+        let mut state = self.state.lock();
+        state.left -= ended.len();
+        for (block, _) in ended.iter().filter(|(_, result)| result.is_ok()) {
+            state.came[*block] = Some(0);
+        }
+        if state.left > 0 {
+            return None;
+        }
+        let (frames, back) = state.back.take()?;
+        Some((frames, back, std::mem::take(&mut state.came)))
+    }
+}

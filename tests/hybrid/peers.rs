@@ -1,0 +1,191 @@
+//! Workers of a hybrid model that read each other: what one could load from its own tiers, the other
+//! can, once it has pulled.
+
+use kvbm::{Fingerprint, NewEpoch};
+
+use super::*;
+
+const PORT_OF_NOBODY: &str = "127.0.0.1:1";
+
+fn worker(window: usize, reads_at: &str, set: impl FnOnce(&mut Settings)) -> Engine {
+    let mut settings = settings();
+    settings.peers.enabled = true;
+    settings.peers.port = 0;
+    settings.peers.addresses = Some(reads_at.to_owned());
+    settings.peers.lease_ttl_ms = 2_000;
+    // All of a tier of 64 blocks, of which full attention has a part.
+    settings.peers.lease_share = 1.0;
+    set(&mut settings);
+    let fingerprint = Fingerprint {
+        model: "tests".to_owned(),
+        weights: "1".to_owned(),
+        block_tokens: 16,
+        ..Fingerprint::default()
+    };
+    let options = Options { fingerprint: Some(fingerprint), ..Options::default() };
+    Engine::opened(window, settings, options)
+}
+
+fn address(engine: &Engine) -> String {
+    engine.manager.peers().unwrap().address().to_string()
+}
+
+struct Pair {
+    there: Engine,
+    here: Engine,
+    peer: String,
+}
+
+impl Pair {
+    fn open(window: usize) -> Self {
+        let there = worker(window, PORT_OF_NOBODY, |_| ());
+        let at = address(&there);
+        Self { there, here: worker(window, &at, |_| ()), peer: at.replace(':', "/") }
+    }
+
+    fn at_peer(&self, chain: &[BlockHash]) -> kvbm::PeerLease {
+        let peers = self.here.manager.peers().unwrap();
+        peers.lease(&self.peer, chain, RequestInfo::default()).wait().unwrap()
+    }
+
+    fn pull(&self, lease: kvbm::PeerLease) -> kvbm::Pulled {
+        self.here.manager.peers().unwrap().pull(lease).wait().unwrap()
+    }
+
+    /// What is there is here then, and right.
+    #[track_caller]
+    fn assert_reads(&self, chain: &[BlockHash]) {
+        let there = self.there.lease(chain).usable();
+        let lease = self.at_peer(chain);
+        assert_eq!(lease.blocks(), there);
+        let pulled = self.pull(lease);
+        assert_eq!((pulled.fault.as_deref(), pulled.lease.usable()), (None, there));
+        let loaded = self.here.load(pulled.lease);
+        assert!(loaded.is_whole && loaded.usable == there, "{loaded:?}");
+        drop(loaded);
+        self.here.assert_loads(chain, there);
+    }
+
+    #[track_caller]
+    fn assert_well(&self) {
+        let peers = self.there.manager.peers().unwrap();
+        kvbm_tests::rig::wait_until(SOON, "leases are left", || peers.leased() == 0);
+        self.there.assert_well();
+        self.here.assert_well();
+    }
+}
+
+#[test]
+fn what_a_peer_could_load_comes_in_every_group() {
+    for window in [1, 3, 4, 6, 11] {
+        let pair = Pair::open(window);
+        let all = chain(1, 18);
+        pair.there.prefill(&all, 4);
+        // On the grid, behind it, and at the end.
+        for blocks in [3, 5, 11, 17, 18] {
+            pair.assert_reads(&all[..blocks]);
+        }
+        let longer: Vec<_> = all.iter().copied().chain(chain(2, 9)).collect();
+        pair.assert_reads(&longer);
+        pair.assert_well();
+    }
+}
+
+#[test]
+fn checkpoints_come_for_blocks_that_are_here_without_them() {
+    let pair = Pair::open(6);
+    let all = chain(1, 16);
+    pair.there.prefill(&all, 4);
+    pair.assert_reads(&all);
+    for group in [1, 2] {
+        let of_group = pair.here.resident(Tier::Host)[usize::from(group)] as usize;
+        assert_eq!(pair.here.manager.admin().evict_of(group, Tier::Host, of_group), of_group);
+        assert_eq!(pair.here.lease(&all).usable(), 0);
+        pair.assert_reads(&all);
+    }
+    pair.assert_well();
+}
+
+#[test]
+fn a_checkpoint_that_a_peer_lacks_shortens_what_it_leases() {
+    let pair = Pair::open(6);
+    let all = chain(1, 20);
+    // One chunk: but for its end, the engine had no state.
+    pair.there.prefill(&all, 20);
+    assert_eq!(pair.at_peer(&all[..19]).only_there(), 0);
+    pair.assert_reads(&all);
+    let other = chain(2, 20);
+    pair.there.prefill(&other[..16], 4);
+    pair.assert_reads(&other);
+    assert_eq!(pair.at_peer(&other).blocks(), 16);
+    // All states leave that may, while it is leased.
+    let last = chain(3, 8);
+    pair.there.prefill(&last, 4);
+    let lease = pair.at_peer(&last);
+    assert_eq!(lease.blocks(), 8);
+    let states = pair.there.resident(Tier::Host)[STATE] as usize;
+    assert!(pair.there.manager.admin().evict_of(2, Tier::Host, states) < states);
+    assert_eq!(pair.pull(lease).lease.usable(), 8, "what is leased stays");
+    pair.here.assert_loads(&last, 8);
+    pair.assert_well();
+}
+
+#[test]
+fn a_reset_amid_a_pull_leaves_nothing_wrong_in_any_group() {
+    let pair = Pair::open(6);
+    for number in 1..4 {
+        let all = chain(number, 16);
+        pair.there.prefill(&all, 4);
+        let lease = pair.at_peer(&all);
+        let first = if number % 2 == 0 { &pair.here } else { &pair.there };
+        first.manager.reset(NewEpoch::of_weights(number.into(), "new")).unwrap();
+        let peers = pair.here.manager.peers().unwrap();
+        if let Ok(pulled) = peers.pull(lease).wait() {
+            let usable = pulled.lease.usable();
+            drop(pulled);
+            pair.here.assert_loads(&all, usable);
+        }
+        for engine in [&pair.there, &pair.here] {
+            if engine.manager.epoch() < number.into() {
+                engine.manager.reset(NewEpoch::of_weights(number.into(), "new")).unwrap();
+            }
+        }
+        pair.there.prefill(&all, 4);
+        pair.assert_reads(&all);
+    }
+    pair.assert_well();
+}
+
+#[test]
+fn other_cache_groups_are_refused_and_named() {
+    let there = worker(3, PORT_OF_NOBODY, |_| ());
+    let all = chain(1, 8);
+    there.prefill(&all, 4);
+    let at = address(&there);
+    let name = at.replace(':', "/");
+    let said = |here: &Engine| {
+        let peers = here.manager.peers().unwrap();
+        peers.lease(&name, &all, RequestInfo::default()).wait().unwrap_err().to_string()
+    };
+    let other_window = said(&worker(4, &at, |_| ()));
+    for part in ["list of cache groups is", "sliding: window of 3", "sliding: window of 4"] {
+        assert!(other_window.contains(part), "{other_window}");
+    }
+    let other_grid = said(&worker(3, &at, |settings| settings.hybrid.checkpoint_blocks = 8));
+    assert!(other_grid.contains("a checkpoint every 8 blocks"), "{other_grid}");
+}
+
+#[test]
+fn a_load_of_all_groups_at_once_from_a_peer_says_what_to_do() {
+    let pair = Pair::open(3);
+    let all = chain(1, 8);
+    pair.there.prefill(&all, 4);
+    let slots: Vec<_> = (0..8).map(SlotId).collect();
+    let named = [GroupSlots::full(0, &slots)];
+    let loading = pair.here.manager.load_into(pair.at_peer(&all), &named, &Fence::Done);
+    let error = loading.wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid);
+    assert!(error.to_string().contains("Peers::pull"), "{error}");
+    pair.assert_reads(&all);
+    pair.assert_well();
+}

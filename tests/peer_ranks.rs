@@ -1,0 +1,230 @@
+//! Workers with ranks that read each other: each rank brings its slices from the rank of its number,
+//! every byte checked in each, whoever is killed, frozen or gives its slots to other blocks.
+
+use std::path::Path;
+
+use kvbm::{BlockHash, Fingerprint, NewEpoch, RankGroup, RankOptions, RequestInfo, Tier};
+use kvbm_settings::{PeerNixl, Settings};
+use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, be_a_rank, chain};
+use kvbm_tests::process::role;
+use kvbm_tests::rig::wait_until;
+use tempfile::TempDir;
+
+const TTL_MS: u64 = 2_000;
+/// Ranks of most workers here.
+const WORLD: u16 = 2;
+
+fn settings(dir: &Path) -> Settings {
+    let mut settings = fleet::settings(dir);
+    settings.peers.enabled = true;
+    settings.peers.port = 0;
+    settings.peers.secret = Some("the secret of these tests".to_owned());
+    settings.peers.nixl = PeerNixl::Off;
+    settings.peers.lease_ttl_ms = TTL_MS;
+    settings
+}
+
+fn fingerprint() -> Fingerprint {
+    Fingerprint {
+        model: "tests".to_owned(),
+        weights: "1".to_owned(),
+        block_tokens: 16,
+        ..Fingerprint::default()
+    }
+}
+
+/// The directory says how many ranks there are: `reader-2`.
+fn group(dir: &Path) -> RankGroup {
+    let (_, world) = dir.to_str().unwrap().rsplit_once('-').unwrap();
+    RankGroup { dir: dir.join("meet"), world: world.parse().unwrap(), limit: LIMIT }
+}
+
+/// Not a test: the process of a rank, when another test starts it.
+#[test]
+fn process() {
+    let Some((rank, place)) = role() else { return };
+    let fingerprint = Some(fingerprint());
+    let options =
+        RankOptions { fingerprint, ..RankOptions::new(group(&place), rank.parse().unwrap()) };
+    be_a_rank(&settings(&place), options);
+}
+
+fn open(home: &Path, name: &str, world: u16, reads_at: &str) -> Fleet {
+    let dir = home.join(format!("{name}-{world}"));
+    let mut settings = settings(&dir);
+    settings.peers.addresses = Some(reads_at.to_owned()).filter(|list| !list.is_empty());
+    Fleet::open(module_path!(), &dir, settings, group(&dir), Some(fingerprint()))
+}
+
+fn address(fleet: &Fleet) -> String {
+    fleet.manager.peers().unwrap().address().to_string()
+}
+
+struct Pair {
+    there: Fleet,
+    here: Fleet,
+    peer: String,
+    _home: TempDir,
+}
+
+impl Pair {
+    fn open() -> Self {
+        let home = tempfile::tempdir().unwrap();
+        let there = open(home.path(), "holder", WORLD, "");
+        let address = address(&there);
+        let here = open(home.path(), "reader", WORLD, &address);
+        Self { there, here, peer: address.replace(':', "/"), _home: home }
+    }
+
+    /// How many blocks of a chain come, and why not more.
+    fn read(&self, chain: &[BlockHash]) -> (usize, Option<String>) {
+        self.read_after(chain, || ())
+    }
+
+    /// `happens` while it is leased.
+    fn read_after(&self, chain: &[BlockHash], happens: impl FnOnce()) -> (usize, Option<String>) {
+        let peers = self.here.manager.peers().unwrap();
+        let leased = peers.lease(&self.peer, chain, RequestInfo::default()).wait();
+        happens();
+        match leased.and_then(|lease| peers.pull(lease).wait()) {
+            Ok(pulled) => (pulled.copied, pulled.fault),
+            Err(error) => (0, Some(error.to_string())),
+        }
+    }
+
+    /// Computes a chain there, reads it, and uses it here.
+    fn heals(&mut self, n: u32) {
+        let chain = chain(n);
+        self.there.assert_heals(&chain);
+        wait_until(LIMIT, "it does not come again", || self.read(&chain).0 == chain.len());
+        let served = Served { hit: 6, saved: 6, ..Served::default() };
+        assert_eq!(self.here.serve(&chain), served);
+        self.there.assert_sound();
+        self.here.assert_sound();
+        wait_until(LIMIT, "leases are left", || self.there.manager.peers().unwrap().leased() == 0);
+    }
+
+    fn end(self) {
+        self.here.end();
+        self.there.end();
+    }
+}
+
+#[test]
+fn each_rank_has_its_own_slices_of_what_the_other_worker_computed() {
+    let mut pair = Pair::open();
+    for n in 1..4 {
+        assert_eq!(pair.there.serve(&chain(n)).saved, 6);
+        assert_eq!(pair.read(&chain(n)), (6, None));
+        let served = Served { hit: 6, saved: 6, ..Served::default() };
+        assert_eq!(pair.here.serve(&chain(n)), served);
+    }
+    // Onto the device at once.
+    assert_eq!(pair.there.serve(&chain(9)).saved, 6);
+    let peers = pair.here.manager.peers().unwrap();
+    let lease = peers.lease(&pair.peer, &chain(9), RequestInfo::default()).wait().unwrap();
+    assert_eq!(fleet::answer(pair.here.manager.load(lease)).blocks, 6);
+    assert_eq!(pair.here.serve(&chain(9)).wrong, 0);
+    // What is here need not come.
+    assert_eq!(pair.read(&chain(9)), (0, None));
+    pair.heals(10);
+    pair.end();
+}
+
+#[test]
+fn a_reset_at_either_worker_leaves_nothing_wrong() {
+    let mut pair = Pair::open();
+    let weights = |number| NewEpoch::of_weights(number, "new");
+    assert_eq!(pair.there.serve(&chain(1)).saved, 6);
+    // What was leased is what it was, or does not come.
+    let (copied, why) = pair.read_after(&chain(1), || {
+        pair.there.manager.reset(weights(1)).unwrap();
+    });
+    assert_eq!((copied == 6, why.is_some()), (why.is_none(), copied < 6), "{copied} {why:?}");
+    assert_eq!(pair.here.serve(&chain(1)).wrong, 0);
+    let why = pair.read(&chain(2)).1.expect("it has other weights");
+    assert!(why.contains("different epochs"), "{why}");
+    pair.here.manager.reset(weights(1)).unwrap();
+    pair.heals(10);
+    let read = pair.read_after(&chain(1), || pair.here.manager.reset(weights(2)).unwrap());
+    assert_eq!(read.0, 0, "{:?}", read.1);
+    pair.there.manager.reset(weights(2)).unwrap();
+    pair.heals(11);
+    pair.end();
+}
+
+#[test]
+fn killed_ranks_cost_misses_and_then_it_heals() {
+    let mut pair = Pair::open();
+    for (n, rank) in [(1, 0), (2, 1)] {
+        // The holder's, between the lease and the pull.
+        assert_eq!(pair.there.serve(&chain(n)).saved, 6);
+        let peers = pair.here.manager.peers().unwrap();
+        let lease = peers.lease(&pair.peer, &chain(n), RequestInfo::default()).wait().unwrap();
+        pair.there.kill(rank);
+        let pulled = peers.pull(lease).wait().unwrap();
+        assert_eq!(pulled.copied, 0);
+        assert!(pulled.fault.is_some());
+        drop(pulled);
+        wait_until(LIMIT, "nobody says that it is away", || {
+            pair.read(&chain(n)).1.is_some_and(|why| why.contains("a rank of it is away"))
+                || pair.there.manager.matches(&chain(n)).longest() == 0
+        });
+        pair.there.restart(rank as u16);
+        pair.heals(10 + n);
+        // The reader's.
+        let peers = pair.here.manager.peers().unwrap();
+        assert_eq!(pair.there.serve(&chain(20 + n)).saved, 6);
+        let lease = peers.lease(&pair.peer, &chain(20 + n), RequestInfo::default()).wait().unwrap();
+        pair.here.kill(rank);
+        match pair.here.manager.peers().unwrap().pull(lease).wait() {
+            Ok(pulled) => assert_eq!(pulled.copied, 0),
+            Err(error) => assert_eq!(error.kind(), kvbm::ErrorKind::Stale, "{error}"),
+        }
+        pair.here.restart(rank as u16);
+        pair.heals(30 + n);
+    }
+    pair.end();
+}
+
+#[test]
+fn frozen_ranks_cost_the_time_of_a_lease_and_then_it_heals() {
+    let mut pair = Pair::open();
+    assert_eq!(pair.there.serve(&chain(1)).saved, 6);
+    let signal = |fleet: &Fleet, signal: &str| fleet.ranks[1].as_ref().unwrap().signal(signal);
+    let (copied, why) = pair.read_after(&chain(1), || signal(&pair.there, "STOP"));
+    assert_eq!(copied, 0, "{why:?}");
+    signal(&pair.there, "CONT");
+    pair.heals(2);
+    let (copied, why) = pair.read_after(&chain(1), || signal(&pair.here, "STOP"));
+    assert_eq!(copied, 0, "{why:?}");
+    assert!(why.unwrap().contains("does not answer in time"));
+    // When it goes on, its order names slots that have other blocks by then.
+    wait_until(LIMIT, "leases are left", || pair.there.manager.peers().unwrap().leased() == 0);
+    for n in 11..17 {
+        pair.there.empty(Tier::Host);
+        assert_eq!(pair.there.serve(&chain(n)).wrong, 0);
+    }
+    signal(&pair.here, "CONT");
+    let counts = || pair.here.manager.admin().counts(Tier::Host);
+    wait_until(LIMIT, "slots do not come back", || counts().lost == 0);
+    assert_eq!(pair.here.manager.matches(&chain(1)).longest(), 0);
+    pair.heals(3);
+    pair.end();
+}
+
+#[test]
+fn another_number_of_ranks_is_refused_and_named() {
+    let home = tempfile::tempdir().unwrap();
+    let mut there = open(home.path(), "holder", 2, "");
+    let address = address(&there);
+    let here = open(home.path(), "reader", 1, &address);
+    assert_eq!(there.serve(&chain(1)).saved, 6);
+    let peers = here.manager.peers().unwrap();
+    let name = address.replace(':', "/");
+    let error = peers.lease(&name, &chain(1), RequestInfo::default()).wait().unwrap_err();
+    let said = error.to_string();
+    assert!(said.contains("the number of ranks is \"2\"") && said.contains("\"1\""), "{said}");
+    here.end();
+    there.end();
+}

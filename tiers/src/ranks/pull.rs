@@ -1,0 +1,279 @@
+//! A rank's slots of the host tier, for ranks of other workers: what these have comes into them, and
+//! what lies in them goes to these.
+
+#![expect(unsafe_code, reason = "slots whose handles the leader has")]
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::slots::SlotGenerations;
+use crate::checksum::checksum;
+use crate::copy::{CopyError, CopyErrorKind, Done, SlotId, SlotRef, Tier};
+use crate::dram::DramRegion;
+use crate::memory::{Memory, forget_checksum};
+use crate::stream::{self, PAGE_BYTES, Page};
+
+/// Where a rank serves those of other workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct PeerSeat {
+    /// The port that it listens on.
+    pub port: u16,
+    /// Random, and another after each start.
+    pub incarnation: u64,
+}
+
+/// From where all ranks are to bring blocks, each its slice.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PullOrder {
+    /// The other worker's host.
+    pub host: String,
+    /// Its ranks, by their numbers.
+    pub seats: Vec<PeerSeat>,
+    /// What has not come within so many ms does not come.
+    pub limit_ms: u32,
+}
+
+/// A rank's part of that.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PullFrom {
+    /// The other worker's host.
+    pub host: String,
+    /// The rank of the same number there.
+    pub seat: PeerSeat,
+    /// What has not come within this time does not come.
+    pub limit: Duration,
+}
+
+impl PullOrder {
+    /// `None`: the other worker has no such rank.
+    pub(super) fn of_rank(&self, rank: u16) -> Option<PullFrom> {
+        let seat = *self.seats.get(usize::from(rank))?;
+        let limit = Duration::from_millis(self.limit_ms.into());
+        Some(PullFrom { host: self.host.clone(), seat, limit })
+    }
+}
+
+/// Brings slices of blocks. It must not block.
+pub type PullSlots = dyn Fn(PullFrom, Vec<PulledSlot>) + Send + Sync;
+
+/// A slot that is to be filled from a slot of another worker's rank. Dropped before its
+/// [`end`](Self::end), it is given up.
+pub struct PulledSlot {
+    memory: Arc<DramRegion>,
+    from: SlotRef,
+    to: SlotId,
+    op: usize,
+    /// `None` once it has ended.
+    done: Option<Done>,
+}
+
+impl fmt::Debug for PulledSlot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PulledSlot")
+            .field("from", &self.from)
+            .field("to", &self.to)
+            .finish_non_exhaustive()
+    }
+}
+
+impl PulledSlot {
+    /// `to` has been checked to be the `memory`'s, and is nobody else's until `done` is told of
+    /// `op`.
+    pub(super) fn new(
+        memory: Arc<DramRegion>,
+        (from, to): (SlotRef, SlotId),
+        (op, done): (usize, Done),
+    ) -> Self {
+        Self { memory, from, to, op, done: Some(done) }
+    }
+
+    /// Which slot of the other worker's rank, in which of its lives.
+    pub const fn from(&self) -> SlotRef {
+        self.from
+    }
+
+    /// The slot, all of which is to be written.
+    ///
+    /// # Panics
+    /// If the region has no such slot.
+    pub fn bytes(&mut self) -> &mut [u8] {
+        forget_checksum(&*self.memory, self.to);
+        let slot = self.memory.slot(self.to).expect("it was checked when this was made");
+        // SAFETY: the leader has the slot's only handle, and has given the slot to this copy until
+        // it hears of its end, which is when this is gone; it is borrowed mutably meanwhile.
+        unsafe { std::slice::from_raw_parts_mut(slot.as_ptr().cast(), self.memory.block_bytes()) }
+    }
+
+    /// The slot is written. Returns the checksum of what it has, which the region remembers.
+    pub fn written(&mut self) -> u32 {
+        let crc = checksum(self.bytes());
+        self.memory.checksums().inspect(|known| known.record(self.to, crc));
+        crc
+    }
+
+    /// Nothing touches the slot any more.
+    pub fn end(mut self, result: Result<(), CopyError>) {
+        self.report(result);
+    }
+
+    fn report(&mut self, result: Result<(), CopyError>) {
+        if let Some(done) = self.done.take() {
+            done.report(vec![(self.op, result)]);
+        }
+    }
+}
+
+impl Drop for PulledSlot {
+    fn drop(&mut self) {
+        let why = "it was given up before it came";
+        self.report(Err(CopyError::new(CopyErrorKind::Unavailable, why)));
+    }
+}
+
+/// What lies in a rank's slots of the host tier, for others to read.
+#[derive(Clone, Debug)]
+pub struct RankSlots {
+    memory: Arc<DramRegion>,
+    generations: Arc<SlotGenerations>,
+}
+
+impl RankSlots {
+    pub(super) const fn new(memory: Arc<DramRegion>, generations: Arc<SlotGenerations>) -> Self {
+        Self { memory, generations }
+    }
+
+    /// Copies the slice that this life of a slot holds; returns its checksum. `None`: the slot holds
+    /// something else or nothing, or what it holds has changed. Then `to` has any bytes.
+    pub fn copy(&self, (slot, generation): (SlotId, u32), to: &mut Vec<u8>) -> Option<u32> {
+        let held = SlotRef { tier: Tier::Host, slot, generation };
+        let from = self.memory.slot(slot)?;
+        to.clear();
+        self.generations.check(held).ok()?;
+        // SAFETY: a slot is whole mapped pages that start on a page boundary, and its block is no
+        // longer. The region outlives this call.
+        unsafe { copy_block(from.as_ptr().cast(), self.memory.block_bytes(), to) };
+        let known = self.memory.checksums()?;
+        let is_sound = known.verify_inherited(slot, to).is_ok();
+        let (crc, expected) = (checksum(to), known.get(slot));
+        // Whoever writes to the slot takes its life first: what was copied is of this one.
+        self.generations.check(held).ok()?;
+        if !is_sound || expected.is_some_and(|expected| expected != crc) {
+            tracing::error!(
+                slot = slot.0,
+                "a block in a rank's host tier has changed: it is not given to others"
+            );
+            return None;
+        }
+        Some(crc)
+    }
+}
+
+/// Copies a block that another thread may write meanwhile.
+///
+/// # Safety
+/// From `from` on, a page boundary, lie the pages of a block of `block_bytes` bytes, mapped as long
+/// as this runs.
+unsafe fn copy_block(from: *const u8, block_bytes: usize, to: &mut Vec<u8>) {
+    let (mut past, mut seen) = (Page::default(), Page::default());
+    for start in (0..block_bytes).step_by(PAGE_BYTES) {
+        // SAFETY: the page starts within the block, so it is one of those that the caller names.
+        unsafe { stream::copy_page(from.add(start), &mut past.0, &mut seen) };
+        to.extend_from_slice(&seen.0[..PAGE_BYTES.min(block_bytes - start)]);
+    }
+    stream::finish();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::copy::{BlockKey, CopyOp};
+    use crate::testing::{fill_pattern, has_pattern, options};
+
+    const SLOTS: u32 = 4;
+    /// Not whole pages.
+    const BYTES: usize = 10_000;
+
+    struct HostTier {
+        memory: Arc<DramRegion>,
+        slots: RankSlots,
+    }
+
+    impl HostTier {
+        fn new() -> Self {
+            let memory = Arc::new(DramRegion::host(options(SLOTS, BYTES)).unwrap());
+            let slots = RankSlots::new(Arc::clone(&memory), Arc::default());
+            Self { memory, slots }
+        }
+
+        /// What a copy does that arrives in a slot.
+        fn store(&self, slot: SlotId, generation: u32, pattern: usize) {
+            let to = SlotRef { tier: Tier::Host, slot, generation };
+            let done = Done::new(|_| ());
+            self.slots.generations.begin_pull(&op(to));
+            let mut pulled = PulledSlot::new(Arc::clone(&self.memory), (to, slot), (0, done));
+            fill_pattern(pattern, pulled.bytes());
+            pulled.written();
+            pulled.end(Ok(()));
+            self.slots.generations.adopt(to);
+        }
+
+        fn has(&self, slot: SlotId, generation: u32, pattern: usize) -> bool {
+            let mut slice = Vec::new();
+            let crc = self.slots.copy((slot, generation), &mut slice);
+            assert!(crc.is_none_or(|crc| crc == checksum(&slice)));
+            crc.is_some() && has_pattern(pattern, &slice)
+        }
+    }
+
+    fn op(to: SlotRef) -> CopyOp {
+        let block = BlockKey { hash: 0, group: 0 };
+        CopyOp { block, parent: None, owner: None, from: to, to }
+    }
+
+    #[test]
+    fn a_slot_gives_what_it_holds_in_one_life_alone() {
+        let tier = HostTier::new();
+        let slot = SlotId(3);
+        assert!(!tier.has(slot, 7, 1), "it was never written");
+        tier.store(slot, 7, 1);
+        assert!(tier.has(slot, 7, 1));
+        assert!(!tier.has(slot, 8, 1));
+        assert!(!tier.has(SlotId(SLOTS), 7, 1), "there is no such slot");
+        tier.slots.generations.begin_pull(&op(SlotRef { tier: Tier::Host, slot, generation: 8 }));
+        assert!(!tier.has(slot, 7, 1), "it is being written");
+        tier.store(slot, 8, 2);
+        assert!(tier.has(slot, 8, 2) && !tier.has(slot, 7, 1));
+    }
+
+    #[test]
+    fn a_slice_that_has_changed_is_not_given() {
+        let tier = HostTier::new();
+        let slot = SlotId(0);
+        tier.store(slot, 1, 1);
+        let known = tier.memory.checksums().unwrap();
+        let crc = known.get(slot).unwrap();
+        known.record(slot, crc ^ 1);
+        assert!(!tier.has(slot, 1, 1));
+        known.record(slot, crc);
+        assert!(tier.has(slot, 1, 1));
+        // An earlier process left it, and had another checksum of it.
+        known.inherit(slot, crc ^ 1);
+        assert!(!tier.has(slot, 1, 1));
+    }
+
+    #[test]
+    fn a_slot_that_is_given_up_has_not_come() {
+        let told = Arc::new(parking_lot::Mutex::new(Vec::new()));
+        let tell = Arc::clone(&told);
+        let done = Done::new(move |ended| tell.lock().extend(ended));
+        let slot = SlotId(0);
+        let from = SlotRef { tier: Tier::Host, slot, generation: 0 };
+        drop(PulledSlot::new(HostTier::new().memory, (from, slot), (5, done)));
+        let told = told.lock();
+        assert_eq!((told.len(), told[0].0), (1, 5));
+        assert_eq!(told[0].1.as_ref().unwrap_err().kind(), CopyErrorKind::Unavailable);
+    }
+}
