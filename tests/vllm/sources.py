@@ -1,8 +1,10 @@
-"""Python files of versions of vLLM that no package for CPUs has: classes that need no kernel can be imported from them."""
+"""Files of vLLM that no package for CPUs has: classes of other versions that need no kernel can be imported from them, and programs
+of its repository run."""
 
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
@@ -24,5 +26,26 @@ def sources_of(version: str) -> Path | None:
             unpacked = Path(scratch, "unpacked")
             with zipfile.ZipFile(wheel) as files:
                 files.extractall(unpacked, [name for name in files.namelist() if name.endswith(".py")])
+            unpacked.rename(place)
+    return place
+
+
+def file_of(version: str, path: str) -> Path | None:
+    """A file of the repository at this version. The first call fetches its sources, some 45 MB; `None`: they cannot be had."""
+    place = PLACE / f"{version}-repository" / path
+    if not place.exists():
+        PLACE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=PLACE) as scratch:
+            # pip asks sources for their name and version, which these tell without a GPU's tools if they are told them.
+            environment = os.environ | {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
+            fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "vllm", "--no-build-isolation"]
+            if subprocess.run([*fetch, "--dest", scratch, f"vllm=={version}"], env=environment, check=False).returncode:
+                return None
+            (archive,) = Path(scratch).glob("*.tar.gz")
+            with tarfile.open(archive) as files:
+                program = files.extractfile(f"vllm-{version}/{path}").read()
+            place.parent.mkdir(parents=True, exist_ok=True)
+            unpacked = Path(scratch, "unpacked")
+            unpacked.write_bytes(program)
             unpacked.rename(place)
     return place
