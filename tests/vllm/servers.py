@@ -17,6 +17,9 @@ from engine import BLOCK, ENVIRONMENT
 # Two engines start together, on two processors.
 START_LIMIT = 600.0
 
+# One process has all of an engine. On a CPU vLLM gives its worker one of its own otherwise.
+ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
 
 def free_port() -> int:
     with socket.socket() as free:
@@ -27,8 +30,10 @@ def free_port() -> int:
 class Process:
     """A process that serves HTTP. A context manager: leaving it ends the group, by force if need be."""
 
-    def __init__(self, arguments: list[str], health: str, environment: dict | None = None) -> None:
-        self.port = free_port()
+    def __init__(
+        self, arguments: list[str], health: str, environment: dict | None = None, port: int | None = None
+    ) -> None:
+        self.port = port or free_port()
         self.health = health
         self.log = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
@@ -52,7 +57,7 @@ class Process:
                     raise AssertionError(f"it does not start:\n{self.logged()[-8000:]}") from None
                 time.sleep(0.5)
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.process.terminate()
         try:
             self.process.wait(60)
@@ -95,7 +100,14 @@ class Process:
 class Server(Process):
     """`vllm serve`."""
 
-    def __init__(self, model: Path, transfer: dict | None, environment: dict | None = None, **options) -> None:
+    def __init__(
+        self,
+        model: Path,
+        transfer: dict | None,
+        environment: dict | None = None,
+        port: int | None = None,
+        **options,
+    ) -> None:
         arguments = {
             "model": str(model),
             "block-size": BLOCK,
@@ -109,6 +121,7 @@ class Server(Process):
             ["-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--skip-tokenizer-init", *texts],
             "/health",
             ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"} | (environment or {}),
+            port,
         )
 
     def metric(self, name: str, **labels: str) -> float:

@@ -1,5 +1,8 @@
 """Files of vLLM that no package for CPUs has: classes of other versions that need no kernel can be imported from them, and programs
-of its repository run."""
+of its repository run.
+
+    python tests/vllm/sources.py VERSION PATH           # says where this file of the repository is
+"""
 
 import os
 import subprocess
@@ -49,3 +52,10 @@ def file_of(version: str, path: str) -> Path | None:
             unpacked.write_bytes(program)
             unpacked.rename(place)
     return place
+
+
+if __name__ == "__main__":
+    found = file_of(*sys.argv[1:])
+    if found is None:
+        sys.exit("vLLM's sources cannot be fetched")
+    print(found)

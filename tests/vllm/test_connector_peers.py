@@ -98,7 +98,7 @@ def test_what_is_lost_before_it_is_read_is_computed_or_an_error(model, said, pol
     small = {"blocks": 16, "peers.lease_ttl_ms": 100}
     with worker(model, role="kv_producer", **small) as first:
         address = probe(first, "peer")[1]
-        with worker(model, address, role="kv_consumer", policy=policy, blocks=16) as second:
+        with worker(model, address, role="kv_consumer", policy=policy, blocks=16, timeout_ms=10_000) as second:
 
             def is_lost(went_on: dict, number: int) -> None:
                 if policy == "fail":

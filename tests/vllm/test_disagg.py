@@ -1,5 +1,11 @@
 """Two servers split the work behind vLLM's own proxy, unchanged: tokens are those of one engine, and what dies costs time only."""
 
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
 import time
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +15,9 @@ from pathlib import Path
 import pytest
 import vllm
 from connectors import LENGTH, connector, host
-from engine import BLOCK, prompt
-from servers import Proxy, Server, asked, free_port
-from sources import file_of
+from engine import BLOCK, ENVIRONMENT, HERE, prompt
+from servers import ALONE, Proxy, Server, asked, free_port
+from sources import PLACE, file_of
 
 PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 # Our setting's default, and what a busy machine takes to compute a prompt.
@@ -35,7 +41,7 @@ def pair(model: Path, policy: str = "recompute", blocks: int = 256):
     first = connector(own | {"peers.port": port}, policy, "kv_producer")
     second = connector(own | {"peers.port": 0, "peers.addresses": f"127.0.0.1:{port}"}, policy, "kv_consumer")
     # They start together.
-    prefills, decodes = (Server(model, one["kv_transfer_config"]) for one in (first, second))
+    prefills, decodes = (Server(model, one["kv_transfer_config"], ALONE) for one in (first, second))
     with prefills, decodes:
         yield prefills, decodes
 
@@ -68,7 +74,9 @@ def test_a_pair_behind_vllms_own_proxy_says_what_one_engine_says(model, said):
         with ThreadPoolExecutor(4) as clients:
             answers = list(clients.map(lambda number: proxy.ask(asked(model, prompt(number, LENGTH))), range(2, 6)))
         assert [tokens(answer) for answer in answers] == said[2:6]
-        both = proxy.ask(asked(model, prompt(6, LENGTH), n=2))["choices"]
+        # vLLM gives several answers only to who does not ask for the likeliest.
+        several = {"n": 2, "temperature": 1, "top_k": 1}
+        both = proxy.ask(asked(model, prompt(6, LENGTH), **several))["choices"]
         assert [choice["token_ids"] for choice in both] == [said[6]] * 2
         # A client goes away in the middle of its answer.
         parts = proxy.stream(asked(model, prompt(7, LENGTH), 400))
@@ -85,3 +93,43 @@ def test_a_pair_behind_vllms_own_proxy_says_what_one_engine_says(model, said):
         assert time.monotonic() - began < LIMIT + COMPUTE
         # Also without a proxy that knows.
         assert tokens(decodes.ask(asked(model, prompt(9, LENGTH)))) == said[9]
+
+
+def test_the_page_leads_from_nothing_to_a_pair(model, tmp_path):
+    """Word for word, but for ports, which may be somebody's."""
+    proxy_program()
+    (tmp_path / "target/quick-start").mkdir(parents=True)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/vllm").symlink_to(HERE)
+    shutil.copytree(model, tmp_path / "target/quick-start/model")
+    page = (HERE.parent.parent / "docs/disaggregated.md").read_text()
+    steps = "".join(re.findall(r"```sh by tests/vllm/test_disagg.py\n(.*?)```", page, re.DOTALL))
+    for port in ("6890", "6891", "8000", "8100", "8200"):
+        assert port in steps
+        steps = re.sub(rf"\b{port}\b", str(free_port()), steps)
+    commands = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | ENVIRONMENT | {"PATH": commands, "KVBM_VLLM_SOURCES": str(PLACE), "PYTHONPATH": str(HERE)}
+    running = subprocess.Popen(
+        ["bash", "-e", "-c", steps],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # What it starts goes with it.
+        start_new_session=True,
+    )
+    try:
+        printed, errors = running.communicate(timeout=600)
+    except subprocess.TimeoutExpired:
+        printed, errors = "", "it takes too long"
+    finally:
+        try:
+            os.killpg(running.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    logs = "".join(log.read_text()[-3000:] for log in sorted((tmp_path / "target/quick-start").glob("*.log")))
+    assert running.returncode == 0, printed + errors + logs
+    through, alone, *blocks = printed.splitlines()
+    assert through.startswith("said: b'") and through == alone
+    assert sum(float(line.split()[-1]) for line in blocks) == 33

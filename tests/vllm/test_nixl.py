@@ -1,11 +1,17 @@
-"""`NixlConnector` of ours: what is set for vLLM's means the same."""
+"""`NixlConnector` of ours: what is set for vLLM's means the same. And vLLM's beside ours, which keeps what it brings."""
 
+import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from connectors import LENGTH, SERVED, connector, host, probe
+from engine import HERE, Engine, prompt
 from kvbm_rs.errors import InvalidError
 from kvbm_rs.vllm.connector import KvbmConnector
 from kvbm_rs.vllm.nixl import NixlConfig, NixlConnector
+from servers import free_port
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -48,3 +54,43 @@ def test_backends_name_plugins_of_nixl():
     for others in (["LIBFABRIC"], ["UCX", "GDS"], []):
         with pytest.raises(InvalidError, match="name UCX, or leave backends out"):
             settings(backends=others)
+
+
+# tests/vllm.sh installs NIXL there, beside the environment, and not in it: the other tests are meant without.
+NIXL = Path(sys.prefix, "kvcr")
+
+
+def beside_vllms(model: Path, role: str) -> Engine:
+    """An engine with vLLM's `NixlConnector`, and our tiers."""
+    ours = connector(host(64), role=role)["kv_transfer_config"]
+    theirs = {"kv_connector": "NixlConnector", "kv_role": role}
+    del ours["kv_load_failure_policy"]
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [theirs, ours]},
+    }
+    paths = ":".join(filter(None, [str(HERE), str(NIXL), os.environ.get("PYTHONPATH")]))
+    environment = {"PYTHONPATH": paths, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "UCX_TLS": "tcp,shm,self"}
+    return Engine(model, environment=environment, **connector({}) | {"kv_transfer_config": multi})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (NIXL / "nixl").is_dir(), reason="NIXL is not beside the environment")
+def test_ours_keeps_what_vllms_brings(model, said):
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    asked |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    with beside_vllms(model, "kv_producer") as first, beside_vllms(model, "kv_consumer") as second:
+        told = probe(first, "ask", prompt=prompt(0, LENGTH), params=asked, tokens=1)["params"]
+        # It is vLLM's: it says where the blocks are.
+        assert told["do_remote_prefill"] and told["remote_block_ids"][0] and "kvbm_peer" not in told
+        went_on = probe(second, "ask", prompt=prompt(0, LENGTH), params=told)
+        assert went_on["said"] == said[0]
+        assert went_on["scheduled"] < LENGTH, "vLLM's brought it"
+        # Both keep it below, without the other.
+        first.settle()
+        for engine in (first, second):
+            assert engine.reset()
+            warm = engine.generate(prompt(0, LENGTH))
+            assert (warm.said, warm.scheduled) == ([said[0]], SERVED)

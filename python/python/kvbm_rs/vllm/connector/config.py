@@ -74,7 +74,8 @@ class Config:
     - `weights_never_change` (`false`): what is kept outlives a reset of vLLM's caches, such as for sleep.
     - `save_generated` (`true`): whether blocks of generated tokens are saved, and not prompts alone.
     - `layerwise` (`false`): whether what lies in memory is loaded while the engine computes, a layer ahead of it.
-    - `peer_timeout_ms` (`5000`): how long a request waits for what a peer has computed of its prompt.
+    - `peer_timeout_ms` (`5000`): how long a request waits for what a peer has computed of its prompt. Then
+      `kv_load_failure_policy` says whether it computes that or fails.
     """
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:

@@ -3,7 +3,7 @@
 A proxy sends a prompt to one engine with `do_remote_decode` in `kv_transfer_params`, and to another one what the first has
 answered, as it does with vLLM's `NixlConnector`. The first engine saves the prompt's blocks to its tiers as always, and says where
 it serves its peers. The second leases them there and brings them into its host tier; from there on they are a hit like any other.
-What does not come in time it computes.
+What does not come in time it computes, or the request fails, as `kv_load_failure_policy` says.
 """
 
 import time
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 # Seconds between two requests for a lease, where the peer's last blocks are still on their way to its tiers; and after which no
-# more are waited for if none came.
+# more are waited for if none came, unless a request fails without them.
 _PAUSE, _MAX_PAUSE = 0.005, 0.25
 
 # What names the peer in lists of ours. Proxies that build parameters anew keep its address alone.
@@ -56,6 +56,7 @@ class Prefills:
 
     def __init__(self, manager: "Manager", config: "Config") -> None:
         self._manager, self._block_tokens, self._seconds = manager, config.block_tokens, config.peer_seconds
+        self._max_pause = self._seconds if config.fails else _MAX_PAUSE
         self._engine, self._world, self._groups = config.engine, config.world, len(config.groups)
 
     def answer(self, request: "Request") -> dict[str, Any] | None:
@@ -157,7 +158,7 @@ class Prefills:
         prefilled.leasing = None
         if lease.blocks > prefilled.found:
             prefilled.found, prefilled.since = lease.blocks, now
-        if lease.blocks < wanted and not lease.is_cut and now < min(prefilled.until, prefilled.since + _MAX_PAUSE):
+        if lease.blocks < wanted and not lease.is_cut and now < min(prefilled.until, prefilled.since + self._max_pause):
             # Its last blocks are still on their way to its tiers.
             prefilled.next = now + _PAUSE
             return False
