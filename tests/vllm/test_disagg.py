@@ -55,8 +55,12 @@ def prefill(server: Server, model: Path, number: int) -> dict:
     return server.ask(asked(model, prompt(number, LENGTH), 1, kv_transfer_params=PREFILL))["kv_transfer_params"]
 
 
-def computed(server: Server) -> float:
-    return server.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
+def until_computed(server: Server, wanted: int) -> None:
+    """Waits until it says that it computed so many tokens of prompts: it counts them after its answers."""
+    until = time.monotonic() + 30
+    while (found := server.metric("vllm:prompt_tokens_by_source_total", source="local_compute")) != wanted:
+        assert time.monotonic() < until, (found, server.logged()[-4000:])
+        time.sleep(0.1)
 
 
 def test_a_pair_behind_vllms_own_proxy_says_what_one_engine_says(model, said):
@@ -64,10 +68,7 @@ def test_a_pair_behind_vllms_own_proxy_says_what_one_engine_says(model, said):
     with pair(model) as (prefills, decodes), Proxy(program, prefills.port, decodes.port) as proxy:
         assert tokens(proxy.ask(asked(model, prompt(0, LENGTH)))) == said[0]
         # All but what is behind the last full block came from the other one.
-        until = time.monotonic() + 30
-        while computed(decodes) != LENGTH % BLOCK:
-            assert time.monotonic() < until, (computed(decodes), decodes.logged()[-4000:])
-            time.sleep(0.1)
+        until_computed(decodes, LENGTH % BLOCK)
         streamed = [token for part in proxy.stream(asked(model, prompt(1, LENGTH))) for token in tokens(part)]
         assert streamed == said[1]
         # Together, and with several answers to one prompt.
@@ -95,6 +96,25 @@ def test_a_pair_behind_vllms_own_proxy_says_what_one_engine_says(model, said):
         assert tokens(decodes.ask(asked(model, prompt(9, LENGTH)))) == said[9]
 
 
+@pytest.mark.slow
+def test_it_takes_the_place_of_nixl_connector(model, said):
+    """By name, settings and proxy, for what looks at nothing else."""
+    program, port = proxy_program(), free_port()
+
+    def server(role: str, port: int, **settings) -> Server:
+        transfer = connector(host(256, **settings), role=role)["kv_transfer_config"]
+        transfer |= {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvbm_rs.vllm.nixl"}
+        return Server(model, transfer, ALONE | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)})
+
+    prefills = server("kv_producer", port)
+    decodes = server("kv_consumer", free_port(), **{"peers.addresses": f"127.0.0.1:{port}"})
+    with prefills, decodes, Proxy(program, prefills.port, decodes.port) as proxy:
+        told = prefill(prefills, model, 1)
+        assert (told["remote_host"], told["remote_port"]) == ("127.0.0.1", port)
+        assert tokens(proxy.ask(asked(model, prompt(0, LENGTH)))) == said[0]
+        until_computed(decodes, LENGTH % BLOCK)
+
+
 def test_the_page_leads_from_nothing_to_a_pair(model, tmp_path):
     """Word for word, but for ports, which may be somebody's."""
     proxy_program()
@@ -120,7 +140,7 @@ def test_the_page_leads_from_nothing_to_a_pair(model, tmp_path):
         start_new_session=True,
     )
     try:
-        printed, errors = running.communicate(timeout=600)
+        printed, errors = running.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         printed, errors = "", "it takes too long"
     finally:

@@ -1,7 +1,7 @@
 """`KvbmConnector` under the name of vLLM's `NixlConnector`, for what goes by that name, as Dynamo does.
 
 What is set for vLLM's means the same: `VLLM_NIXL_SIDE_CHANNEL_HOST` and `…_PORT` are where peers reach this engine, unless
-`peers.host` and `peers.port` are set, and `backends` names the plugins of NIXL. docs/disaggregated.md shows how to use it.
+`peers.host` and `peers.port` are set, and `backends` names the plugins that NIXL must have. docs/disaggregated.md shows how to use it.
 """
 
 import socket
