@@ -89,7 +89,7 @@ class Prefills:
     def of(self, request: "Request") -> Prefilled | None:
         """Where this request's prompt was computed, if it says so."""
         said = _said(request)
-        if not said.get("do_remote_prefill"):
+        if not (said.get("do_remote_prefill") and (said.get(_PEER) or said.get("remote_host"))):
             return None
         if self._manager.peer() is None and _PEER not in said:
             # Another connector beside this one brings it.
