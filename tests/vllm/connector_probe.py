@@ -276,17 +276,71 @@ def ask(
     extra = {"extra_args": {"kv_transfer_params": params}} if params else {}
     greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **extra)
     hints = KvHintsEnvelope("0.1", "m1", [KvHintAction(*action) for action in actions]) if actions else None
-    asked, before = engine.llm.llm_engine, engine.scheduled
+    asked, before, began = engine.llm.llm_engine, engine.scheduled, time.monotonic()
     asked.add_request("asked", {"prompt_token_ids": prompt}, greedy, kv_hints=hints)
     time.sleep(wait)
     waited = _matches(engine, engine.core.scheduler.waiting.peek_request().block_hashes)
+    output = _ended(asked)
+    return {
+        "said": list(output.outputs[0].token_ids),
+        "ended": output.outputs[0].finish_reason,
+        "params": output.kv_transfer_params,
+        "waited": waited,
+        "scheduled": engine.scheduled - before,
+        "seconds": time.monotonic() - began,
+    }
+
+
+def _ended(asked):
+    """Steps until the one request has ended. Returns its output."""
     while not (ended := [output for output in asked.step() if output.finished]):
         pass
     (output,) = ended
+    return output
+
+
+class _SlowReader:
+    """A manager that has a lease at a peer before it says so."""
+
+    def __init__(self, manager):
+        self._manager, self._leasing, self.lease, self.is_held = manager, None, None, True
+
+    def __getattr__(self, name):
+        return getattr(self._manager, name)
+
+    def lease_at(self, *arguments, **named):
+        self._leasing = self._manager.lease_at(*arguments, **named)
+        return self
+
+    def wait(self, seconds):
+        if self._leasing is not None and self.lease is None:
+            self.lease = self._leasing.wait(seconds)
+        return None if self.is_held else self.lease
+
+
+def lease_and_wait(engine, prompt: list[int], params: dict) -> int:
+    """Asks for a prompt that a peer has computed, and holds it between its lease there and the copy. Returns how many blocks are
+    leased."""
+    from vllm import SamplingParams
+
+    prefills = _connector(engine)._scheduler._prefills
+    reader = prefills._manager = _SlowReader(prefills._manager)
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, extra_args={"kv_transfer_params": params})
+    engine.llm.llm_engine.add_request("held", {"prompt_token_ids": prompt}, greedy)
+    while reader.lease is None:
+        engine.llm.llm_engine.step()
+    return reader.lease.blocks
+
+
+def go_on(engine) -> dict:
+    """Lets go of the request that is held. Returns what it said."""
+    prefills, before = _connector(engine)._scheduler._prefills, engine.scheduled
+    reader = prefills._manager
+    reader.is_held, prefills._manager = False, reader._manager
+    output = _ended(engine.llm.llm_engine)
     return {
         "said": list(output.outputs[0].token_ids),
-        "params": output.kv_transfer_params,
-        "waited": waited,
+        "ended": output.outputs[0].finish_reason,
         "scheduled": engine.scheduled - before,
     }
 

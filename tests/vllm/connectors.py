@@ -10,13 +10,13 @@ LENGTH = 10 * BLOCK + 5
 SERVED = 5 + 7
 
 
-def connector(settings: dict, failure_policy: str = "recompute", **extra) -> dict:
+def connector(settings: dict, failure_policy: str = "recompute", role: str = "kv_both", **extra) -> dict:
     """Arguments of an engine with tiers of these settings."""
     return {
         "kv_transfer_config": {
             "kv_connector": "KvbmConnector",
             "kv_connector_module_path": "kvbm_rs.vllm.connector",
-            "kv_role": "kv_both",
+            "kv_role": role,
             "kv_load_failure_policy": failure_policy,
             "kv_connector_extra_config": {"settings": settings, **extra},
         },

@@ -163,32 +163,49 @@ def test_layer_by_layer_is_refused_where_failures_come_too_late(model):
         Engine(model, **connector(host(64), layerwise=True), speculative_config=guessing)
 
 
-@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_a_role_that_is_not_both_is_refused(role):
-    """Also by vLLM's factory, as it makes the connector of a scheduler."""
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_a_producer_loads_where_no_step_under_way_writes(role):
+    """Under asynchronous scheduling, which CPUs have not. For the other roles vLLM keeps such blocks back."""
     from types import SimpleNamespace
 
-    from kvbm_rs.errors import InvalidError
-    from kvbm_rs.vllm.connector.config import Config
-    from vllm.config import KVTransferConfig
+    from kvbm_rs.vllm.connector.scheduler import Scheduler
+    from kvbm_rs.vllm.connector.worker import Stepped
 
-    transfer = KVTransferConfig(
-        kv_connector="KvbmConnector", kv_connector_module_path="kvbm_rs.vllm.connector", kv_role=role
+    begun = []
+    load = SimpleNamespace(wait=lambda seconds: SimpleNamespace(is_whole=True))
+    lease = SimpleNamespace(blocks=2, by_tier={"host": 2}, wanted=lambda number: (0, 2))
+    request = SimpleNamespace(request_id="one", num_computed_tokens=0)
+    known = SimpleNamespace(lease=lease, owed=0, steps=[], request=request)
+    scheduler = object.__new__(Scheduler)
+    scheduler.manager = SimpleNamespace(load_into=lambda lease, slots: begun.append(slots) or load)
+    scheduler._config = SimpleNamespace(
+        is_producer=role == "kv_producer", block_tokens=32, groups=[SimpleNamespace(index=0)], layerwise=False, is_windowed=False
     )
-    with pytest.raises(InvalidError, match=f"{role}.*Set kv_both"):
-        Config(SimpleNamespace(kv_transfer_config=transfer), None)
+    scheduler._pool = SimpleNamespace(null_block=SimpleNamespace(block_id=0))
+    scheduler._adapters = SimpleNamespace(look_again=lambda: None)
+    scheduler._requests, scheduler._loading, scheduler._layered = {"one": known}, {}, []
+    scheduler._saving, scheduler._ending, scheduler._pinning = [], [], []
+    scheduler._step, scheduler._ended = 7, 6
+    nothing = SimpleNamespace(
+        preempted_req_ids=None,
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
+    )
+
+    # Step 7 is under way.
+    scheduler.load(request, ([4, 5],), 64)
+    assert len(begun) == (role != "kv_producer")
+    if role == "kv_producer":
+        assert not scheduler.step(nothing).loaded and not begun
+        scheduler.stepped(Stepped(7))
+    assert scheduler.step(nothing).loaded == {"one"}
+    assert begun == [[(0, 0, [4, 5])]]
 
 
 @pytest.mark.slow
-def test_an_engine_that_produces_alone_does_not_start(model):
-    arguments = connector(host(64))
-    arguments["kv_transfer_config"]["kv_role"] = "kv_producer"
-    with pytest.raises(EngineError, match="kv_role: KvbmConnector saves and loads, which kv_producer does not say"):
-        Engine(model, **arguments)
-
-
-@pytest.mark.slow
-def test_a_wrapping_connector_that_only_produces_does_not_start(model):
+def test_a_wrapping_connector_of_another_role_does_not_start(model):
     arguments = connector(host(64))
     ours = arguments["kv_transfer_config"]
     del ours["kv_load_failure_policy"]
@@ -197,7 +214,7 @@ def test_a_wrapping_connector_that_only_produces_does_not_start(model):
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"connectors": [ours]},
     }
-    with pytest.raises(EngineError, match="which kv_producer does not say"):
+    with pytest.raises(EngineError, match="Set kv_producer for KvbmConnector too"):
         Engine(model, **arguments)
 
 

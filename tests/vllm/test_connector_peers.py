@@ -1,19 +1,25 @@
 """One engine computes a prompt, and another one goes on with it: what the first holds is a hit at the second."""
 
+import os
+
 import pytest
 from connectors import LENGTH, SERVED, connector, host, is_at_rest, probe
 from engine import BLOCK, Engine, prompt
 
 TIMEOUT_MS = 20_000
+# How often a reader comes too late.
+LATE = int(os.environ.get("KVBM_LATE_READS", "5"))
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 
 
-def worker(model, *peers: str, timeout_ms: int = TIMEOUT_MS) -> Engine:
+def worker(
+    model, *peers: str, role: str, policy: str = "recompute", blocks: int = 64, timeout_ms: int = TIMEOUT_MS, **settings
+) -> Engine:
     """An engine that serves its peers, and reads at these."""
-    tiers = host(64, **{"peers.enabled": True, "peers.port": 0, "peers.lease_share": 1.0})
+    tiers = host(blocks, **{"peers.enabled": True, "peers.port": 0, "peers.lease_share": 1.0}, **settings)
     if peers:
         tiers["peers.addresses"] = ",".join(peers)
-    return Engine(model, **connector(tiers, peer_timeout_ms=timeout_ms))
+    return Engine(model, **connector(tiers, policy, role, peer_timeout_ms=timeout_ms))
 
 
 def prefill(engine: Engine, number: int) -> dict:
@@ -30,12 +36,29 @@ def decode(engine: Engine, number: int, params: dict) -> dict:
 
 @pytest.mark.slow
 def test_what_one_engine_computed_another_one_goes_on_with(model, said):
-    with worker(model) as first:
+    with worker(model, role="kv_producer") as first:
         own = probe(first, "peer")
-        with worker(model, own[1]) as second:
+        with worker(model, own[1], role="kv_consumer") as second:
             told = prefill(first, 0)
-            assert told["do_remote_prefill"] and not told["do_remote_decode"]
-            assert (f"{told['remote_host']}:{told['remote_port']}", told["kvbm_peer"]) == (own[1], own[0])
+            host, _, port = own[1].rpartition(":")
+            engine, request = told.pop("remote_engine_id"), told.pop("remote_request_id")
+            assert engine and request.startswith("asked")
+            assert told == {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_block_ids": [[]],
+                "remote_host": host,
+                "remote_port": int(port),
+                "remote_num_tokens": LENGTH,
+                "remote_blocks_expiry_time": None,
+                "tp_size": 1,
+                "dcp_size": 1,
+                "pp_size": 1,
+                "transfer_mode": "pull",
+                # Of vLLM's scheduler.
+                "remote_prefill_cached_tokens": 0,
+                "kvbm_peer": own[0],
+            }
             went_on = decode(second, 0, told)
             assert went_on["said"] == said[0]
             assert went_on["scheduled"] == SERVED
@@ -63,7 +86,63 @@ def test_what_one_engine_computed_another_one_goes_on_with(model, said):
             assert (went_on["said"], went_on["scheduled"]) == (said[3], LENGTH + 7)
             assert is_at_rest(second)
         # Others come in their place, and all works again.
-        with worker(model) as first, worker(model, probe(first, "peer")[1]) as second:
+        with worker(model, role="kv_both") as first, worker(model, probe(first, "peer")[1], role="kv_both") as second:
             went_on = decode(second, 3, prefill(first, 3))
             assert (went_on["said"], went_on["scheduled"]) == (said[3], SERVED)
             assert is_at_rest(first) and is_at_rest(second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_what_is_lost_before_it_is_read_is_computed_or_an_error(model, said, policy):
+    small = {"blocks": 16, "peers.lease_ttl_ms": 100}
+    with worker(model, role="kv_producer", **small) as first:
+        address = probe(first, "peer")[1]
+        with worker(model, address, role="kv_consumer", policy=policy, blocks=16, timeout_ms=10_000) as second:
+
+            def is_lost(went_on: dict, number: int) -> None:
+                if policy == "fail":
+                    assert (went_on["ended"], went_on["said"]) == ("error", [])
+                else:
+                    assert (went_on["ended"], went_on["said"]) == ("length", said[number])
+                    assert went_on["scheduled"] > SERVED
+
+            # The lease is over, and the blocks are others', when they are read.
+            for number in (late % 10 for late in range(LATE)):
+                told = prefill(first, number)
+                assert probe(second, "lease_and_wait", prompt=prompt(number, LENGTH), params=told)
+                until_forgotten(first, number)
+                is_lost(probe(second, "go_on"), number)
+                assert second.reset()
+            assert is_at_rest(second)
+            # They are not there when they are asked for.
+            told = prefill(first, 8)
+            until_forgotten(first, 8)
+            is_lost(decode(second, 8, told), 8)
+            # What is there is served, and what is local needs no peer.
+            went_on = decode(second, 9, prefill(first, 9))
+            assert (went_on["said"], went_on["scheduled"]) == (said[9], SERVED)
+            # It died after its answer.
+            told = prefill(first, 7)
+            first.kill()
+            went_on = decode(second, 7, told)
+            is_lost(went_on, 7)
+            assert went_on["seconds"] < TIMEOUT_MS / 1000
+            # What is local needs no peer.
+            went_on = decode(second, 9, told)
+            assert (went_on["said"], went_on["ended"]) == (said[9], "length")
+            # Whom nobody knows says nothing.
+            is_lost(decode(second, 6, told | {"remote_port": 1, "kvbm_peer": "somebody"}), 6)
+            # Another request is served as ever.
+            assert second.generate(prompt(5, LENGTH)).said == [said[5]]
+            assert is_at_rest(second)
+
+
+def until_forgotten(engine: Engine, number: int) -> None:
+    """Computes other prompts until nothing is left of this one."""
+    for other in range(20, 220):
+        engine.generate(prompt(other, LENGTH))
+        engine.settle()
+        if not probe(engine, "matches", prompt=prompt(number, LENGTH)):
+            return
+    raise AssertionError("it is still there")

@@ -17,7 +17,7 @@ several each worker is a rank that copies its slice.
 | `worker` | the worker's role: adopts tensors, passes on what has ended |
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
@@ -48,8 +48,12 @@ __all__ = ["KvbmConnector"]
 class KvbmConnector(KVConnectorBase_V1, SupportsHMA):
     """Plugs the block manager into an unmodified vLLM.
 
-    Set `kv_connector="KvbmConnector"`, `kv_connector_module_path="kvbm_rs.vllm.connector"` and `kv_role="kv_both"`.
+    Set `kv_connector="KvbmConnector"`, `kv_connector_module_path="kvbm_rs.vllm.connector"`, and `kv_role` to `kv_both`; or to
+    `kv_producer` or `kv_consumer`, where engines share the work and vLLM or a router goes by it.
     """
+
+    # How settings are read.
+    config: ClassVar[type[Config]] = Config
 
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
@@ -57,7 +61,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             versions.warn("KvbmConnector")
-        config = Config(vllm_config, kv_cache_config)
+        config = self.config(vllm_config, kv_cache_config)
         # One of them, by role: vLLM calls the methods of a role on that role's connector only.
         self._scheduler = Scheduler(config) if role == KVConnectorRole.SCHEDULER else None
         self._worker = Worker(config) if role == KVConnectorRole.WORKER else None

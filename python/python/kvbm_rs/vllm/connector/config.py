@@ -28,6 +28,8 @@ _JOIN = 300.0
 
 _PEER_TIMEOUT_MS = 5000
 
+_PRODUCER = "kv_producer"
+
 _VALID = {
     "settings": dict,
     "weights": str,
@@ -72,17 +74,21 @@ class Config:
     - `weights_never_change` (`false`): what is kept outlives a reset of vLLM's caches, such as for sleep.
     - `save_generated` (`true`): whether blocks of generated tokens are saved, and not prompts alone.
     - `layerwise` (`false`): whether what lies in memory is loaded while the engine computes, a layer ahead of it.
-    - `peer_timeout_ms` (`5000`): how long a request waits for what a peer has computed of its prompt.
+    - `peer_timeout_ms` (`5000`): how long a request waits for what a peer has computed of its prompt. Then
+      `kv_load_failure_policy` says whether it computes that or fails.
     """
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         transfer = vllm_config.kv_transfer_config
-        _check_role(transfer.kv_role)
+        # Every role saves and loads. Of a producer vLLM does not keep blocks back that a step under way still writes.
+        self.is_producer = transfer.kv_role == _PRODUCER
         # A worker also sees what a `MultiConnector` around it is, by which vLLM's scheduler goes.
         around = get_current_vllm_config_or_none()
         if around is not None and around.kv_transfer_config is not None:
-            _check_role(around.kv_transfer_config.kv_role)
-        extra = transfer.kv_connector_extra_config
+            self._check_role(around.kv_transfer_config.kv_role)
+        # Whether a request ends with an error if what another engine computed for it is lost; else it computes that.
+        self.fails = transfer.kv_load_failure_policy == "fail"
+        extra = self._extra(transfer)
         _check(extra)
         parallel = vllm_config.parallel_config
         _check_parallel(parallel)
@@ -118,6 +124,17 @@ class Config:
         dtype = _dtype(vllm_config, kv_cache_config)
         self.fingerprint = _fingerprint(vllm_config, self, dtype, extra.get("weights"))
 
+    @staticmethod
+    def _extra(transfer: Any) -> dict[str, Any]:
+        return transfer.kv_connector_extra_config
+
+    def _check_role(self, around: str) -> None:
+        if around == _PRODUCER and not self.is_producer:
+            raise InvalidError(
+                "kv_role: with kv_producer in the MultiConnector around it vLLM gives KvbmConnector blocks to load into that a step "
+                "under way still writes. Set kv_producer for KvbmConnector too, which then waits for that step"
+            )
+
     def others(self, memories: list[EngineMemory]) -> list[CacheGroup]:
         """The groups beside the first, with the memory of each."""
         return [
@@ -139,14 +156,6 @@ def _check(extra: dict[str, Any]) -> None:
             raise InvalidError(f"kv_connector_extra_config: KvbmConnector has no {name!r}; valid: {valid}")
         if not isinstance(value, kind):
             raise InvalidError(f"kv_connector_extra_config: {name} is a {kind.__name__}, not {value!r}")
-
-
-def _check_role(role: str) -> None:
-    if role != "kv_both":
-        raise InvalidError(
-            f"kv_role: KvbmConnector saves and loads, which {role} does not say; with kv_producer vLLM would give it blocks to load "
-            "into that a step under way still writes. Set kv_both, here and in a MultiConnector around it"
-        )
 
 
 def _check_parallel(parallel: Any) -> None:

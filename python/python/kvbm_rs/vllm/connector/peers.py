@@ -3,12 +3,14 @@
 A proxy sends a prompt to one engine with `do_remote_decode` in `kv_transfer_params`, and to another one what the first has
 answered, as it does with vLLM's `NixlConnector`. The first engine saves the prompt's blocks to its tiers as always, and says where
 it serves its peers. The second leases them there and brings them into its host tier; from there on they are a hit like any other.
-What does not come in time it computes.
+What does not come in time it computes, or the request fails, as `kv_load_failure_policy` says.
 """
 
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
 
 from kvbm_rs.errors import KvbmError
 from kvbm_rs.vllm import logger
@@ -17,21 +19,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvbm_rs import Chain, Hints, Manager, PeerLeasing, Pull
+    from kvbm_rs.vllm.connector.config import Config
     from vllm.v1.request import Request
 
 # Seconds between two requests for a lease, where the peer's last blocks are still on their way to its tiers; and after which no
-# more are waited for if none came.
+# more are waited for if none came, unless a request fails without them.
 _PAUSE, _MAX_PAUSE = 0.005, 0.25
 
 # What names the peer in lists of ours. Proxies that build parameters anew keep its address alone.
 _PEER = "kvbm_peer"
+
+# How a request ends whose prompt was computed.
+_COMPUTED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 @dataclass
 class Prefilled:
     """A prompt that a peer has computed."""
 
-    peer: str
+    # `None`: none that is known here, so nothing comes.
+    peer: str | None
     # Leading tokens whose blocks it keeps.
     tokens: int
     # Until when they are waited for: it counts from the first look-up, since a request may wait long for its turn.
@@ -47,45 +54,55 @@ class Prefilled:
 class Prefills:
     """Reads at peers what they have computed for requests."""
 
-    def __init__(self, manager: "Manager", block_tokens: int, seconds: float) -> None:
-        self._manager, self._block_tokens, self._seconds = manager, block_tokens, seconds
+    def __init__(self, manager: "Manager", config: "Config") -> None:
+        self._manager, self._block_tokens, self._seconds = manager, config.block_tokens, config.peer_seconds
+        self._max_pause = self._seconds if config.fails else _MAX_PAUSE
+        self._engine, self._world, self._groups = config.engine, config.world, len(config.groups)
 
-    def answer(self, request: "Request", engine: str | None) -> dict[str, Any] | None:
-        """What the engine that goes on with this request must know. `None`: none does, or it cannot read here."""
+    def answer(self, request: "Request") -> dict[str, Any] | None:
+        """What the engine that goes on with this request must know, in the form of vLLM's `NixlConnector`. `None`: none
+        does, or it cannot read here."""
         said, own = _said(request), self._manager.peer()
-        if not said.get("do_remote_decode") or own is None:
+        if not said.get("do_remote_decode") or own is None or request.status not in _COMPUTED:
             return None
         name, address = own
         host, _, port = address.rpartition(":")
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_engine_id": engine,
+            "remote_engine_id": self._engine,
             "remote_request_id": request.request_id,
             # Blocks are asked for by what they hold, and not by where the engine had them.
-            "remote_block_ids": [],
+            "remote_block_ids": [[] for _ in range(self._groups)],
             "remote_host": host.strip("[]"),
             "remote_port": int(port),
             "remote_num_tokens": request.num_prompt_tokens,
-            "tp_size": 1,
+            # None of the engine's blocks are held for it.
+            "remote_blocks_expiry_time": None,
+            "tp_size": self._world,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "transfer_mode": "pull",
             _PEER: name,
         }
 
     def of(self, request: "Request") -> Prefilled | None:
-        """Where this request's prompt was computed, if it says so and is to be believed."""
+        """Where this request's prompt was computed, if it says so."""
         said = _said(request)
-        if not said.get("do_remote_prefill"):
+        if not (said.get("do_remote_prefill") and (said.get(_PEER) or said.get("remote_host"))):
+            return None
+        if self._manager.peer() is None and _PEER not in said:
+            # Another connector beside this one brings it.
             return None
         peer = self._known(said)
         if peer is None:
             logger.warning(
-                "request %s: no peer is known that is %.100r at %.100r:%.100r, so its prompt is computed here",
+                "request %s: no peer is known that is %.100r at %.100r:%.100r, so what it computed is not read",
                 request.request_id,
                 said.get(_PEER),
                 said.get("remote_host"),
                 said.get("remote_port"),
             )
-            return None
         tokens = said.get("remote_num_tokens")
         tokens = tokens if type(tokens) is int else request.num_prompt_tokens
         return Prefilled(peer, min(max(tokens, 0), request.num_prompt_tokens))
@@ -101,17 +118,23 @@ class Prefills:
         addresses = (f"{host}:{port}", f"[{host}]:{port}")
         return next((name for name, address in peers.items() if address in addresses), None)
 
+    def blocks(self, prefilled: Prefilled, most: int) -> int:
+        """How many leading blocks of at most so many the peer has computed."""
+        return min(most, prefilled.tokens // self._block_tokens)
+
     def has_ended(
         self, prefilled: Prefilled, chain: "Chain", most: int, number: int, hints: "Hints | None", seconds: float
     ) -> bool:
         """Whether nothing more of it comes. Waits `seconds` at most."""
+        if prefilled.peer is None:
+            return True
         ask = lambda: self._manager.lease_at(prefilled.peer, chain, most=most, request=number, hints=hints)
         if prefilled.until is None:
             prefilled.until = time.monotonic() + self._seconds
         try:
-            return self._go_on(prefilled, ask, min(most, prefilled.tokens // self._block_tokens), seconds)
+            return self._go_on(prefilled, ask, self.blocks(prefilled, most), seconds)
         except KvbmError as error:
-            logger.warning("what %s computed is computed here: %s", prefilled.peer, error)
+            logger.warning("what %s computed does not come: %s", prefilled.peer, error)
             return True
 
     def _go_on(self, prefilled: Prefilled, ask: "Callable[[], PeerLeasing]", wanted: int, seconds: float) -> bool:
@@ -135,7 +158,7 @@ class Prefills:
         prefilled.leasing = None
         if lease.blocks > prefilled.found:
             prefilled.found, prefilled.since = lease.blocks, now
-        if lease.blocks < wanted and not lease.is_cut and now < min(prefilled.until, prefilled.since + _MAX_PAUSE):
+        if lease.blocks < wanted and not lease.is_cut and now < min(prefilled.until, prefilled.since + self._max_pause):
             # Its last blocks are still on their way to its tiers.
             prefilled.next = now + _PAUSE
             return False

@@ -78,6 +78,8 @@ class _Request:
     last: "BlockHash | None" = None
     # Its prompt was computed at a peer, and what that holds is still to come.
     prefilled: Prefilled | None = None
+    # Leading blocks that a peer computed for it and without which it fails, until they are loaded.
+    owed: int = 0
     # It was looked up, and counted.
     is_counted: bool = False
     # From a look-up, until its blocks are loaded.
@@ -110,11 +112,13 @@ _Stretch = tuple[int, list["KVCacheBlock"]]
 
 @dataclass
 class _Loading:
-    # It may begin at once: vLLM gives a block to nobody else while a step under way may still write it (`defer_block_free`,
-    # 0.29 and 0.32).
-    load: Load
     # By cache group its number, the position of the first block, and a slot for each.
     slots: list[tuple[int, int, list[int]]]
+    # `None`: what it was to load is lost.
+    lease: Lease | None
+    # The last step that may still write its slots.
+    after: int
+    load: Load | None = None
     end: LoadEnd | None = None
     # By cache group the slots that hold nothing that can be used.
     bad: list[set[int]] = field(default_factory=list)
@@ -169,7 +173,7 @@ class Scheduler:
         self._publisher = None
         if config.publishes:
             self._publisher = Publisher(self.manager, config.block_tokens, config.groups[0].index)
-        self._prefills = Prefills(self.manager, config.block_tokens, config.peer_seconds)
+        self._prefills = Prefills(self.manager, config)
         self._requests: dict[str, _Request] = {}
         self._loading: dict[str, _Loading] = {}
         # Loads of the step that is being scheduled.
@@ -184,6 +188,8 @@ class Scheduler:
         self._limits = Limits(config.max_tokens, _NOT_HYBRID if config.is_hybrid else "", can_prefetch)
         self._max_pinned = min(slots for slots, _ in tiers.values()) // _MAX_PINNED_SHARE
         self._step = 0
+        # The last step that is known to have ended.
+        self._ended = 0
         # The last step that was waited in for a peer.
         self._waited = -1
         self._pool: BlockPool | None = None
@@ -230,6 +236,7 @@ class Scheduler:
         if known.prefilled is not None:
             if not self._has_come(known.prefilled, known, chain, most):
                 return None, False
+            known.owed = self._prefills.blocks(known.prefilled, most) if self._config.fails else 0
             known.prefilled = None
         # vLLM asks again in each step in which it has no room for the request, and when it goes on after a preemption.
         known.lease = self.manager.lease(
@@ -238,11 +245,15 @@ class Scheduler:
         known.is_counted = True
         if self._publisher:
             self._publisher.find(known.chain)
-        more = known.lease.blocks * self._config.block_tokens - num_computed_tokens
-        if more <= 0:
+        is_lost = known.lease.blocks < known.owed
+        more = max(known.lease.blocks, known.owed) * self._config.block_tokens - num_computed_tokens
+        if is_lost or more <= 0:
             known.lease = None
+        if more <= 0:
+            known.owed = 0
             return 0, False
-        return more, not self._is_layered(known.lease)
+        # vLLM knows failures of loads only: one that is lost begins, and fails.
+        return more, is_lost or not self._is_layered(known.lease)
 
     def _has_come(self, prefilled: Prefilled, known: _Request, chain: Chain, most: int) -> bool:
         # Where nothing computes vLLM asks again at once. One of those that wait sleeps, once a step.
@@ -259,12 +270,15 @@ class Scheduler:
         """Loads into the request's blocks, of which there is a table for each of vLLM's groups."""
         known = self._known(request)
         lease, known.lease = known.lease, None
-        if lease is None:
-            # The call after the load: it has been asked for already.
-            return
+        owed, known.owed = known.owed, 0
         blocks = num_external_tokens // self._config.block_tokens
         if not blocks:
             # Another connector loads, or nobody does.
+            return
+        if lease is None:
+            # Without a debt it is the call after the load, which has been asked for already.
+            if owed:
+                self._lose(request.request_id, tables, owed - blocks, owed)
             return
         end = lease.blocks
         first = end - blocks
@@ -278,7 +292,24 @@ class Scheduler:
             (given,) = slots
             self._layered.append(LayeredLoad(request.request_id, self.manager, lease, *given[1:]))
         else:
-            self._loading[request.request_id] = _Loading(self.manager.load_into(lease, slots), slots)
+            # Where vLLM gives a block to nobody else while a step under way may still write it (`defer_block_free`, 0.29
+            # and 0.32), the load may begin at once.
+            after = self._step if self._config.is_producer else 0
+            loading = _Loading(slots, lease, after)
+            self._loading[request.request_id] = loading
+            self._begin(loading)
+
+    def _begin(self, loading: _Loading) -> bool:
+        """Begins a load, if it may begin. Whether it has begun."""
+        if loading.load is None and loading.after <= self._ended:
+            loading.load, loading.lease = self.manager.load_into(loading.lease, loading.slots), None
+        return loading.load is not None
+
+    def _lose(self, name: str, tables: tuple[list[int], ...], first: int, end: int) -> None:
+        """Fails a load of blocks that a peer computed and that are lost."""
+        slots = [(number, first, tables[group.index][first:end]) for number, group in enumerate(self._config.groups)]
+        bad = [set(given) - {self._pool.null_block.block_id} for _, _, given in slots]
+        self._loading[name] = _Loading(slots, lease=None, after=0, bad=bad)
 
     def _first_kept(self, table: list[int], start: int, end: int) -> int:
         """The first position whose block no window has left: before it there is none to load into."""
@@ -343,8 +374,12 @@ class Scheduler:
         return told
 
     def _has_ended(self, loading: _Loading, seconds: float) -> bool:
+        if loading.lease is None and loading.load is None:
+            return True
         if loading.end is None:
             try:
+                if not self._begin(loading):
+                    return False
                 loading.end = loading.load.wait(seconds)
             except KvbmError:
                 # It was never begun: a reset, or a shutdown, came first.
@@ -369,6 +404,7 @@ class Scheduler:
         """A step has ended, with those before it: saves what it filled."""
         self._adapters.look_again()
         if stepped is not None:
+            self._ended = stepped.step
             self._take_back(stepped)
             for known in self._requests.values():
                 if self._advance(known, stepped.step):
@@ -519,7 +555,7 @@ class Scheduler:
         self.manager.finished(known.number, request.num_output_tokens, for_good=known.asked.will_not_return)
         if known.asked.pin_seconds:
             self._ask_pin(known, full)
-        answers = (known.asked.answers(), self._prefills.answer(request, self._config.engine))
+        answers = (known.asked.answers(), self._prefills.answer(request))
         return {name: answer for said in answers if said for name, answer in said.items()} or None
 
     def _ask_pin(self, known: _Request, blocks: int) -> None:
