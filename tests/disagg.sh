@@ -53,12 +53,12 @@ expect 'no late read is wrong' late_reads
 "$python" - "$scratch/figures.json" "$late" "${failed[@]}" <<'PYTHON'
 import json, pathlib, sys
 
-place, late, *wrong = sys.argv[1:]
+place, late, *failed = sys.argv[1:]
 try:
     figures = json.loads(pathlib.Path(place).read_text())
 except ValueError:
-    figures, wrong = {}, [*wrong, "no figures"]
-wrong += figures.pop("wrong", [])
-print(json.dumps({**figures, "holds": not wrong, "wrong": wrong, "late_reads": int(late)}))
-sys.exit(1 if wrong else 0)
+    figures, failed = {}, [*failed, "no figures"]
+failed += figures.pop("failed", [])
+print(json.dumps({**figures, "holds": not failed, "failed": failed, "late_reads": int(late)}))
+sys.exit(1 if failed else 0)
 PYTHON
