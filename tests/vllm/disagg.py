@@ -173,23 +173,22 @@ def main() -> None:
         "peer_blocks_since_last_kill": int(peer_blocks),
         "drift": drift,
     }
-    wrong = []
+    failed = []
     if count("wrong"):
-        wrong.append("an answer is not one engine's")
+        failed.append("an answer is not one engine's")
     if not all(rests):
-        wrong.append("something is left in an engine at rest")
+        failed.append("something is left in an engine at rest")
     if drift:
-        wrong.append("the audit found drift")
+        failed.append("the audit found drift")
     if not options.kills and count("error"):
-        wrong.append("a request failed where nothing died")
+        failed.append("a request failed where nothing died")
     if not count("right"):
-        wrong.append("nothing was answered")
-    if longest > LIMIT_MS / 1000 + COMPUTE:
-        wrong.append("an answer took too long")
+        failed.append("nothing was answered")
+    short = ["an answer took too long"] if longest > LIMIT_MS / 1000 + COMPUTE else []
     if not peer_blocks:
-        wrong.append("no block came from the other engine")
-    print(json.dumps({"holds": not wrong, "wrong": wrong, **figures}))
-    sys.exit(1 if wrong else 0)
+        failed.append("no block came from the other engine")
+    print(json.dumps({"failed": failed, "short": short, **figures}))
+    sys.exit(1 if failed else 3 if short else 0)
 
 
 if __name__ == "__main__":

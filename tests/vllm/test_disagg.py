@@ -139,7 +139,7 @@ def test_the_page_leads_from_nothing_to_a_pair(model, tmp_path):
         start_new_session=True,
     )
     try:
-        printed, errors = running.communicate(timeout=300)
+        printed, errors = running.communicate(timeout=600)
     except subprocess.TimeoutExpired:
         printed, errors = "", "it takes too long"
     finally:
