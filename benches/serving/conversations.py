@@ -12,7 +12,7 @@ from engine import prompt
 # Tokens that one of the trace's names of blocks stands for.
 TRACE_TOKENS = 512
 # Sessions that are taken are some apart, so that they begin over minutes, as a server sees them.
-TAKE_EVERY = 4
+TAKE_EVERY = 3
 
 
 @dataclass(frozen=True)
