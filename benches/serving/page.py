@@ -8,7 +8,7 @@ COLUMNS = {
     "total_p50_ms": "answer p50, ms",
     "computed": "prompt tokens computed",
     "hits": "hit tokens",
-    "scheduler_cpu_s": "scheduler, CPU s",
+    "scheduler_cpu_ms": "scheduler, CPU ms",
     "process_cpu_s": "process, CPU s",
 }
 

@@ -4,7 +4,7 @@
 
 TRACE is in the Mooncake format, compressed or not; without one, conversations are made up. Some sessions are taken, each name of a
 block standing for one block of the engine's (32 tokens), and their time is pressed into `--seconds`. The engine's own cache has a
-fourth of the blocks that are unlike each other (or two of the longest prompts), and whoever serves from below it DRAM for a third.
+fourth of the blocks that are unlike each other (or the longest prompt's), and whoever serves from below it DRAM for a third.
 `--json` prints one object. `--gpu` leaves the choice of a device to vLLM; `--model` takes a real model in place of one of 12 layers
 with made-up weights. Needs the environment of tests/vllm.sh.
 """
@@ -46,7 +46,8 @@ def block_bytes(model: Path) -> int:
 
 def measure(model: Path, turns: list[dict], arguments: argparse.Namespace) -> dict:
     blocks, longest = working_set(turns, BLOCK), max(len(turn["prompt"]) for turn in turns)
-    own = max(round(blocks * OWN), 2 * (longest // BLOCK + 2))
+    # One prompt has room at least: the longest, its answer, and a block that is being written.
+    own = max(round(blocks * OWN), longest // BLOCK + 4)
     dram, each = round(blocks * DRAM), block_bytes(model)
     served_by = {}
     for name in arguments.only or CONTENDERS:
@@ -93,7 +94,7 @@ def told(ran: dict) -> dict:
         "total_p50_ms": round(statistics.median(1e3 * answer["total_s"] for answer in answers)),
         "computed": sum(answer["prompt"] for answer in answers) - cached,
         "hits": own | below,
-        "scheduler_cpu_s": round(ran["scheduler_cpu_s"], 2),
+        "scheduler_cpu_ms": round(1e3 * ran["scheduler_cpu_s"]),
         "process_cpu_s": round(ran["process_cpu_s"], 1),
         "seconds": round(ran["seconds"], 1),
     }
@@ -110,8 +111,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--place", type=Path, help="a directory of the file system to be measured")
     parser.add_argument("--sessions", type=int, default=6)
     parser.add_argument("--turns", type=int, default=4, help="a session has at least")
-    parser.add_argument("--blocks", type=int, default=32, help="a prompt has at most")
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--blocks", type=int, default=24, help="a prompt has at most")
+    parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--answer", type=int, default=4, help="tokens of an answer at most")
     return parser.parse_args()
 
