@@ -13,6 +13,8 @@ from engine import prompt
 TRACE_TOKENS = 512
 # Sessions that are taken are some apart, so that they begin over minutes, as a server sees them.
 TAKE_EVERY = 3
+# Turns that are taken of one, so that no session is most of the run.
+MOST_TURNS = 5
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def conversation(rows: list[dict], part: Part) -> list[dict]:
     taken = fitting[::TAKE_EVERY][: part.sessions]
     if not taken:
         raise ValueError(f"no session of {part.turns} turns fits {part.blocks} blocks: take another trace, or --blocks")
-    turns = [_turn(number, row, part) for number, session in enumerate(taken) for row in session]
+    turns = [_turn(number, row, part) for number, session in enumerate(taken) for row in session[:MOST_TURNS]]
     first, last = (end(turn["at"] for turn in turns) for end in (min, max))
     for turn in turns:
         turn["at"] = (turn["at"] - first) / (last - first or 1) * part.seconds

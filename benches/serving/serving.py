@@ -111,7 +111,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--place", type=Path, help="a directory of the file system to be measured")
     parser.add_argument("--sessions", type=int, default=6)
     parser.add_argument("--turns", type=int, default=4, help="a session has at least")
-    parser.add_argument("--blocks", type=int, default=24, help="a prompt has at most")
+    parser.add_argument("--blocks", type=int, default=32, help="a prompt has at most")
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--answer", type=int, default=4, help="tokens of an answer at most")
     return parser.parse_args()
