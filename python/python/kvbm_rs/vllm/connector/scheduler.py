@@ -315,7 +315,7 @@ class Scheduler:
                 self._requests[name].steps.clear()
         new = output.scheduled_new_reqs
         cached = output.scheduled_cached_reqs
-        before = {request.req_id: request.num_computed_tokens for request in new}
+        before = {scheduled.req_id: scheduled.num_computed_tokens for scheduled in new}
         before.update(zip(cached.req_ids, cached.num_computed_tokens))
         for name, scheduled in output.num_scheduled_tokens.items():
             known = self._requests.get(name)
