@@ -4,12 +4,13 @@ import inspect
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import vllm
 from interface import OURS, Sources, differences
-from sources import sources_of
+from sources import passes_with, sources_of
 
 from kvbm_rs.vllm import versions
 
@@ -100,3 +101,19 @@ def test_ours_take_all_that_this_version_gives() -> None:
     for ours in (KvbmConnector, KvbmTier, HazardPolicy):
         methods = [method for method in vars(ours).values() if inspect.isfunction(method)]
         assert not any(hasattr(method, "__wrapped__") for method in methods)
+
+
+def test_the_factories_find_ours() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+
+    from kvbm_rs.vllm.connector import KvbmConnector
+
+    transfer = SimpleNamespace(kv_connector="KvbmConnector", kv_connector_module_path="kvbm_rs.vllm.connector")
+    assert KVConnectorFactory.get_connector_class(transfer) is KvbmConnector
+    assert supports_hma(KvbmConnector) and not KvbmConnector.__abstractmethods__
+
+
+@pytest.mark.slow
+def test_the_same_with_vllm_0_33() -> None:
+    passes_with("0.33.0", __file__, "factories or all_that_this")
