@@ -159,6 +159,13 @@ class Offloading:
         self.end(request)
         return hits
 
+    def reset(self) -> None:
+        """As the engine does where it resets its caches, and no worker copies any more."""
+        self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):
+            # vLLM 0.33 loads nothing from below before that.
+            self.manager.on_reset_flushed()
+
     def forget_primary(self) -> None:
         """Empties the primary tier alone: vLLM's own reset also drains what is below."""
         self.settle()

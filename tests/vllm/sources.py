@@ -56,6 +56,28 @@ def proxy_of(version: str) -> Path | None:
     return place
 
 
+def passes_with(version: str, file: str, those: str = "") -> None:
+    """Runs the tests of `file` in a process that imports this version of vLLM, but for those that do so themselves."""
+    # As a program this file needs no tests.
+    import pytest
+
+    sources = sources_of(version)
+    if sources is None:
+        print(f"SKIPPED: the wheel of vLLM {version} cannot be had")
+        pytest.skip(f"no vLLM {version}")
+    paths = ":".join([str(sources), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+
+    def said(*arguments: str) -> str:
+        run = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
+        return run.stdout.strip()
+
+    assert said("-c", "import vllm; print(vllm.__version__)") == version
+    wanted = " and ".join(filter(None, [those, "not 0_33"]))
+    said("-m", "pytest", file, "-k", wanted, "-p", "no:cacheprovider", "-q")
+
+
 if __name__ == "__main__":
     found = proxy_of(sys.argv[1])
     if found is None:

@@ -105,7 +105,7 @@ def test_a_request_whose_adapter_changes_is_neither_served_nor_kept(one):
     from kvbm_rs.vllm.connector.scheduler import _NOT_KEPT, Scheduler
 
     scheduler = Scheduler.__new__(Scheduler)
-    scheduler._adapters, scheduler._requests = Adapters("options"), {}
+    scheduler._adapters, scheduler._requests, scheduler._numbers = Adapters("options"), {}, set()
     scheduler._weights, scheduler._prefills = b"", Prefills(None, 16, 1.0)
     scheduler._config = SimpleNamespace(names_media=True, hash_tokens=16)
     scheduler._limits = Limits(output_tokens=100, why_not_held="", can_prefetch=True)

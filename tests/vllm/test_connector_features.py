@@ -336,6 +336,7 @@ def test_a_request_with_hashes_of_another_granularity_is_not_kept():
     scheduler = Scheduler.__new__(Scheduler)
     scheduler._config = SimpleNamespace(names_media=True, hash_tokens=BLOCK // 2)
     scheduler._adapters, scheduler._weights, scheduler._requests = Adapters(None), b"", {}
+    scheduler._numbers = set()
     scheduler._limits, scheduler._prefills = Limits(4096, "", True), Prefills(None, BLOCK, 1.0)
     kept = []
     for hashes in (7, 8, 3, 0):
@@ -370,3 +371,25 @@ def test_images_that_vllm_only_numbers_are_not_kept():
     for names_media, media, salt in ((True, ["image"], b""), (False, ["image"], None), (False, [], b"")):
         scheduler._config = SimpleNamespace(names_media=names_media)
         assert scheduler._salt(SimpleNamespace(mm_features=media, lora_request=None)) == salt
+
+
+def test_a_request_comes_and_goes_without_a_look_at_those_that_live():
+    """One number stands for what the client called it; two that live at a time have two."""
+    from kvbm_rs._native import vllm_request_numbers
+    from kvbm_rs.vllm.connector.scheduler import Scheduler
+
+    class Living(dict):
+        def values(self):
+            raise AssertionError("all are looked at")
+
+        items = __iter__ = values
+
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler._requests, scheduler._numbers = Living(), set()
+    names = [f"cmpl-a-{number:08x}" for number in range(2)]
+    first = scheduler._number(names[0])
+    assert first == vllm_request_numbers(names[0])[0] == vllm_request_numbers(names[1])[0]
+    scheduler._numbers.add(first)
+    assert scheduler._number(names[1]) == vllm_request_numbers(names[1])[1] != first
+    scheduler._numbers.discard(first)
+    assert scheduler._number(names[1]) == first

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 from kvbm_rs.errors import InvalidError
-from kvbm_rs.vllm.connector.config import _dtype, _positions, _weights
-from kvbm_rs.weights import weights_at, weights_of
+from kvbm_rs.vllm.connector.config import _check_parallel, _dtype, _groups, _positions, _settings, _weights
+from kvbm_rs.weights import model_name, weights_at, weights_of
 
 
 @pytest.fixture
@@ -65,8 +65,8 @@ def test_what_is_made_of_weights_counts_too(tmp_path):
         {"quantization_config": {"ignored_layers": ["a"]}},
         {"hf_overrides": {"a": 1}},
         {"hf_config_path": str(tmp_path / "config")},
-        {"seed": 1},
         {"load_format": "dummy"},
+        {"load_format": "dummy", "seed": 1},
         {"draft": tmp_path / "draft"},
         {"media": {"max_pixels": 100}},
     ]
@@ -75,6 +75,33 @@ def test_what_is_made_of_weights_counts_too(tmp_path):
     names += [named("mine"), *(named("mine", **change) for change in changes)]
     assert len(set(names)) == len(names)
     assert named("mine", model="owner/name") == named("mine")
+    # Weights that are read are the same whatever is drawn.
+    assert named(seed=1) == named() and named("mine", seed=1) == named("mine")
+
+
+def test_machines_that_name_their_weights_may_have_the_model_where_they_like(tmp_path):
+    one, other = tmp_path / "one" / "model", tmp_path / "other" / "model"
+    one.mkdir(parents=True)
+    other.mkdir(parents=True)
+    assert model_name(str(one), "mine") == model_name(f"{other}/", "mine") == "model"
+    assert model_name(str(one), None) != model_name(str(other), None)
+    assert model_name("owner/name", "mine") == model_name("owner/name", None) == "owner/name"
+
+
+def test_what_the_connector_cannot_serve_is_said_at_the_start():
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    with pytest.raises(InvalidError, match="block_bytes: leave it out"):
+        _settings({"host.capacity": "1GB", "block_bytes": 4096}, 8192)
+    one = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    _check_parallel(SimpleNamespace(**one, distributed_executor_backend="mp"))
+    with pytest.raises(InvalidError, match="external_launcher gives each rank a scheduler"):
+        _check_parallel(SimpleNamespace(**one, distributed_executor_backend="external_launcher"))
+    states = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+    group = SimpleNamespace(kv_cache_spec=states, layer_names=["layer"], is_eagle_group=False)
+    with pytest.raises(InvalidError, match="and not MambaSpec"):
+        _groups(SimpleNamespace(kv_cache_groups=[group], kv_cache_tensors=[]))
 
 
 def test_the_longest_prompt_counts_where_positions_use_it():

@@ -1,16 +1,13 @@
 """HazardPolicy in vLLM's own CPU offloading manager."""
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import policy_replay
 import pytest
 from engine import BLOCK, TINY_BLOCK_BYTES, Engine, offloading, prompt
-from sources import sources_of
+from sources import passes_with
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
@@ -65,20 +62,7 @@ def test_an_insertion_may_say_for_which_request_it_is() -> None:
 
 @pytest.mark.slow
 def test_it_all_holds_with_the_vllm_0_33_manager() -> None:
-    sources = sources_of("0.33.0")
-    if sources is None:
-        print("SKIPPED: the wheel of vLLM 0.33.0 cannot be had")
-        pytest.skip("no vLLM 0.33.0")
-    paths = ":".join([str(sources), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
-
-    def said(*arguments: str) -> str:
-        run = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
-        return run.stdout.strip()
-
-    assert said("-c", "import vllm; print(vllm.__version__)") == "0.33.0"
-    said("-m", "pytest", __file__, "-k", "not engine and not published and not 0_33", "-p", "no:cacheprovider", "-q")
+    passes_with("0.33.0", __file__, "not engine and not published")
 
 
 def test_stored_blocks_are_found_and_the_oldest_tail_leaves_first() -> None:

@@ -25,7 +25,7 @@ def warned(version: str) -> list[str]:
     return records
 
 
-@pytest.mark.parametrize("version", ["0.28.0", "0.31.1", "0.33.0", "0.32.1.dev3", "dev"])
+@pytest.mark.parametrize("version", ["0.28.0", "0.31.1", "0.34.0", "0.32.1.dev3", "dev"])
 def test_an_untested_version_is_named(version: str) -> None:
     (warning,) = warned(version)
     assert warning == f"KvbmConnector is tested with vLLM 0.32.0, and has never run with {version}, which this is"

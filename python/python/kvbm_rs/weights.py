@@ -62,3 +62,9 @@ def _kept_of(model: str, cache: str | None) -> Path | None:
         except ImportError:
             return None
     return Path(cache, f"models--{model.replace('/', '--')}")
+
+
+def model_name(model: str, weights: str | None) -> str:
+    """What a model is called wherever it lies: where its weights are named, of a place in the file system the last part alone."""
+    place = Path(model)
+    return place.name if weights and place.exists() else model

@@ -3,7 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-from kvbm_rs.weights import weights_of
+from kvbm_rs.weights import model_name, weights_of
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -22,7 +22,7 @@ def of_offloading(config: "OffloadingConfig", weights: str | None) -> dict[str, 
         f" replicated={config.replicated_layout} canonical={config.canonical_layout} layers={layers}"
     )
     return {
-        "model": config.model.name,
+        "model": model_name(config.model.name, weights),
         "weights": weights or weights_of(config.model.name),
         "dtype": config.model.dtype,
         "layout": layout,

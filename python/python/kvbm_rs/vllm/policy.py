@@ -17,8 +17,10 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
 from kvbm_rs._native import ChunkPolicy
 from kvbm_rs.errors import UnavailableError
+from kvbm_rs.vllm import versions
 
 
+@versions.takes_what_is_new
 class HazardPolicy(CachePolicy):
     """Evicts the chunk that brings the fewest expected hits for the time that it would be held.
 

@@ -46,6 +46,7 @@ class _LookedUp:
         self.keys: Collection[bytes] = ()
 
 
+@versions.takes_what_is_new
 class KvbmTier(SecondaryTierManager):
     """Disk, objects and sharing below vLLM's CPU tier.
 

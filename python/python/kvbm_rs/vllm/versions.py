@@ -1,8 +1,11 @@
 """The versions of vLLM that the package has run with, and what the connector does without in the oldest of them."""
 
 import enum
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -15,16 +18,21 @@ if TYPE_CHECKING:
 
 # All tests run with it.
 TESTED = "0.32.0"
+# Whose classes are driven with ours, and whose methods are compared with those that ours override and call. No package for CPUs
+# has the second: its engine has not run with them.
+SUPPORTED = (TESTED, "0.33.0")
 # The connector has run with them by hand: docs/vllm.md says what of it.
 TRIED = ("0.29.0",)
 
 __all__ = [
+    "SUPPORTED",
     "TESTED",
     "TRIED",
     "CacheHitSource",
     "KVConnectorTransferResults",
     "check_shows_tables",
     "kv_cache_layout",
+    "takes_what_is_new",
     "warn",
 ]
 
@@ -84,5 +92,45 @@ def warn(what: str, version: str = vllm.__version__) -> None:
             TESTED,
             version,
         )
+    elif release in SUPPORTED and release != TESTED:
+        logger.info("%s is tested with vLLM %s; of %s the interface is, and no engine", what, TESTED, version)
     elif release != TESTED:
         logger.warning("%s is tested with vLLM %s, and has never run with %s, which this is", what, TESTED, version)
+
+
+def takes_what_is_new(ours: type) -> type:
+    """Has the methods of `ours` take what a later vLLM gives them in addition, by what the classes that they come from say. It is
+    left out and said once: an error would end the engine. Methods that take all of it stay as they are."""
+    for name, method in list(vars(ours).items()):
+        theirs = next((vars(base)[name] for base in ours.__mro__[1:] if name in vars(base)), None)
+        if name == "__init__" or not inspect.isfunction(method) or not inspect.isfunction(theirs):
+            continue
+        new = _new_arguments(method, theirs)
+        if new:
+            setattr(ours, name, _without(method, theirs, new))
+    return ours
+
+
+def _new_arguments(ours: Callable[..., Any], theirs: Callable[..., Any]) -> list[str]:
+    mine = inspect.signature(ours).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in mine):
+        return []
+    names = {parameter.name for parameter in mine}
+    open_ended = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return [
+        parameter.name
+        for parameter in inspect.signature(theirs).parameters.values()
+        if parameter.kind not in open_ended and parameter.name not in names
+    ]
+
+
+def _without(ours: Callable[..., Any], theirs: Callable[..., Any], new: list[str]) -> Callable[..., Any]:
+    logger.warning("%s: this version of vLLM also gives %s, which is left out", ours.__qualname__.rpartition("<locals>.")[2], ", ".join(new))
+    signature = inspect.signature(theirs)
+
+    @functools.wraps(ours)
+    def taken(*arguments: Any, **named: Any) -> Any:
+        given = signature.bind(*arguments, **named).arguments
+        return ours(**{name: value for name, value in given.items() if name not in new})
+
+    return taken

@@ -45,6 +45,7 @@ if "KvbmConnector" not in KVConnectorFactory._registry:
 __all__ = ["KvbmConnector"]
 
 
+@versions.takes_what_is_new
 class KvbmConnector(KVConnectorBase_V1, SupportsHMA):
     """Plugs the block manager into an unmodified vLLM.
 

@@ -12,12 +12,12 @@ import torch
 import vllm
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvbm_rs import CacheGroup, EngineMemory, Settings
 from kvbm_rs.errors import InvalidError
 from kvbm_rs.vllm import versions
-from kvbm_rs.weights import weights_at
+from kvbm_rs.weights import model_name, weights_at
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -115,7 +115,7 @@ class Config:
             _check_layerwise(self, vllm_config)
         events = vllm_config.kv_events_config
         self.publishes = events is not None and events.enable_kv_cache_events
-        settings = Settings.from_environment({**extra.get("settings", {}), "block_bytes": self.groups[0].block_bytes})
+        settings = _settings(extra.get("settings", {}), self.groups[0].block_bytes)
         self.settings = settings.of_replica(parallel.data_parallel_index)
         lora = vllm_config.lora_config
         # How adapters are used: of what type their weights are made, and for which layers.
@@ -158,7 +158,15 @@ def _check(extra: dict[str, Any]) -> None:
             raise InvalidError(f"kv_connector_extra_config: {name} is a {kind.__name__}, not {value!r}")
 
 
+def _settings(values: dict[str, Any], block_bytes: int) -> Settings:
+    if "block_bytes" in values:
+        raise InvalidError("block_bytes: leave it out, a block is one of vLLM's")
+    return Settings.from_environment({**values, "block_bytes": block_bytes})
+
+
 def _check_parallel(parallel: Any) -> None:
+    if parallel.distributed_executor_backend == "external_launcher":
+        raise InvalidError("external_launcher gives each rank a scheduler of its own, and KvbmConnector has one for all: use mp or uni")
     # Of context parallelism a block's tokens are spread over ranks, and its size is not the one that hashes are of.
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
@@ -180,6 +188,8 @@ def _groups(cache: "KVCacheConfig") -> list[Group]:
     """By our numbers. A single one may keep what it likes: its chain is what is there of it."""
     specs = cache.kv_cache_groups
     if len(specs) == 1:
+        if isinstance(_spec(specs[0]), MambaSpec):
+            raise _not_kept(specs[0])
         return [_group(0, specs[0], cache, window=0)]
     groups = [_group(index, spec, cache, _window(spec)) for index, spec in enumerate(specs)]
     if sum(group.window == 0 for group in groups) != 1:
@@ -221,10 +231,14 @@ def _window(spec: "KVCacheGroupSpec") -> int:
         return max(1, -(-(kept.sliding_window - 1) // kept.block_size))
     if isinstance(kept, FullAttentionSpec) and not spec.is_eagle_group:
         return 0
+    raise _not_kept(spec)
+
+
+def _not_kept(spec: "KVCacheGroupSpec") -> InvalidError:
     draft = " of a draft model" if spec.is_eagle_group else ""
-    raise InvalidError(
-        "of several cache groups KvbmConnector keeps full attention and sliding windows, and not "
-        f"{type(kept).__name__}{draft}: use KvbmTier"
+    return InvalidError(
+        "of cache groups KvbmConnector keeps full attention and sliding windows, and not "
+        f"{type(_spec(spec)).__name__}{draft}: use KvbmTier"
     )
 
 
@@ -260,7 +274,7 @@ def _fingerprint(vllm_config: "VllmConfig", config: Config, dtype: str, weights:
     algorithm = cache.prefix_caching_hash_algo
     order = _order(vllm_config)
     return {
-        "model": str(model.model),
+        "model": model_name(str(model.model), weights),
         "weights": _weights(vllm_config, weights),
         "dtype": dtype,
         "layouts": [_layout(group, order) for group in config.groups],
@@ -352,9 +366,10 @@ def _weights(vllm_config: "VllmConfig", named: str | None) -> str:
         *(f"{name} {getattr(model, name, None)!r}" for name in _LOADED_BY),
         f"overrides {overrides!r}",
         f"loaded {vllm_config.load_config.load_format}",
-        # Weights that are made up are made of the seed.
-        f"seed {model.seed}",
     ]
+    if vllm_config.load_config.load_format == "dummy":
+        # Weights that are made up are made of the seed.
+        parts.append(f"seed {model.seed}")
     if getattr(model, "hf_config_path", None):
         revision = getattr(model, "_hf_config_revision", None) or model.revision
         parts.append(f"configured by {model.hf_config_path} {named or weights_at(str(model.hf_config_path), revision, cache)}")

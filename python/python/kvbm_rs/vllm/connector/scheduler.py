@@ -175,6 +175,8 @@ class Scheduler:
             self._publisher = Publisher(self.manager, config.block_tokens, config.groups[0].index)
         self._prefills = Prefills(self.manager, config)
         self._requests: dict[str, _Request] = {}
+        # Those of requests that live.
+        self._numbers: set[int] = set()
         self._loading: dict[str, _Loading] = {}
         # Loads of the step that is being scheduled.
         self._layered: list[LayeredLoad] = []
@@ -346,7 +348,7 @@ class Scheduler:
                 self._requests[name].steps.clear()
         new = output.scheduled_new_reqs
         cached = output.scheduled_cached_reqs
-        before = {request.req_id: request.num_computed_tokens for request in new}
+        before = {scheduled.req_id: scheduled.num_computed_tokens for scheduled in new}
         before.update(zip(cached.req_ids, cached.num_computed_tokens))
         for name, scheduled in output.num_scheduled_tokens.items():
             known = self._requests.get(name)
@@ -537,6 +539,7 @@ class Scheduler:
         known = self._requests.pop(request.request_id, None)
         if known is None:
             return None
+        self._numbers.discard(known.number)
         known.lease = None
         if known.prefilled is not None and known.prefilled.pull is not None:
             known.prefilled.pull.cancel()
@@ -666,6 +669,7 @@ class Scheduler:
             known = _Request(number, request, asked, asked.for_manager(), salt)
             known.prefilled = self._prefills.of(request) if salt is not None else None
             self._requests[request.request_id] = known
+            self._numbers.add(number)
         return known
 
     def _is_hashed(self, request: "Request") -> bool:
@@ -697,7 +701,7 @@ class Scheduler:
     def _number(self, request_id: str) -> int:
         """That of the id which the client has, unless another request that lives has the same one."""
         of_client, own = vllm_request_numbers(request_id)
-        return own if any(known.number == of_client for known in self._requests.values()) else of_client
+        return own if of_client in self._numbers else of_client
 
 
 def _since_gone(blocks: "Sequence[KVCacheBlock]") -> list["KVCacheBlock"]:
