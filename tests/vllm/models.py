@@ -10,7 +10,8 @@ from pathlib import Path
 # What a shape changes in the configuration of a Llama, or of the model that it is `like`. All but `bench` have weights of numbers
 # wide apart, in float32: a wrong byte of KV changes their tokens, and the size of chunks does not. Four layers of `hybrid` look
 # back over 128 tokens only: vLLM keeps them as two cache groups beside that of the others; all layers of `windowed` do. Half of
-# the layers of `states` keep a state, of a short convolution. `bench` is large enough for times to mean something; an engine fills in its weights (`load_format="dummy"`).
+# the layers of `states` keep a state, of a short convolution. `bench` is large enough for times to mean something; an engine
+# fills in its weights (`load_format="dummy"`).
 SHAPES = {
     "tiny": {
         "hidden_size": 256,
