@@ -59,15 +59,16 @@ def watched(engine) -> dict:
     return {"sources": engine.sources, "preempted": engine.preempted}
 
 
-def spoil_next_load(engine) -> None:
-    """Overwrites what the next load brings, once it has arrived."""
+def spoil_next_load(engine, group: int = 0) -> None:
+    """Overwrites what the next load brings to a cache group, once it has arrived."""
     worker = _worker()
     begin = worker.begin
 
     def spoiled(told):
         if told.loaded:
-            for tensor in worker._tensors[0]:
-                tensor.mul_(-3)
+            for tensor in worker._tensors[group]:
+                # States are bytes.
+                tensor.mul_(-3) if tensor.is_floating_point() else tensor.zero_()
             worker.begin = begin
         begin(told)
 

@@ -1,16 +1,17 @@
 """Models with random weights, small enough for an engine on a CPU, and a tokenizer of bytes.
 
-    python tests/vllm/models.py DIRECTORY [--shape tiny|hybrid|windowed|bench]
+    python tests/vllm/models.py DIRECTORY [--shape tiny|hybrid|windowed|states|bench]
 """
 
 import argparse
 import json
 from pathlib import Path
 
-# What a shape changes in the configuration of a Llama, or of a Gemma 3, which is told by its `layer_types`. `tiny` and `hybrid`
-# have weights of numbers wide apart, in float32: a wrong byte of KV changes their tokens, and the size of chunks does not. Four
-# layers of `hybrid` look back over 128 tokens only: vLLM keeps them as two cache groups beside that of the others; all layers of
-# `windowed` do. `bench` is large enough for times to mean something; an engine fills in its weights (`load_format="dummy"`).
+# What a shape changes in the configuration of a Llama, or of the model that it is `like`. All but `bench` have weights of numbers
+# wide apart, in float32: a wrong byte of KV changes their tokens, and the size of chunks does not. Four layers of `hybrid` look
+# back over 128 tokens only: vLLM keeps them as two cache groups beside that of the others; all layers of `windowed` do. Half of
+# the layers of `states` keep a state, of a short convolution. `bench` is large enough for times to mean something; an engine
+# fills in its weights (`load_format="dummy"`).
 SHAPES = {
     "tiny": {
         "hidden_size": 256,
@@ -21,6 +22,7 @@ SHAPES = {
         "torch_dtype": "float32",
     },
     "hybrid": {
+        "like": "Gemma3",
         "hidden_size": 256,
         "intermediate_size": 512,
         "num_hidden_layers": 6,
@@ -33,6 +35,7 @@ SHAPES = {
         "torch_dtype": "float32",
     },
     "windowed": {
+        "like": "Gemma3",
         "hidden_size": 256,
         "intermediate_size": 512,
         "num_hidden_layers": 4,
@@ -42,6 +45,22 @@ SHAPES = {
         "query_pre_attn_scalar": 32,
         "sliding_window": 128,
         "layer_types": ["sliding_attention"] * 4,
+        "torch_dtype": "float32",
+    },
+    "states": {
+        "like": "Lfm2",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "layer_types": ["conv", "full_attention"] * 2,
+        # By the names that vLLM reads, too.
+        "conv_dim": 256,
+        "block_dim": 256,
+        "block_auto_adjust_ff_dim": False,
+        # With weights wider apart what attention adds is lost beside what convolutions do.
+        "initializer_range": 0.1,
         "torch_dtype": "float32",
     },
     "bench": {
@@ -68,10 +87,12 @@ def make(directory: Path, shape: str = "tiny") -> Path:
 
 def write_model(directory: Path, shape: str) -> None:
     import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+    import transformers
 
-    is_hybrid = "layer_types" in SHAPES[shape]
-    kind, model = (Gemma3TextConfig, Gemma3ForCausalLM) if is_hybrid else (LlamaConfig, LlamaForCausalLM)
+    said = dict(SHAPES[shape])
+    like = said.pop("like", "Llama")
+    kind = getattr(transformers, f"{like}TextConfig" if like == "Gemma3" else f"{like}Config")
+    model = getattr(transformers, f"{like}ForCausalLM")
     config = kind(
         vocab_size=VOCABULARY,
         max_position_embeddings=8192,
@@ -79,9 +100,8 @@ def write_model(directory: Path, shape: str) -> None:
         eos_token_id=1,
         pad_token_id=2,
         tie_word_embeddings=False,
-        initializer_range=0.4,
         architectures=[model.__name__],
-        **SHAPES[shape],
+        **{"initializer_range": 0.4, **said},
     )
     if shape == "bench":
         config.save_pretrained(directory)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvbm_rs.errors import InvalidError
-from kvbm_rs.vllm.connector.config import Group, _groups, _keeps_all, _layout, _order
+from kvbm_rs.vllm.connector.config import Group, _check_states, _groups, _keeps_all, _layout, _order
 from kvbm_rs.vllm.connector.tensors import adopt, block_dimension, by_blocks, parts_of
 
 LAYERS, BLOCKS, HEADS, TOKENS, NUMBERS = 3, 7, 4, 16, 64
@@ -107,3 +107,47 @@ def test_layers_that_differ_have_blocks_of_their_own_sizes(layout):
     tensors = [torch.zeros(BLOCKS, size, dtype=torch.uint8) for size in found.layer_bytes]
     adopt(tensors, BLOCKS, found.layer_bytes, found.shares)
     assert _layout(found, "order") != _layout(Group(0, found.layers, (PIECE, 2 * PIECE, 2 * PIECE), 0), "order")
+
+
+def state_groups(mode: str, *others):
+    """A cache with two layers of states, in pages of attention's size, and `others`."""
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
+
+    state = MambaSpec(
+        block_size=TOKENS if mode == "align" else 4096,
+        shapes=((3, 8), (2, 4)),
+        dtypes=(torch.bfloat16, torch.float32),
+        page_size_padded=PIECE,
+        mamba_cache_mode=mode,
+    )
+    groups = [KVCacheGroupSpec(["a", "b"], state)] + [KVCacheGroupSpec(["c", "d"], other) for other in others]
+    return SimpleNamespace(kv_cache_groups=groups, kv_cache_tensors=[])
+
+
+def full_attention():
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=NUMBERS, dtype=torch.bfloat16)
+
+
+def test_a_state_is_of_one_block_and_as_large_as_it_is():
+    full, state = _groups(state_groups("align", full_attention()))
+    assert (full.index, full.window, full.is_state) == (1, 0, False)
+    assert (state.index, state.window, state.is_state) == (0, 1, True)
+    assert (state.layer_bytes, state.shares) == ((3 * 8 * 2 + 2 * 4 * 4,) * 2, 2)
+    # As vLLM shows it: bytes at the beginning of a page.
+    shown = [torch.zeros(BLOCKS, PIECE, dtype=torch.int8).as_strided((BLOCKS, 1, 1, 80), (PIECE, 80, 80, 1)) for _ in "ab"]
+    adopt(shown, BLOCKS, state.layer_bytes, state.shares)
+
+
+def test_states_alone_and_states_of_no_block_are_refused():
+    with pytest.raises(InvalidError, match="this model keeps states alone"):
+        _groups(state_groups("align"))
+    with pytest.raises(InvalidError, match="set --enable-prefix-caching"):
+        _groups(state_groups("none", full_attention()))
+
+
+def test_states_of_a_model_that_decodes_speculatively_are_refused():
+    _check_states(SimpleNamespace(speculative_config=None))
+    with pytest.raises(InvalidError, match="decodes speculatively"):
+        _check_states(SimpleNamespace(speculative_config=object()))

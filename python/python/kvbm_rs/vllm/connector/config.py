@@ -1,6 +1,7 @@
 """What `kv_connector_extra_config` may say, and what the bytes of blocks depend on."""
 
 import hashlib
+import math
 import os
 import platform
 import tempfile
@@ -51,6 +52,8 @@ class Group:
     layer_bytes: tuple[int, ...]
     # Full blocks that a token looks back into; 0: every block is kept.
     window: int
+    # Layers that keep a state in place of keys and values: as of the end of a block, so of one block.
+    is_state: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -98,7 +101,9 @@ class Config:
         # What a load must bring as a whole: behind blocks that left a window nothing can be computed but from the start.
         self.is_windowed = self.is_hybrid or not _keeps_all(kv_cache_config.kv_cache_groups[0])
         if self.is_windowed:
-            versions.check_shows_tables("a model with sliding windows")
+            versions.check_shows_tables("a model with sliding windows or states")
+        if any(group.is_state for group in self.groups):
+            _check_states(vllm_config)
         self.engine = transfer.engine_id
         self.world: int = parallel.tensor_parallel_size
         # With one worker in the scheduler's process, the manager copies itself.
@@ -138,7 +143,9 @@ class Config:
     def others(self, memories: list[EngineMemory]) -> list[CacheGroup]:
         """The groups beside the first, with the memory of each."""
         return [
-            CacheGroup(f"window_{number}", memory, window=group.window)
+            CacheGroup(f"state_{number}", memory)
+            if group.is_state
+            else CacheGroup(f"window_{number}", memory, window=group.window)
             for number, (group, memory) in enumerate(zip(self.groups[1:], memories), 1)
         ]
 
@@ -187,19 +194,30 @@ def _hash_tokens(cache: "KVCacheConfig", block_tokens: int) -> int:
 def _groups(cache: "KVCacheConfig") -> list[Group]:
     """By our numbers. A single one may keep what it likes: its chain is what is there of it."""
     specs = cache.kv_cache_groups
+    if all(isinstance(_spec(spec), MambaSpec) for spec in specs):
+        raise InvalidError(
+            "this model keeps states alone, and KvbmConnector keeps them beside the blocks of full attention: use KvbmTier"
+        )
     if len(specs) == 1:
-        if isinstance(_spec(specs[0]), MambaSpec):
-            raise _not_kept(specs[0])
         return [_group(0, specs[0], cache, window=0)]
     groups = [_group(index, spec, cache, _window(spec)) for index, spec in enumerate(specs)]
     if sum(group.window == 0 for group in groups) != 1:
         raise InvalidError("of several cache groups KvbmConnector wants exactly one to keep every block: use KvbmTier")
+    if any(group.is_state and specs[group.index].kv_cache_spec.mamba_cache_mode != "align" for group in groups):
+        raise InvalidError(
+            "vLLM keeps no state at the end of a block, which is what KvbmConnector keeps: set --enable-prefix-caching"
+        )
     if len({spec.kv_cache_spec.block_size for spec in specs}) != 1:
         raise InvalidError("KvbmConnector wants blocks of all cache groups to have as many tokens: use KvbmTier")
     return sorted(groups, key=lambda group: group.window != 0)
 
 
 def _group(index: int, spec: "KVCacheGroupSpec", cache: "KVCacheConfig", window: int) -> Group:
+    if isinstance(spec.kv_cache_spec, MambaSpec):
+        # A page is as large as that of attention, and a state fills its beginning.
+        parts = zip(spec.kv_cache_spec.shapes, spec.kv_cache_spec.dtypes)
+        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
+        return Group(index, tuple(spec.layer_names), (size,) * len(spec.layer_names), window, is_state=True)
     known = _pages(cache)
     # Where vLLM does not say it, 0.29, all layers are alike.
     pages = [known.get(name, spec.kv_cache_spec.page_size_bytes) for name in spec.layer_names]
@@ -231,15 +249,19 @@ def _window(spec: "KVCacheGroupSpec") -> int:
         return max(1, -(-(kept.sliding_window - 1) // kept.block_size))
     if isinstance(kept, FullAttentionSpec) and not spec.is_eagle_group:
         return 0
-    raise _not_kept(spec)
-
-
-def _not_kept(spec: "KVCacheGroupSpec") -> InvalidError:
+    if isinstance(kept, MambaSpec):
+        return 1
     draft = " of a draft model" if spec.is_eagle_group else ""
-    return InvalidError(
-        "of cache groups KvbmConnector keeps full attention and sliding windows, and not "
-        f"{type(_spec(spec)).__name__}{draft}: use KvbmTier"
+    raise InvalidError(
+        "of several cache groups KvbmConnector keeps full attention, sliding windows and states, and not "
+        f"{type(kept).__name__}{draft}: use KvbmTier"
     )
+
+
+def _check_states(vllm_config: "VllmConfig") -> None:
+    # Then a block may hold a state behind tokens that were not accepted.
+    if vllm_config.speculative_config is not None:
+        raise InvalidError("KvbmConnector keeps no states of a model that decodes speculatively: use KvbmTier")
 
 
 def _check_layerwise(config: Config, vllm_config: "VllmConfig") -> None:
@@ -265,6 +287,8 @@ def _dtype(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str:
     for group in kv_cache_config.kv_cache_groups:
         spec = _spec(group)
         said += (str(getattr(spec, name, None)) for name in ("dtype", "kv_quant_mode", "cache_dtype_str"))
+        if isinstance(spec, MambaSpec):
+            said += (f"{spec.mamba_type} {shape} {of}" for shape, of in zip(spec.shapes, spec.dtypes))
     said += ["e5m2"] if "e5m2" in vllm_config.cache_config.cache_dtype else []
     return " ".join(said)
 
