@@ -43,7 +43,7 @@ def test_what_differs_is_found(tmp_path: Path) -> None:
 
     change("connector/__init__.py", "def on_new_request(self, request: Any)", "def on_new_request(self)")
     change("connector/__init__.py", "def wait_for_layer_load(self, layer_name", "def wait_for_layer_load(self, name")
-    change("connector/__init__.py", "def start_load_kv(self, forward_context: Any, **kwargs: Any)", "def start_load_kv(self, forward_context)")
+    change("connector/__init__.py", "(self, forward_context: Any, **kwargs: Any)", "(self, forward_context)")
     change("tier.py", "def submit_store(", "def submit_stores(")
     change("tier.py", "transfer_time=seconds", "took=seconds")
     change("connector/scheduler.py", "self._kv.get_blocks(known.request.request_id)", "self._kv.get_blocks()")

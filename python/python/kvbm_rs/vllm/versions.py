@@ -125,7 +125,8 @@ def _new_arguments(ours: Callable[..., Any], theirs: Callable[..., Any]) -> list
 
 
 def _without(ours: Callable[..., Any], theirs: Callable[..., Any], new: list[str]) -> Callable[..., Any]:
-    logger.warning("%s: this version of vLLM also gives %s, which is left out", ours.__qualname__.rpartition("<locals>.")[2], ", ".join(new))
+    what = ours.__qualname__.rpartition("<locals>.")[2]
+    logger.warning("%s: this version of vLLM also gives %s, which is left out", what, ", ".join(new))
     signature = inspect.signature(theirs)
 
     @functools.wraps(ours)

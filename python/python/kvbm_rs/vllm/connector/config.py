@@ -173,7 +173,9 @@ def _settings(values: dict[str, Any], block_bytes: int) -> Settings:
 
 def _check_parallel(parallel: Any) -> None:
     if parallel.distributed_executor_backend == "external_launcher":
-        raise InvalidError("external_launcher gives each rank a scheduler of its own, and KvbmConnector has one for all: use mp or uni")
+        raise InvalidError(
+            "external_launcher gives each rank a scheduler of its own, and KvbmConnector has one for all: use mp or uni"
+        )
     # Of context parallelism a block's tokens are spread over ranks, and its size is not the one that hashes are of.
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
