@@ -2,11 +2,12 @@
 
     python benches/serving/serving.py [TRACE] [--json] [--page FILE] [--only NAME …] [--gpu] [--model DIRECTORY]
 
-TRACE is in the Mooncake format, compressed or not; without one, conversations are made up. Some sessions are taken, each name of a
-block standing for one block of the engine's (32 tokens), and their time is pressed into `--seconds`. The engine's own cache has a
-fourth of the blocks that are unlike each other (or the longest prompt's), and whoever serves from below it DRAM for a third.
-`--json` prints one object. `--gpu` leaves the choice of a device to vLLM; `--model` takes a real model in place of one of 12 layers
-with made-up weights. Needs the environment of tests/vllm.sh.
+TRACE is in the Mooncake format, compressed or not; without one, conversations are made up. Some sessions are taken,
+each name of a block standing for one block of the engine's (32 tokens), and their time is pressed into `--seconds`. The
+engine's own cache has a fourth of the blocks that are unlike each other (or the longest prompt's), and whoever serves
+from below it DRAM for a third. `--json` prints one object. `--gpu` (which has not been tried) leaves the choice of a
+device to vLLM; `--model` takes a real model in place of one of 12 layers with made-up weights. Needs the environment of
+tests/vllm.sh.
 """
 
 import argparse
