@@ -33,7 +33,7 @@ from conversations import Part, conversation, made_up, read, working_set  # noqa
 
 # An engine's own cache and DRAM below it, as shares of the working set.
 OWN, DRAM = 1 / 4, 1 / 3
-# Where hits come from whom nobody asks: the engine's own cache.
+# Where hits come from that no connector tells of.
 OWN_CACHE = "engine"
 
 
@@ -71,7 +71,8 @@ def serve(name: str, room: Room, model: Path, turns: list[dict], own: int) -> di
     arguments |= {"dtype": "bfloat16"}
     if not any(model.glob("*.safetensors")):
         arguments |= MODEL
-    environment = {name: os.environ.get(name, "0") for name in ["CUDA_VISIBLE_DEVICES"] if room.is_gpu}
+    # The tests' engines see no GPU.
+    environment = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")} if room.is_gpu else {}
     try:
         below = CONTENDERS[name](room)
         with Engine(model, environment=environment, **arguments | below) as engine:
