@@ -98,7 +98,7 @@ class Conversation:
             busy.add(turn["session"])
             self.waiting.remove(turn)
             greedy = SamplingParams(temperature=0.0, max_tokens=turn["answer"], ignore_eos=True, detokenize=False)
-            name = f"turn-{len(self.answers) + len(self.under_way)}-{len(self.waiting)}"
+            name = f"turn-{len(self.waiting)}"
             self.under_way[name] = turn | {"sent": max(turn["at"], ready[turn["session"]])}
             self.asked.add_request(name, {"prompt_token_ids": turn["prompt"]}, greedy)
 

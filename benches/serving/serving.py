@@ -2,11 +2,12 @@
 
     python benches/serving/serving.py [TRACE] [--json] [--page FILE] [--only NAME …] [--gpu] [--model DIRECTORY]
 
-TRACE is in the Mooncake format, compressed or not; without one, conversations are made up. Some sessions are taken, each name of a
-block standing for one block of the engine's (32 tokens), and their time is pressed into `--seconds`. The engine's own cache has a
-fourth of the blocks that are unlike each other (or the longest prompt's), and whoever serves from below it DRAM for a third.
-`--json` prints one object. `--gpu` leaves the choice of a device to vLLM; `--model` takes a real model in place of one of 12 layers
-with made-up weights. Needs the environment of tests/vllm.sh.
+TRACE is in the Mooncake format, compressed or not; without one, conversations are made up. Some sessions are taken,
+each name of a block standing for one block of the engine's (32 tokens), and their time is pressed into `--seconds`. The
+engine's own cache has a fourth of the blocks that are unlike each other (or the longest prompt's), and whoever serves
+from below it DRAM for a third. `--json` prints one object. `--gpu` (which has not been tried) leaves the choice of a
+device to vLLM; `--model` takes a real model in place of one of 12 layers with made-up weights. Needs the environment of
+tests/vllm.sh.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from conversations import Part, conversation, made_up, read, working_set  # noqa
 
 # An engine's own cache and DRAM below it, as shares of the working set.
 OWN, DRAM = 1 / 4, 1 / 3
-# Where hits come from whom nobody asks: the engine's own cache.
+# Where hits come from that no connector tells of.
 OWN_CACHE = "engine"
 
 
@@ -70,7 +71,8 @@ def serve(name: str, room: Room, model: Path, turns: list[dict], own: int) -> di
     arguments |= {"dtype": "bfloat16"}
     if not any(model.glob("*.safetensors")):
         arguments |= MODEL
-    environment = {name: os.environ.get(name, "0") for name in ["CUDA_VISIBLE_DEVICES"] if room.is_gpu}
+    # The tests' engines see no GPU.
+    environment = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")} if room.is_gpu else {}
     try:
         below = CONTENDERS[name](room)
         with Engine(model, environment=environment, **arguments | below) as engine:
