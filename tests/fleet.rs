@@ -11,7 +11,8 @@ use kvbm::{
     RankOptions, RequestInfo, SlotId, Tier, Transfer, Transferred,
 };
 use kvbm_settings::Settings;
-use kvbm_tiers::testing::{Child as Forked, fill_pattern, has_pattern};
+use kvbm_tiers::ranks::{HeadLayout, HeadShare};
+use kvbm_tiers::testing::{Child as Forked, fill_pattern};
 use prometheus::Registry;
 
 use crate::engine;
@@ -66,11 +67,50 @@ pub fn pattern(rank: u16, number: usize) -> usize {
     (usize::from(rank) << 24) + number
 }
 
+/// How heads lie in a whole block of a test whose ranks split them: layers, keys and values, tokens.
+pub const HEADS: (u32, [u64; 4]) = (4, [2, 16, 8, 128]);
+
+/// What a rank has of a test's blocks: blocks of its own, or its heads of what all ranks have.
+struct Slice(Option<HeadShare>);
+
+impl Slice {
+    /// Heads are split where the fingerprint says how they lie.
+    fn of(options: &RankOptions) -> Self {
+        let splits = options.fingerprint.as_ref().is_some_and(|of| !of.layouts.is_empty());
+        Self(HeadShare::new(options.rank, options.group.world).filter(|_| splits))
+    }
+
+    fn bytes(&self, number: usize, bytes: usize) -> Vec<u8> {
+        let Some(share) = self.0 else {
+            let mut block = vec![0; bytes];
+            fill_pattern(number, &mut block);
+            return block;
+        };
+        let mut block = vec![0; bytes * usize::from(share.get().1)];
+        // Of no rank.
+        fill_pattern(number % pattern(1, 0), &mut block);
+        let (layers, [kv, tokens, heads, _]) = HEADS;
+        let outer = u64::from(layers) * kv * tokens;
+        let layout = HeadLayout::new(outer as usize, heads as usize, block.len());
+        layout.and_then(|layout| layout.cut(share, &mut block)).expect("whole heads");
+        block
+    }
+
+    fn fill(&self, number: usize, block: &mut [u8]) {
+        block.copy_from_slice(&self.bytes(number, block.len()));
+    }
+
+    fn is_in(&self, number: usize, block: &[u8]) -> bool {
+        block == self.bytes(number, block.len())
+    }
+}
+
 /// Plays the engine of a rank: it writes and checks the slots that its commands name.
 ///
 /// # Panics
 /// If it is told nonsense.
 pub fn be_a_rank(settings: &Settings, options: RankOptions) {
+    let slice = Slice::of(&options);
     let joined = match Rank::join(settings, options) {
         Ok(rank) => rank,
         Err(error) => return say(&format!("{:?}: {error}", error.kind())),
@@ -82,7 +122,7 @@ pub fn be_a_rank(settings: &Settings, options: RankOptions) {
         let number = |at: usize| words[at].parse::<usize>().expect("a number");
         let answer = match words[0] {
             "fill" => {
-                joined.fill_device(SlotId(number(1) as u32), |block| fill_pattern(number(2), block))
+                joined.fill_device(SlotId(number(1) as u32), |block| slice.fill(number(2), block))
             }
             // An engine's worker forks, and the child outlives it for a while.
             "fork" => {
@@ -93,7 +133,7 @@ pub fn be_a_rank(settings: &Settings, options: RankOptions) {
                 true
             }
             "check" => joined
-                .read_device(SlotId(number(1) as u32), |block| has_pattern(number(2), block))
+                .read_device(SlotId(number(1) as u32), |block| slice.is_in(number(2), block))
                 .expect("there is such a slot"),
             _ => return say(&format!("{:?}", joined.wait().map_err(|error| error.to_string()))),
         };

@@ -3,7 +3,9 @@
 
 use std::path::Path;
 
-use kvbm::{BlockHash, Fingerprint, NewEpoch, RankGroup, RankOptions, RequestInfo, Tier};
+use kvbm::{
+    BlockHash, Fingerprint, KvLayout, NewEpoch, RankGroup, RankOptions, Ranks, RequestInfo, Tier,
+};
 use kvbm_settings::{PeerNixl, Settings};
 use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, be_a_rank, chain};
 use kvbm_tests::process::role;
@@ -16,6 +18,8 @@ const WORLD: u16 = 2;
 
 fn settings(dir: &Path) -> Settings {
     let mut settings = fleet::settings(dir);
+    let bytes = settings.block_bytes.unwrap();
+    settings.block_bytes = Some(bytes / u64::from(group(dir).world));
     settings.peers.enabled = true;
     settings.peers.port = 0;
     settings.peers.secret = Some("the secret of these tests".to_owned());
@@ -24,10 +28,22 @@ fn settings(dir: &Path) -> Settings {
     settings
 }
 
-fn fingerprint() -> Fingerprint {
+/// Of ranks that split the heads of a model.
+fn fingerprint(world: u16) -> Fingerprint {
+    let (layers, mut shape) = fleet::HEADS;
+    shape[2] /= u64::from(world);
+    let [_, tokens, heads, bytes] = shape;
+    let layout = KvLayout {
+        layers,
+        order: "kv,token,head,byte".to_owned(),
+        shape: shape.to_vec(),
+        strides: vec![tokens * heads * bytes, heads * bytes, bytes, 1],
+    };
     Fingerprint {
         model: "tests".to_owned(),
         weights: "1".to_owned(),
+        layouts: vec![layout],
+        ranks: Ranks { tensor_world: world.into(), ..Ranks::default() },
         block_tokens: 16,
         ..Fingerprint::default()
     }
@@ -43,9 +59,9 @@ fn group(dir: &Path) -> RankGroup {
 #[test]
 fn process() {
     let Some((rank, place)) = role() else { return };
-    let fingerprint = Some(fingerprint());
-    let options =
-        RankOptions { fingerprint, ..RankOptions::new(group(&place), rank.parse().unwrap()) };
+    let group = group(&place);
+    let fingerprint = Some(fingerprint(group.world));
+    let options = RankOptions { fingerprint, ..RankOptions::new(group, rank.parse().unwrap()) };
     be_a_rank(&settings(&place), options);
 }
 
@@ -53,7 +69,7 @@ fn open(home: &Path, name: &str, world: u16, reads_at: &str) -> Fleet {
     let dir = home.join(format!("{name}-{world}"));
     let mut settings = settings(&dir);
     settings.peers.addresses = Some(reads_at.to_owned()).filter(|list| !list.is_empty());
-    Fleet::open(module_path!(), &dir, settings, group(&dir), Some(fingerprint()))
+    Fleet::open(module_path!(), &dir, settings, group(&dir), Some(fingerprint(world)))
 }
 
 fn address(fleet: &Fleet) -> String {
@@ -69,10 +85,15 @@ struct Pair {
 
 impl Pair {
     fn open() -> Self {
+        Self::of(WORLD, WORLD)
+    }
+
+    /// Workers of so many ranks.
+    fn of(holder: u16, reader: u16) -> Self {
         let home = tempfile::tempdir().unwrap();
-        let there = open(home.path(), "holder", WORLD, "");
+        let there = open(home.path(), "holder", holder, "");
         let address = address(&there);
-        let here = open(home.path(), "reader", WORLD, &address);
+        let here = open(home.path(), "reader", reader, &address);
         Self { there, here, peer: address.replace(':', "/"), _home: home }
     }
 
@@ -213,18 +234,65 @@ fn frozen_ranks_cost_the_time_of_a_lease_and_then_it_heals() {
     pair.end();
 }
 
+/// Each rank here gets its heads from the ranks there that have them.
+fn crosses(holder: u16, reader: u16) {
+    let mut pair = Pair::of(holder, reader);
+    for n in 1..4 {
+        assert_eq!(pair.there.serve(&chain(n)).saved, 6);
+        assert_eq!(pair.read(&chain(n)), (6, None));
+        let served = Served { hit: 6, saved: 6, ..Served::default() };
+        assert_eq!(pair.here.serve(&chain(n)), served);
+    }
+    // A rank that is gone after it was leased from is a miss in all.
+    assert_eq!(pair.there.serve(&chain(4)).saved, 6);
+    let peers = pair.here.manager.peers().unwrap();
+    let lease = peers.lease(&pair.peer, &chain(4), RequestInfo::default()).wait().unwrap();
+    pair.there.kill(usize::from(holder) - 1);
+    let pulled = peers.pull(lease).wait().unwrap();
+    assert_eq!(pulled.copied, 0);
+    assert!(pulled.fault.is_some());
+    drop(pulled);
+    wait_until(LIMIT, "nobody says that it is away", || {
+        pair.read(&chain(4)).1.is_some_and(|why| why.contains("a rank of it is away"))
+            || pair.there.manager.matches(&chain(4)).longest() == 0
+    });
+    pair.there.restart(holder - 1);
+    pair.heals(10);
+    pair.end();
+}
+
 #[test]
-fn another_number_of_ranks_is_refused_and_named() {
+fn one_rank_reads_at_two() {
+    crosses(2, 1);
+}
+
+#[test]
+fn two_ranks_read_at_one() {
+    crosses(1, 2);
+}
+
+#[test]
+fn two_ranks_read_at_four() {
+    crosses(4, 2);
+}
+
+#[test]
+fn four_ranks_read_at_two() {
+    crosses(2, 4);
+}
+
+#[test]
+fn a_number_of_ranks_that_does_not_divide_is_refused_and_named() {
     let home = tempfile::tempdir().unwrap();
     let mut there = open(home.path(), "holder", 2, "");
     let address = address(&there);
-    let here = open(home.path(), "reader", 1, &address);
+    let here = open(home.path(), "reader", 3, &address);
     assert_eq!(there.serve(&chain(1)).saved, 6);
     let peers = here.manager.peers().unwrap();
     let name = address.replace(':', "/");
     let error = peers.lease(&name, &chain(1), RequestInfo::default()).wait().unwrap_err();
     let said = error.to_string();
-    assert!(said.contains("the number of ranks is \"2\"") && said.contains("\"1\""), "{said}");
+    assert!(said.contains("the number of ranks is \"2\"") && said.contains("\"3\""), "{said}");
     here.end();
     there.end();
 }

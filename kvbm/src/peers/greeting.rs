@@ -12,6 +12,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use super::protocol::{
     BrokenLink, Challenge, Hello, Join, Member, Nonce, Proof, ToHolder, ToReader, receive, send,
 };
+use super::shares::{heads_of, of_all_ranks, share_heads};
 use super::tls::{PeerTls, explained};
 use crate::error::{Error, Result};
 
@@ -190,21 +191,35 @@ impl Credentials {
     }
 }
 
-/// The first thing that differs, with both values.
+/// The first thing that differs, with both values. Heads may be split over another number of ranks,
+/// if one number divides the other.
 fn difference(ours: &Member, theirs: &Member) -> Option<String> {
+    if ours.ranks != theirs.ranks && divides(ours, theirs) {
+        let (ours, theirs) = (of_all_ranks(ours)?, of_all_ranks(theirs)?);
+        return difference(&ours, &theirs);
+    }
     let both = [ours, theirs];
+    let rank = |member: &Member| member.rank.map_or("none".to_owned(), |rank| rank.to_string());
     let of_process = [
         ("the number of ranks", both.map(|member| member.ranks.to_string())),
-        (
-            "the rank",
-            both.map(|member| member.rank.map_or("none".to_owned(), |rank| rank.to_string())),
-        ),
+        ("the rank", both.map(rank)),
         ("block_bytes", both.map(|member| member.block_bytes.to_string())),
         ("the list of cache groups", both.map(|member| member.groups.clone())),
     ];
     let differs = of_process.into_iter().find(|(_, [a, b])| a != b);
     let (what, [a, b]) = differs.or_else(|| ours.fingerprint.difference(&theirs.fingerprint))?;
     Some(format!("{what} is {a:?} at {}, {b:?} at {}", ours.name, theirs.name))
+}
+
+/// Whether ranks of the one have whole shares of those of the other, and both say where heads lie.
+fn divides(ours: &Member, theirs: &Member) -> bool {
+    let (few, many) = if ours.ranks < theirs.ranks { (ours, theirs) } else { (theirs, ours) };
+    few.ranks > 0
+        && many.ranks.is_multiple_of(few.ranks)
+        && share_heads(ours, theirs)
+        && of_all_ranks(many).is_some()
+        && of_all_ranks(few).is_some()
+        && heads_of(few).is_some_and(|heads| heads.has_shares(many.ranks / few.ranks))
 }
 
 #[cfg(test)]

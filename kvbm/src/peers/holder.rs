@@ -473,7 +473,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
                     let answer = nixl::answer(self.holder.nixl.as_ref(), &asked).await;
                     self.send(&answer).await?;
                 }
-                ToHolder::Slices(_) => {
+                ToHolder::Slices(..) => {
                     return Err(BrokenLink::Unexpected("it asks a leader for a rank's slices"));
                 }
                 ToHolder::Hello(_) | ToHolder::Join(_) | ToHolder::Look(_) => {

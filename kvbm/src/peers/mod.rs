@@ -17,6 +17,7 @@
 //! | `reader` | reads what others hold |
 //! | `slices` | where the bytes of blocks are; a leader has its ranks bring theirs |
 //! | `ranks` | a rank's part: it gives slices to ranks of others, and brings theirs |
+//! | `shares` | how heads lie in slices, and whose blocks are alike but for the number of ranks |
 //! | `loading` | loads onto the device from what a peer holds |
 //! | `neighbour` | the memory of workers on the same host |
 //! | `nixl` | reads of others' memory by NIXL |
@@ -39,6 +40,7 @@ mod probes;
 mod protocol;
 mod ranks;
 mod reader;
+mod shares;
 mod slices;
 mod spans;
 mod stream;

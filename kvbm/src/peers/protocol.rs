@@ -11,7 +11,7 @@
 //! What comes from the stream is not trusted: it may end anywhere and hold anything. A frame is
 //! refused by its length before memory is set aside for it.
 
-use kvbm_tiers::ranks::PeerSeat;
+use kvbm_tiers::ranks::{HeadShare, PeerSeat};
 use kvbm_tiers::{SlotId, SlotRef};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
@@ -26,7 +26,7 @@ use crate::names::hash::BlockHash;
 use crate::traces::TraceParent;
 
 /// What both sides must agree on. Raise it with every change of a message.
-pub(super) const VERSION: u16 = 4;
+pub(super) const VERSION: u16 = 5;
 /// `kvbp`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbp");
 
@@ -100,8 +100,9 @@ pub(super) enum ToHolder {
     Trace(TraceParent),
     /// The reader has NIXL, and says what its agent is: it asks for the holder's.
     Nixl(NixlMessage),
-    /// To a rank, by a rank: what lies in these slots, in these lives of them?
-    Slices(Vec<SlotLife>),
+    /// To a rank, by a rank: what lies in these slots, in these lives of them? This share of the
+    /// heads is wanted.
+    Slices(HeadShare, Vec<SlotLife>),
 }
 
 /// Messages to a reader.

@@ -14,13 +14,16 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use kvbm_settings::Settings;
-use kvbm_tiers::ranks::{PeerSeat, PullFrom, PullSlots, PulledSlot, RankSlots};
+use kvbm_tiers::checksum::checksum;
+use kvbm_tiers::ranks::{
+    HeadLayout, HeadShare, PeerSeat, PullFrom, PullSlots, PullSource, PulledSlot, RankSlots,
+};
 use kvbm_tiers::{CopyError, CopyErrorKind, SlotRef};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::greeting::{Credentials, random};
 use super::holder::{MAX_GREETING, MAX_IDLE, welcome};
@@ -29,7 +32,7 @@ use super::protocol::{
 };
 use super::reader::{MAX_WAIT, MAX_WAITING};
 use super::stream::{self, PeerStream, connect};
-use super::{PeerRuntime, Serves, accept, bind, needs_fingerprint, proofs_of};
+use super::{PeerRuntime, Serves, accept, bind, needs_fingerprint, proofs_of, shares};
 use crate::error::{Error, ErrorKind, Result};
 use crate::names::fingerprint::Fingerprint;
 use crate::sync::{JoinHandle, Mutex, spawn};
@@ -185,9 +188,14 @@ impl Serves for SliceHolder {
         };
         greeted();
         let copy = |life, slice: &mut Vec<u8>| self.slots.copy(life, slice);
+        let heads = shares::heads_of(&self.credentials.member);
         while let Ok(Some(Ok(frame))) = timeout(MAX_IDLE, link.next()).await {
             let given = match decode(&frame) {
-                Ok(ToHolder::Slices(lives)) => give(link.get_mut(), &lives, copy, self.limit).await,
+                Ok(ToHolder::Slices(share, lives)) => {
+                    let copy =
+                        |life, slice: &mut Vec<u8>| cut(copy(life, slice)?, share, heads, slice);
+                    give(link.get_mut(), &lives, copy, self.limit).await
+                }
                 Ok(_) => Err(BrokenLink::Unexpected("a rank gives slices, and nothing else")),
                 Err(why) => Err(why),
             };
@@ -196,6 +204,16 @@ impl Serves for SliceHolder {
             }
         }
     }
+}
+
+/// Leaves of a slice the share of its heads that is wanted, and returns the checksum of that; `crc`
+/// is the whole slice's. `None`: heads do not lie so that there were such a share.
+fn cut(crc: u32, share: HeadShare, heads: Option<HeadLayout>, slice: &mut Vec<u8>) -> Option<u32> {
+    if share == HeadShare::WHOLE {
+        return Some(crc);
+    }
+    heads?.cut(share, slice)?;
+    Some(checksum(slice))
 }
 
 /// Sends slices, each with its checksum, and says which of them are not there. `copy` reads one.
@@ -260,28 +278,35 @@ struct SliceReader {
 }
 
 impl SliceReader {
-    async fn bring(&self, from: PullFrom, mut slots: VecDeque<PulledSlot>) {
-        let place = (from.host, from.seat);
-        let brought = async {
-            let waiting = self.waiting(&place);
-            let mut stream = match waiting {
-                Some(stream) => stream,
-                None => self.connect(&place).await?,
-            };
-            take(&mut stream, &mut slots).await?;
-            Ok(stream)
-        };
-        match timeout(from.limit, brought).await.unwrap_or(Err(BrokenLink::Late)) {
-            Ok(stream) => self.keep(place, stream),
-            Err(why) => {
+    async fn bring(&self, from: PullFrom, slots: VecDeque<PulledSlot>) {
+        let heads = shares::heads_of(&self.credentials.member);
+        let mut slots = ComingSlots { left: slots, came: VecDeque::new(), heads };
+        let until = Instant::now() + from.limit;
+        for source in &from.sources {
+            let place = (from.host.clone(), source.seat);
+            let brought = timeout_at(until, self.bring_from(&place, source, &mut slots)).await;
+            if let Err(why) = brought.unwrap_or(Err(BrokenLink::Late)) {
                 let (host, PeerSeat { port, .. }) = place;
-                let error = CopyError::new(
-                    CopyErrorKind::Unavailable,
-                    format!("of the rank at {host}:{port}: {why}"),
-                );
-                slots.into_iter().for_each(|slot| slot.end(Err(error.clone())));
+                let why = format!("of the rank at {host}:{port}: {why}");
+                return slots.fail(&CopyError::new(CopyErrorKind::Unavailable, why));
             }
         }
+        slots.end();
+    }
+
+    async fn bring_from(
+        &self,
+        place: &RankPlace,
+        source: &PullSource,
+        slots: &mut ComingSlots<PulledSlot>,
+    ) -> Result<(), BrokenLink> {
+        let mut stream = match self.waiting(place) {
+            Some(stream) => stream,
+            None => self.connect(place).await?,
+        };
+        take(&mut stream, source, slots).await?;
+        self.keep(place.clone(), stream);
+        Ok(())
     }
 
     async fn connect(&self, (host, seat): &RankPlace) -> Result<Box<dyn PeerStream>, BrokenLink> {
@@ -314,29 +339,66 @@ impl SliceReader {
     }
 }
 
-/// Asks for slices, and takes them into slots. Those that are left have not come.
+/// Slots that slices come into, from one rank after the other.
+struct ComingSlots<S> {
+    /// What the present rank has yet to give.
+    left: VecDeque<S>,
+    /// Those that have what all ranks before gave, and it.
+    came: VecDeque<S>,
+    heads: Option<HeadLayout>,
+}
+
+impl<S: SliceSlot> ComingSlots<S> {
+    /// The next slot has come or failed as far as this rank goes.
+    fn next(&mut self, came: Result<(), CopyError>) {
+        let Some(slot) = self.left.pop_front() else { return };
+        match came {
+            Ok(()) => self.came.push_back(slot),
+            Err(error) => slot.end(Err(error)),
+        }
+    }
+
+    /// All ranks gave what they have.
+    fn end(self) {
+        self.came.into_iter().for_each(|slot| slot.end(Ok(())));
+    }
+
+    fn fail(self, error: &CopyError) {
+        let slots = self.left.into_iter().chain(self.came);
+        slots.for_each(|slot| slot.end(Err(error.clone())));
+    }
+}
+
+/// Asks a rank for slices, and takes them into slots: all that have come so far.
 async fn take<S: SliceSlot>(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
-    slots: &mut VecDeque<S>,
+    source: &PullSource,
+    slots: &mut ComingSlots<S>,
 ) -> Result<(), BrokenLink> {
-    let Some(first) = slots.front_mut() else { return Ok(()) };
-    let part = (SLICE_BYTES / first.bytes().len().max(1)).clamp(1, MAX_SLICES);
+    slots.left.append(&mut slots.came);
+    let Some(first) = slots.left.front_mut() else { return Ok(()) };
+    let (_, shares) = source.into.get();
+    let bytes = first.bytes().len() / usize::from(shares);
+    let mut part = vec![0; if source.into == HeadShare::WHOLE { 0 } else { bytes }];
+    let at_once = (SLICE_BYTES / bytes.max(1)).clamp(1, MAX_SLICES);
     let mut asked = 0;
     loop {
-        while asked <= (SLICE_READS - 1) * part && asked < slots.len() {
-            let next = asked..slots.len().min(asked + part);
+        while asked <= (SLICE_READS - 1) * at_once && asked < slots.left.len() {
+            let next = asked..slots.left.len().min(asked + at_once);
             asked = next.end;
-            let lives = slots.range(next).map(|slot| SlotLife::of(slot.from())).collect();
-            send(stream, &ToHolder::Slices(lives)).await?;
+            let lives = slots.left.range(next).map(|slot| SlotLife::of(slot.from())).collect();
+            send(stream, &ToHolder::Slices(source.give, lives)).await?;
         }
-        let Some(slot) = slots.front_mut() else { return Ok(()) };
+        let heads = slots.heads;
+        let Some(slot) = slots.left.front_mut() else { return Ok(()) };
         let came = match receive(stream).await? {
-            ToReader::Slice(Some(crc)) => {
+            ToReader::Slice(Some(crc)) if source.into == HeadShare::WHOLE => {
                 stream.read_exact(slot.bytes()).await?;
-                let is_right = slot.written() == u32::from_le_bytes(crc);
-                let wrong =
-                    || CopyError::new(CopyErrorKind::Corrupt, "it is not what its checksum says");
-                is_right.then_some(()).ok_or_else(wrong)
+                expect(slot.written(), crc)
+            }
+            ToReader::Slice(Some(crc)) => {
+                stream.read_exact(&mut part).await?;
+                expect(checksum(&part), crc).and_then(|()| join(slot, heads, source.into, &part))
             }
             ToReader::Slice(None) => {
                 let why = "its slot holds something else by now";
@@ -344,9 +406,30 @@ async fn take<S: SliceSlot>(
             }
             _ => return Err(BrokenLink::Unexpected("no answer to a request for slices")),
         };
-        slots.pop_front().into_iter().for_each(|slot| slot.end(came.clone()));
+        slots.next(came);
         asked -= 1;
     }
+}
+
+/// Puts a share of a slice into its slot, which is written when the last one has come.
+fn join(
+    slot: &mut impl SliceSlot,
+    heads: Option<HeadLayout>,
+    share: HeadShare,
+    part: &[u8],
+) -> Result<(), CopyError> {
+    let put = heads.and_then(|heads| heads.put(share, part, slot.bytes()));
+    put.ok_or_else(|| CopyError::refused("heads are not split so that a share came"))?;
+    if share.is_last() {
+        slot.written();
+    }
+    Ok(())
+}
+
+/// Whether what came has the checksum that came with it.
+fn expect(crc: u32, sent: [u8; 4]) -> Result<(), CopyError> {
+    let wrong = || CopyError::new(CopyErrorKind::Corrupt, "it is not what its checksum says");
+    (crc == u32::from_le_bytes(sent)).then_some(()).ok_or_else(wrong)
 }
 
 #[cfg(test)]

@@ -66,6 +66,7 @@ pub enum LeaderGone {
 #[derive(Debug)]
 pub struct Member {
     rank: u16,
+    world: u16,
     slots: [u32; Tier::COUNT],
     backends: HashMap<Route, Arc<dyn Backend>>,
     work: Arc<MemberWork>,
@@ -126,7 +127,7 @@ impl Member {
         let connection = RankConnection::new(stream).map_err(|error| not_ours(&options, error))?;
         let waker = ConnectionWaker::new().map_err(|error| not_ours(&options, error))?;
         let mut inbox = FrameInbox::new(MAX_GREETING);
-        let Membership { rank, slots, .. } = options.member;
+        let Membership { rank, world, slots, .. } = options.member;
         connection.send(&frame(&ToLeader::Hello(HelloFrame::new(options.member.clone()))));
         hear_answer(&connection, &mut inbox, deadline)
             .map_err(|why| why.explain(&options, connection.peer().pid))?;
@@ -144,6 +145,7 @@ impl Member {
         let (work, is_stopping, reported) = (Arc::new(work), Arc::default(), clock::now());
         Ok(Self {
             rank,
+            world,
             slots,
             backends,
             work,
@@ -343,7 +345,8 @@ impl Member {
             return;
         }
         self.work.begin(batch, ops.len());
-        let Some((puller, from)) = self.puller.as_ref().zip(order.of_rank(self.rank)) else {
+        let Some((puller, from)) = self.puller.as_ref().zip(order.of_rank(self.rank, self.world))
+        else {
             let why = "it does not read at ranks of that worker";
             let refused = |(place, _)| (place, Err(CopyError::refused(why)));
             return self.work.ended(batch, (0..).zip(ops).map(refused));

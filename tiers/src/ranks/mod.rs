@@ -24,6 +24,7 @@
 //! | `member` | a rank: it does what the leader says and reports |
 //! | `slots` | what a rank's slots hold, what an earlier process left there, and who writes down what comes to them |
 //! | `pull` | a rank's slots, for ranks of other workers |
+//! | `shares` | which heads of whose slices a rank needs, if the other worker has more ranks or fewer |
 //! | `forget` | which ranks have yet to destroy a tenant's keys |
 //! | `recovery` | which blocks leader and ranks agree on, at the start of the leader |
 //!
@@ -57,6 +58,7 @@ mod pending;
 mod protocol;
 mod pull;
 mod recovery;
+mod shares;
 mod slots;
 mod socket;
 #[cfg(test)]
@@ -67,8 +69,9 @@ pub use leader::{Leader, LeaderOptions, RankRegistry};
 pub use member::{JoinOptions, LeaderGone, Member, Stopper};
 pub use pending::MAX_RANKS;
 pub use protocol::{Membership, VERSION};
-pub use pull::{PeerSeat, PullFrom, PullOrder, PullSlots, PulledSlot, RankSlots};
+pub use pull::{PeerSeat, PullFrom, PullOrder, PullSlots, PullSource, PulledSlot, RankSlots};
 pub use recovery::Disagreement;
+pub use shares::{HeadLayout, HeadShare};
 pub use slots::{KeptSlots, SlotJournal};
 #[cfg(any(test, feature = "testing"))]
 pub use {forget::read_debts, protocol::read_in_every_way};

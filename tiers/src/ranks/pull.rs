@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::shares::{HeadShare, ShareSource, sources};
 use super::slots::SlotGenerations;
 use crate::checksum::checksum;
 use crate::copy::{CopyError, CopyErrorKind, Done, SlotId, SlotRef, Tier};
@@ -41,18 +42,34 @@ pub struct PullOrder {
 pub struct PullFrom {
     /// The other worker's host.
     pub host: String,
-    /// The rank of the same number there.
-    pub seat: PeerSeat,
+    /// Where the rank's heads are, all of them together.
+    pub sources: Vec<PullSource>,
     /// What has not come within this time does not come.
     pub limit: Duration,
 }
 
+/// A rank of the other worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PullSource {
+    /// Where it serves others.
+    pub seat: PeerSeat,
+    /// The heads of its slices that are wanted.
+    pub give: HeadShare,
+    /// Which of ours they are.
+    pub into: HeadShare,
+}
+
 impl PullOrder {
-    /// `None`: the other worker has no such rank.
-    pub(super) fn of_rank(&self, rank: u16) -> Option<PullFrom> {
-        let seat = *self.seats.get(usize::from(rank))?;
+    /// What a rank of `world` brings. `None`: heads are not split so that it could.
+    pub(super) fn of_rank(&self, rank: u16, world: u16) -> Option<PullFrom> {
+        let there = self.seats.len().try_into().ok()?;
+        let source = |ShareSource { rank, give, into }| {
+            Some(PullSource { seat: *self.seats.get(usize::from(rank))?, give, into })
+        };
+        let sources =
+            sources(rank, world, there)?.into_iter().map(source).collect::<Option<_>>()?;
         let limit = Duration::from_millis(self.limit_ms.into());
-        Some(PullFrom { host: self.host.clone(), seat, limit })
+        Some(PullFrom { host: self.host.clone(), sources, limit })
     }
 }
 

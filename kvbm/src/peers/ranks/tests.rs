@@ -46,13 +46,20 @@ fn slice(slot: SlotId) -> Vec<u8> {
     (0..BYTES).map(|at| (slot.0 as usize * 31 + at) as u8).collect()
 }
 
-fn slots(generation: impl Fn(u32) -> u32) -> (VecDeque<TestSlot>, Ends) {
+fn slots(generation: impl Fn(u32) -> u32) -> (ComingSlots<TestSlot>, Ends) {
     let ends = Ends::default();
     let slot = |slot| {
         let from = SlotRef { tier: Tier::Host, slot: SlotId(slot), generation: generation(slot) };
         TestSlot { from, bytes: vec![0; BYTES], ends: Arc::clone(&ends) }
     };
-    ((0..SLOTS).map(slot).collect(), ends)
+    let left = (0..SLOTS).map(slot).collect();
+    (ComingSlots { left, came: VecDeque::new(), heads: None }, ends)
+}
+
+/// The rank of the same number.
+fn source() -> PullSource {
+    let seat = PeerSeat { port: 1, incarnation: 1 };
+    PullSource { seat, give: HeadShare::WHOLE, into: HeadShare::WHOLE }
 }
 
 /// Serves slices, as a rank does that has all slots in one life.
@@ -63,7 +70,9 @@ async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin, of: impl Fn(SlotId) 
         (life == LIFE).then(|| checksum(&slice(slot)))
     };
     while let Some(Ok(frame)) = link.next().await {
-        let Ok(ToHolder::Slices(lives)) = decode(&frame) else { panic!("another message") };
+        let Ok(ToHolder::Slices(HeadShare::WHOLE, lives)) = decode(&frame) else {
+            panic!("another message")
+        };
         assert!(lives.len() <= MAX_SLICES);
         if give(link.get_mut(), &lives, copy, Duration::from_secs(1)).await.is_err() {
             return;
@@ -77,9 +86,10 @@ async fn slices_come_as_they_are_and_those_of_other_lives_do_not() {
     let (mut here, there) = duplex(1 << 14);
     let (mut wanted, ends) = slots(|slot| if slot % 100 == 0 { LIFE + 1 } else { LIFE });
     tokio::select! {
-        taken = take(&mut here, &mut wanted) => taken.unwrap(),
+        taken = take(&mut here, &source(), &mut wanted) => taken.unwrap(),
         () = serve(there, slice) => panic!("it left"),
     }
+    wanted.end();
     let ends = ends.lock();
     assert_eq!(ends.len(), SLOTS as usize);
     for (slot, end) in &*ends {
@@ -99,9 +109,10 @@ async fn a_slice_that_is_not_what_its_checksum_says_is_corrupt() {
         bytes
     };
     tokio::select! {
-        taken = take(&mut here, &mut wanted) => taken.unwrap(),
+        taken = take(&mut here, &source(), &mut wanted) => taken.unwrap(),
         () = serve(there, flipped) => panic!("it left"),
     }
+    wanted.end();
     let wrong: Vec<_> = ends.lock().iter().filter(|(_, end)| end.is_some()).copied().collect();
     assert_eq!(wrong, [(SlotId(1_000), Some(CopyErrorKind::Corrupt))]);
 }
@@ -117,10 +128,11 @@ async fn what_has_not_come_when_the_link_breaks_is_left() {
     // Half of the next one.
     there.write_all(&slice(SlotId(1))[..BYTES / 2]).await.unwrap();
     there.shutdown().await.unwrap();
-    let broken = take(&mut here, &mut wanted).await.unwrap_err();
+    let broken = take(&mut here, &source(), &mut wanted).await.unwrap_err();
     assert!(matches!(broken, BrokenLink::Closed(_)), "{broken}");
-    assert_eq!(*ends.lock(), [(SlotId(0), None)]);
-    assert_eq!(wanted.len(), SLOTS as usize - 1);
+    assert_eq!((wanted.came.len(), wanted.left.len()), (1, SLOTS as usize - 1));
+    wanted.fail(&CopyError::refused("the link broke"));
+    assert!(ends.lock().iter().all(|(_, end)| end.is_some()));
     let mut rest = Vec::new();
     drop(here);
     there.read_to_end(&mut rest).await.unwrap();
@@ -131,9 +143,65 @@ async fn what_is_no_slice_ends_it() {
     let (mut here, mut there) = duplex(1 << 20);
     let (mut wanted, ends) = slots(|_| LIFE);
     send(&mut there, &ToReader::Between(1)).await.unwrap();
-    let broken = take(&mut here, &mut wanted).await.unwrap_err();
+    let broken = take(&mut here, &source(), &mut wanted).await.unwrap_err();
     assert!(matches!(broken, BrokenLink::Unexpected(_)), "{broken}");
     assert!(ends.lock().is_empty());
+}
+
+/// Two ranks of another worker have the heads of each slice, one of which has another slot by now.
+#[tokio::test]
+async fn a_slice_comes_in_shares_from_ranks_that_have_fewer_heads() {
+    let heads = HeadLayout::new(8, 2, BYTES).unwrap();
+    let (mut wanted, ends) = slots(|_| LIFE);
+    wanted.heads = Some(heads);
+    for (rank, stale, flipped) in [(0, 7, 9), (1, 8, 10)] {
+        let share = HeadShare::new(rank, 2).unwrap();
+        let (mut here, there) = duplex(1 << 14);
+        let serve = async {
+            let mut link = FramedRead::new(there, requests());
+            while let Some(Ok(frame)) = link.next().await {
+                let Ok(ToHolder::Slices(HeadShare::WHOLE, lives)) = decode(&frame) else {
+                    panic!()
+                };
+                let copy = |(slot, _), to: &mut Vec<u8>| {
+                    *to = slice(slot);
+                    heads.cut(share, to).unwrap();
+                    let crc = checksum(to);
+                    to[0] ^= u8::from(slot == SlotId(flipped));
+                    (slot != SlotId(stale)).then_some(crc)
+                };
+                let given = give(link.get_mut(), &lives, copy, Duration::from_secs(1)).await;
+                given.unwrap();
+            }
+        };
+        let source = PullSource { into: share, ..source() };
+        tokio::select! {
+            taken = take(&mut here, &source, &mut wanted) => taken.unwrap(),
+            () = serve => panic!("it left"),
+        }
+    }
+    wanted.end();
+    let mut wrong: Vec<_> = ends.lock().iter().filter(|(_, end)| end.is_some()).copied().collect();
+    wrong.sort_unstable_by_key(|(slot, _)| *slot);
+    let [gone, corrupt] = [CopyErrorKind::Unavailable, CopyErrorKind::Corrupt].map(Some);
+    let expected = [(7, gone), (8, gone), (9, corrupt), (10, corrupt)];
+    assert_eq!(wrong, expected.map(|(slot, end)| (SlotId(slot), end)));
+    assert_eq!(ends.lock().len(), SLOTS as usize);
+}
+
+#[test]
+fn a_share_has_its_own_checksum() {
+    let whole = slice(SlotId(3));
+    let cut = |share, heads: Option<HeadLayout>| {
+        let mut part = whole.clone();
+        super::cut(1, share, heads, &mut part).map(|crc| (crc, part))
+    };
+    let heads = HeadLayout::new(8, 2, BYTES);
+    assert_eq!(cut(HeadShare::WHOLE, None), Some((1, whole.clone())));
+    let (crc, part) = cut(HeadShare::new(1, 2).unwrap(), heads).unwrap();
+    assert_eq!((crc, part.len()), (checksum(&part), BYTES / 2));
+    assert_eq!(cut(HeadShare::new(1, 2).unwrap(), None), None);
+    assert_eq!(cut(HeadShare::new(1, 4).unwrap(), heads), None);
 }
 
 #[test]

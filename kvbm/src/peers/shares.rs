@@ -1,0 +1,128 @@
+//! Workers of one model that split its heads over other numbers of ranks: whether their blocks are
+//! alike but for that, and how heads lie in a rank's slices.
+
+use kvbm_tiers::ranks::HeadLayout;
+
+use super::protocol::Member;
+use crate::names::fingerprint::{KvLayout, Ranks};
+
+/// How heads lie in the slices of this rank or of this leader's ranks. `None`: its fingerprint does
+/// not say it, or they do not lie one by one.
+pub(super) fn heads_of(member: &Member) -> Option<HeadLayout> {
+    let [layout] = &member.fingerprint.layouts[..] else { return None };
+    let axis = head_axis(layout)?;
+    // Layers come one after the other, whether they are an axis or not.
+    let layers =
+        if axes(layout).any(|axis| axis == "layer") { 1 } else { u64::from(layout.layers) };
+    let outer = layout.shape[..axis].iter().try_fold(layers, |all, &of| all.checked_mul(of))?;
+    let [outer, heads, bytes] =
+        [outer, layout.shape[axis], member.block_bytes].map(usize::try_from);
+    HeadLayout::new(outer.ok()?, heads.ok()?, bytes.ok()?)
+}
+
+/// What a member would be if one rank had all heads. `None`: its fingerprint does not say how they
+/// are split.
+pub(super) fn of_all_ranks(member: &Member) -> Option<Member> {
+    heads_of(member)?;
+    let ranks = member.fingerprint.ranks;
+    if u32::from(member.ranks) != ranks.tensor_world {
+        return None;
+    }
+    let mut whole = member.clone();
+    whole.block_bytes = whole.block_bytes.checked_mul(member.ranks.into())?;
+    whole.fingerprint.ranks = Ranks { tensor_world: 1, tensor_rank: 0, ..ranks };
+    for layout in &mut whole.fingerprint.layouts {
+        let axis = head_axis(layout)?;
+        layout.shape[axis] = layout.shape[axis].checked_mul(member.ranks.into())?;
+        // Those of the engine's memory, which no one else sees.
+        layout.strides.clear();
+    }
+    (whole.ranks, whole.rank) = (0, None);
+    Some(whole)
+}
+
+/// Whether a rank of `ours` and one of `theirs` have heads in common, whichever of them either is.
+pub(super) fn share_heads(ours: &Member, theirs: &Member) -> bool {
+    match (ours.rank, theirs.rank) {
+        (None, None) => true,
+        (Some(a), Some(b)) => {
+            let [a, b, of_a, of_b] = [a, b, ours.ranks, theirs.ranks].map(u32::from);
+            a * of_b < (b + 1) * of_a && b * of_a < (a + 1) * of_b
+        }
+        _ => false,
+    }
+}
+
+fn axes(layout: &KvLayout) -> impl Iterator<Item = &str> {
+    layout.order.split(',').map(str::trim)
+}
+
+/// Which axis counts heads, if the order says so and axes lie in it from the outermost on.
+fn head_axis(layout: &KvLayout) -> Option<usize> {
+    let is_ordered = layout.strides.is_sorted_by(|outer, inner| outer >= inner);
+    let is_told = axes(layout).count() == layout.shape.len();
+    axes(layout).position(|axis| axis == "head").filter(|_| is_ordered && is_told)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::greeting::tests::member;
+    use super::*;
+
+    /// A rank of `world` of a model of 8 heads of 4 bytes, 3 layers, 2 tokens a block.
+    fn of(world: u16, rank: Option<u16>) -> Member {
+        let mut member = member("a", u64::from(world));
+        let heads = 8 / u64::from(world);
+        member.block_bytes = 3 * 2 * 2 * heads * 4;
+        (member.ranks, member.rank) = (world, rank);
+        member.fingerprint.ranks = Ranks { tensor_world: world.into(), ..Ranks::default() };
+        member.fingerprint.layouts = vec![KvLayout {
+            layers: 3,
+            order: "kv,token,head,element".to_owned(),
+            shape: vec![2, 2, heads, 2],
+            strides: vec![1 << 20, heads * 4, 4, 2],
+        }];
+        member
+    }
+
+    #[test]
+    fn members_of_one_model_are_alike_whatever_their_ranks() {
+        let [two, four] = [of(2, None), of(4, None)].map(|member| of_all_ranks(&member).unwrap());
+        assert_eq!(two.fingerprint, four.fingerprint);
+        assert_eq!((two.block_bytes, four.block_bytes), (384, 384));
+        assert_eq!(heads_of(&of(2, None)), HeadLayout::new(12, 4, 192));
+        // As layers of a kind of their own.
+        let mut by_layer = of(2, None);
+        let layout = &mut by_layer.fingerprint.layouts[0];
+        layout.order = "layer, head, byte".to_owned();
+        (layout.shape, layout.strides) = (vec![3, 4, 16], vec![64, 16, 1]);
+        assert_eq!(heads_of(&by_layer), HeadLayout::new(3, 4, 192));
+    }
+
+    #[test]
+    fn what_does_not_say_where_heads_are_has_no_shares() {
+        let unordered = |member: &mut Member| member.fingerprint.layouts[0].strides.swap(0, 2);
+        let unnamed =
+            |member: &mut Member| member.fingerprint.layouts[0].order = "bytes".to_owned();
+        let several = |member: &mut Member| {
+            let layout = member.fingerprint.layouts[0].clone();
+            member.fingerprint.layouts.push(layout);
+        };
+        let other_world = |member: &mut Member| member.fingerprint.ranks.tensor_world = 3;
+        let spoil: [&dyn Fn(&mut Member); 4] = [&unordered, &unnamed, &several, &other_world];
+        for spoil in spoil {
+            let mut member = of(2, None);
+            spoil(&mut member);
+            assert_eq!(of_all_ranks(&member), None, "{member:?}");
+        }
+    }
+
+    #[test]
+    fn ranks_share_heads_with_those_of_other_numbers() {
+        let share = |a, of_a, b, of_b| share_heads(&of(of_a, Some(a)), &of(of_b, Some(b)));
+        assert!(share(0, 2, 0, 4) && share(0, 2, 1, 4) && share(1, 2, 2, 4) && share(3, 4, 1, 2));
+        assert!(!share(0, 2, 2, 4) && !share(1, 2, 1, 4) && !share(0, 4, 1, 2));
+        assert!(share(1, 2, 1, 2) && !share(0, 2, 1, 2));
+        assert!(!share_heads(&of(2, None), &of(2, Some(0))));
+    }
+}

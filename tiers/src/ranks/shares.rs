@@ -1,0 +1,185 @@
+//! Shares of a slice's heads. Workers that split a model over other numbers of ranks need parts of
+//! each other's slices: a rank of two has the heads of two ranks of four.
+
+use serde::{Deserialize, Serialize};
+
+/// How heads lie in a slice: so many times all heads, one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadLayout {
+    /// How many times: what the axes outside heads extend over.
+    outer: usize,
+    heads: usize,
+    /// Bytes of a head each time.
+    head_bytes: usize,
+}
+
+/// One of equal shares of the heads, in their order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeadShare {
+    index: u16,
+    of: u16,
+}
+
+impl HeadShare {
+    /// All heads.
+    pub const WHOLE: Self = Self { index: 0, of: 1 };
+
+    /// The `index`-th of `of` shares. `None`: there is no such share.
+    pub fn new(index: u16, of: u16) -> Option<Self> {
+        (index < of).then_some(Self { index, of })
+    }
+
+    /// Whether no share comes behind it.
+    pub const fn is_last(self) -> bool {
+        self.index + 1 == self.of
+    }
+
+    /// Which one it is, and how many there are.
+    pub const fn get(self) -> (u16, u16) {
+        (self.index, self.of)
+    }
+}
+
+impl HeadLayout {
+    /// Of a slice of `block_bytes`. `None`: heads do not lie so in as many bytes.
+    pub fn new(outer: usize, heads: usize, block_bytes: usize) -> Option<Self> {
+        let times = outer.checked_mul(heads).filter(|&times| times > 0)?;
+        let is_whole = block_bytes > 0 && block_bytes.is_multiple_of(times);
+        is_whole.then(|| Self { outer, heads, head_bytes: block_bytes / times })
+    }
+
+    /// Whether the heads make so many equal shares.
+    pub const fn has_shares(&self, of: u16) -> bool {
+        of > 0 && self.heads.is_multiple_of(of as usize)
+    }
+
+    /// Leaves of a slice one share of its heads, as a slice of that rank would have them. `None`:
+    /// it has no such share.
+    pub fn cut(&self, share: HeadShare, slice: &mut Vec<u8>) -> Option<()> {
+        let (row, part, first) = self.places(share)?;
+        if slice.len() != row * self.outer {
+            return None;
+        }
+        for time in 0..self.outer {
+            let from = time * row + first;
+            slice.copy_within(from..from + part, time * part);
+        }
+        slice.truncate(self.outer * part);
+        Some(())
+    }
+
+    /// Puts what [`cut`](Self::cut) made where it lies in the whole slice. `None`: it is none of
+    /// that size.
+    pub fn put(&self, share: HeadShare, part: &[u8], slice: &mut [u8]) -> Option<()> {
+        let (row, bytes, first) = self.places(share)?;
+        if (part.len(), slice.len()) != (bytes * self.outer, row * self.outer) {
+            return None;
+        }
+        for (part, row) in part.chunks_exact(bytes).zip(slice.chunks_exact_mut(row)) {
+            row[first..first + bytes].copy_from_slice(part);
+        }
+        Some(())
+    }
+
+    /// Bytes of all heads each time, of those of a share, and where these begin.
+    fn places(&self, share: HeadShare) -> Option<(usize, usize, usize)> {
+        let HeadShare { index, of } = share;
+        if index >= of || !self.has_shares(of) {
+            return None;
+        }
+        let row = self.heads * self.head_bytes;
+        let part = row / usize::from(of);
+        Some((row, part, part * usize::from(index)))
+    }
+}
+
+/// A rank of another worker, and which heads of its slices go where in ours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ShareSource {
+    pub(super) rank: u16,
+    /// The share of its heads.
+    pub(super) give: HeadShare,
+    /// The share of ours that they are.
+    pub(super) into: HeadShare,
+}
+
+/// Where a rank of `world` finds its heads at a worker of `there` ranks. `None`: neither number
+/// divides the other.
+pub(super) fn sources(rank: u16, world: u16, there: u16) -> Option<Vec<ShareSource>> {
+    if world == 0 || there == 0 || rank >= world {
+        return None;
+    }
+    if world.is_multiple_of(there) {
+        let of = world / there;
+        let give = HeadShare::new(rank % of, of)?;
+        return Some(vec![ShareSource { rank: rank / of, give, into: HeadShare::WHOLE }]);
+    }
+    let of = there.is_multiple_of(world).then(|| there / world)?;
+    let source = |index| {
+        let (give, into) = (HeadShare::WHOLE, HeadShare::new(index, of)?);
+        Some(ShareSource { rank: rank * of + index, give, into })
+    };
+    (0..of).map(source).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_share_is_the_heads_of_that_rank() {
+        // Two tokens of four heads of one byte.
+        let layout = HeadLayout::new(2, 4, 8).unwrap();
+        let mut slice = vec![0, 1, 2, 3, 10, 11, 12, 13];
+        layout.cut(HeadShare::new(1, 2).unwrap(), &mut slice).unwrap();
+        assert_eq!(slice, [2, 3, 12, 13]);
+        let mut whole = vec![0; 8];
+        layout.put(HeadShare::new(1, 2).unwrap(), &slice, &mut whole).unwrap();
+        assert_eq!(whole, [0, 0, 2, 3, 0, 0, 12, 13]);
+    }
+
+    #[test]
+    fn what_does_not_divide_has_no_shares() {
+        assert_eq!(HeadLayout::new(2, 4, 9), None);
+        assert_eq!(HeadLayout::new(0, 4, 8), None);
+        assert_eq!(HeadLayout::new(usize::MAX, 4, 8), None);
+        let layout = HeadLayout::new(2, 4, 8).unwrap();
+        assert!(!layout.has_shares(3) && !layout.has_shares(0) && layout.has_shares(4));
+        assert_eq!(HeadShare::new(2, 2), None);
+        assert_eq!(layout.cut(HeadShare { index: 0, of: 3 }, &mut vec![0; 8]), None);
+        assert_eq!(layout.cut(HeadShare { index: 2, of: 2 }, &mut vec![0; 8]), None, "as sent");
+        assert_eq!(layout.cut(HeadShare::WHOLE, &mut vec![0; 9]), None);
+        assert_eq!(layout.put(HeadShare::WHOLE, &[0; 7], &mut [0; 8]), None);
+    }
+
+    proptest! {
+        /// Slices of `n` ranks, cut and joined into those of `m`: each is what that rank computes.
+        #[test]
+        fn slices_of_any_number_of_ranks_become_those_of_another(
+            n in 0..4_u32, m in 0..4_u32, outer in 1..6_usize, head_bytes in 1..9_usize, more in 1..3_usize,
+        ) {
+            let (n, m, heads) = (1 << n, 1 << m, 8 * more);
+            let whole: Vec<u8> = (0..outer * heads * head_bytes).map(|at| (at * 7 % 251) as u8).collect();
+            let all = HeadLayout::new(outer, heads, whole.len()).unwrap();
+            let slice = |rank, world| {
+                let mut slice = whole.clone();
+                all.cut(HeadShare::new(rank, world).unwrap(), &mut slice).unwrap();
+                slice
+            };
+            for rank in 0..m {
+                let expected = slice(rank, m);
+                let mut joined = vec![0; expected.len()];
+                let ours = HeadLayout::new(outer, heads / usize::from(m), expected.len()).unwrap();
+                for source in sources(rank, m, n).unwrap() {
+                    let mut part = slice(source.rank, n);
+                    let theirs = HeadLayout::new(outer, heads / usize::from(n), part.len()).unwrap();
+                    theirs.cut(source.give, &mut part).unwrap();
+                    ours.put(source.into, &part, &mut joined).unwrap();
+                }
+                prop_assert_eq!(joined, expected);
+            }
+        }
+    }
+}
