@@ -74,14 +74,24 @@ def test_a_block_whose_bytes_do_not_lie_together_is_refused(order):
 
 
 def test_blocks_of_another_layout_have_another_name():
-    group = Group(0, ("a", "b"), (PIECE, PIECE), 0)
-
-    def named(layout: str, backend: str | None) -> tuple:
+    def named(layout: str, backend: str | None) -> str:
         cache, attention = SimpleNamespace(kv_cache_layout=layout), SimpleNamespace(backend=backend)
-        return _layout(group, _order(SimpleNamespace(cache_config=cache, attention_config=attention)))[1]
+        return _order(SimpleNamespace(cache_config=cache, attention_config=attention))
 
     names = [named("LBHNC", None), named("LBNHC", None), named("LBHNC", "TRITON_ATTN")]
     assert len(set(names)) == 3
+
+
+def test_a_layout_says_where_heads_lie():
+    group = Group(0, ("a", "b"), (240, 240), 0, heads=3, tokens=4)
+    assert _layout(group, "LBNHC") == (2, "layer,token,head,byte", [2, 4, 3, 20], [240, 60, 20, 1])
+    for layout in ("LBHNC", "BLHNC", "LHBNC"):
+        assert _layout(group, layout) == (2, "layer,head,token,byte", [2, 3, 4, 20], [240, 80, 20, 1])
+    # Of others nobody is given a part.
+    opaque = (2, "layer,byte of NHD", [2, 240], [240, 1])
+    assert _layout(group, "NHD") == opaque
+    assert _layout(Group(0, ("a", "b"), (240, 240), 0), "LBNHC")[1] == "layer,byte of LBNHC"
+    assert _layout(Group(0, ("a", "b"), (250, 250), 0, heads=3, tokens=4), "LBNHC")[1] == "layer,byte of LBNHC"
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])

@@ -13,13 +13,25 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_
 
 
 def worker(
-    model, *peers: str, role: str, policy: str = "recompute", blocks: int = 64, timeout_ms: int = TIMEOUT_MS, **settings
+    model,
+    *peers: str,
+    role: str,
+    policy: str = "recompute",
+    blocks: int = 64,
+    timeout_ms: int = TIMEOUT_MS,
+    workers: int = 0,
+    **settings,
 ) -> Engine:
-    """An engine that serves its peers, and reads at these."""
+    """An engine that serves its peers, and reads at these. With `workers` these are processes of their own."""
     tiers = host(blocks, **{"peers.enabled": True, "peers.port": 0, "peers.lease_share": 1.0}, **settings)
     if peers:
         tiers["peers.addresses"] = ",".join(peers)
-    return Engine(model, **connector(tiers, policy, role, peer_timeout_ms=timeout_ms))
+    apart = {
+        "tensor_parallel_size": workers,
+        "distributed_executor_backend": "mp",
+        "environment": {"OMP_NUM_THREADS": "1"},
+    }
+    return Engine(model, **connector(tiers, policy, role, peer_timeout_ms=timeout_ms), **(apart if workers else {}))
 
 
 def prefill(engine: Engine, number: int) -> dict:
@@ -146,3 +158,17 @@ def until_forgotten(engine: Engine, number: int) -> None:
         if not probe(engine, "matches", prompt=prompt(number, LENGTH)):
             return
     raise AssertionError("it is still there")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("there", "here"), [(1, 2), (2, 1)])
+def test_engines_that_split_heads_otherwise_read_each_other(model, said, there, here):
+    with worker(model, role="kv_producer", workers=there) as first:
+        own = probe(first, "peer")
+        with worker(model, own[1], role="kv_consumer", workers=here) as second:
+            for number in range(3):
+                told = prefill(first, number)
+                assert told["tp_size"] == there
+                went_on = decode(second, number, told)
+                assert (went_on["said"], went_on["scheduled"]) == (said[number], SERVED)
+            assert is_at_rest(first) and is_at_rest(second)

@@ -57,10 +57,11 @@ fn slots(generation: impl Fn(u32) -> u32) -> (ComingSlots<TestSlot>, Ends) {
 }
 
 /// The rank of the same number.
-fn source() -> PullSource {
-    let seat = PeerSeat { port: 1, incarnation: 1 };
-    PullSource { seat, give: HeadShare::WHOLE, into: HeadShare::WHOLE }
-}
+const SOURCE: PullSource = PullSource {
+    seat: PeerSeat { port: 1, incarnation: 1 },
+    give: HeadShare::WHOLE,
+    into: HeadShare::WHOLE,
+};
 
 /// Serves slices, as a rank does that has all slots in one life.
 async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin, of: impl Fn(SlotId) -> Vec<u8>) {
@@ -86,7 +87,7 @@ async fn slices_come_as_they_are_and_those_of_other_lives_do_not() {
     let (mut here, there) = duplex(1 << 14);
     let (mut wanted, ends) = slots(|slot| if slot % 100 == 0 { LIFE + 1 } else { LIFE });
     tokio::select! {
-        taken = take(&mut here, &source(), &mut wanted) => taken.unwrap(),
+        taken = take(&mut here, &SOURCE, &mut wanted) => taken.unwrap(),
         () = serve(there, slice) => panic!("it left"),
     }
     wanted.end();
@@ -109,7 +110,7 @@ async fn a_slice_that_is_not_what_its_checksum_says_is_corrupt() {
         bytes
     };
     tokio::select! {
-        taken = take(&mut here, &source(), &mut wanted) => taken.unwrap(),
+        taken = take(&mut here, &SOURCE, &mut wanted) => taken.unwrap(),
         () = serve(there, flipped) => panic!("it left"),
     }
     wanted.end();
@@ -128,7 +129,7 @@ async fn what_has_not_come_when_the_link_breaks_is_left() {
     // Half of the next one.
     there.write_all(&slice(SlotId(1))[..BYTES / 2]).await.unwrap();
     there.shutdown().await.unwrap();
-    let broken = take(&mut here, &source(), &mut wanted).await.unwrap_err();
+    let broken = take(&mut here, &SOURCE, &mut wanted).await.unwrap_err();
     assert!(matches!(broken, BrokenLink::Closed(_)), "{broken}");
     assert_eq!((wanted.came.len(), wanted.left.len()), (1, SLOTS as usize - 1));
     wanted.fail(&CopyError::refused("the link broke"));
@@ -143,7 +144,7 @@ async fn what_is_no_slice_ends_it() {
     let (mut here, mut there) = duplex(1 << 20);
     let (mut wanted, ends) = slots(|_| LIFE);
     send(&mut there, &ToReader::Between(1)).await.unwrap();
-    let broken = take(&mut here, &source(), &mut wanted).await.unwrap_err();
+    let broken = take(&mut here, &SOURCE, &mut wanted).await.unwrap_err();
     assert!(matches!(broken, BrokenLink::Unexpected(_)), "{broken}");
     assert!(ends.lock().is_empty());
 }
@@ -174,7 +175,7 @@ async fn a_slice_comes_in_shares_from_ranks_that_have_fewer_heads() {
                 given.unwrap();
             }
         };
-        let source = PullSource { into: share, ..source() };
+        let source = PullSource { into: share, ..SOURCE };
         tokio::select! {
             taken = take(&mut here, &source, &mut wanted) => taken.unwrap(),
             () = serve => panic!("it left"),

@@ -54,6 +54,9 @@ class Group:
     window: int
     # Layers that keep a state in place of keys and values: as of the end of a block, so of one block.
     is_state: bool = False
+    # Attention heads of one worker and tokens of a block, if all layers have as many.
+    heads: int = 0
+    tokens: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -223,7 +226,9 @@ def _group(index: int, spec: "KVCacheGroupSpec", cache: "KVCacheConfig", window:
     known = _pages(cache)
     # Where vLLM does not say it, 0.29, all layers are alike.
     pages = [known.get(name, spec.kv_cache_spec.page_size_bytes) for name in spec.layer_names]
-    return Group(index, tuple(spec.layer_names), tuple(pages), window)
+    kept = spec.kv_cache_spec
+    heads = 0 if isinstance(kept, UniformTypeKVCacheSpecs) else getattr(kept, "num_kv_heads", 0)
+    return Group(index, tuple(spec.layer_names), tuple(pages), window, heads=heads, tokens=kept.block_size)
 
 
 def _pages(cache: "KVCacheConfig") -> dict[str, int]:
@@ -298,12 +303,12 @@ def _dtype(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str:
 def _fingerprint(vllm_config: "VllmConfig", config: Config, dtype: str, weights: str | None) -> dict[str, Any]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     algorithm = cache.prefix_caching_hash_algo
-    order = _order(vllm_config)
+    layout = versions.kv_cache_layout(vllm_config)
     return {
         "model": model_name(str(model.model), weights),
         "weights": _weights(vllm_config, weights),
-        "dtype": dtype,
-        "layouts": [_layout(group, order) for group in config.groups],
+        "dtype": f"{dtype}, as {_order(vllm_config)}",
+        "layouts": [_layout(group, layout) for group in config.groups],
         "tensor_world": config.world,
         "block_tokens": config.block_tokens,
         "rope_scaling": _positions(model),
@@ -314,12 +319,20 @@ def _fingerprint(vllm_config: "VllmConfig", config: Config, dtype: str, weights:
     }
 
 
-def _layout(group: Group, order: str) -> tuple[int, str, list[int], list[int]]:
+def _layout(group: Group, layout: str) -> tuple[int, str, list[int], list[int]]:
+    """How a block lies in our tiers: layer by layer, and within a layer as `layout` says, one letter for each axis of vLLM's
+    tensors. By it engines of other numbers of workers find their heads."""
     layers = len(group.layers)
     if group.shares != layers:
-        return layers, f"byte of layers of {group.layer_bytes} of {order}", [group.block_bytes], [1]
-    layer_bytes = group.layer_bytes[0]
-    return layers, f"layer,byte of {order}", [layers, layer_bytes], [layer_bytes, 1]
+        return layers, f"byte of layers of {group.layer_bytes} of {layout}", [group.block_bytes], [1]
+    layer_bytes, rows = group.layer_bytes[0], group.heads * group.tokens
+    if sorted(layout) != sorted("LBNHC") or not rows or layer_bytes % rows:
+        return layers, f"layer,byte of {layout}", [layers, layer_bytes], [layer_bytes, 1]
+    extents = {"N": ("token", group.tokens), "H": ("head", group.heads), "C": ("byte", layer_bytes // rows)}
+    axes = [("layer", layers), *(extents[letter] for letter in layout if letter in extents)]
+    shape = [extent for _, extent in axes]
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return layers, ",".join(name for name, _ in axes), shape, strides
 
 
 def _order(vllm_config: "VllmConfig") -> str:
