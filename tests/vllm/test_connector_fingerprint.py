@@ -100,7 +100,7 @@ def test_what_the_connector_cannot_serve_is_said_at_the_start():
         _check_parallel(SimpleNamespace(**one, distributed_executor_backend="external_launcher"))
     states = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
     group = SimpleNamespace(kv_cache_spec=states, layer_names=["layer"], is_eagle_group=False)
-    with pytest.raises(InvalidError, match="and not MambaSpec"):
+    with pytest.raises(InvalidError, match="this model keeps states alone"):
         _groups(SimpleNamespace(kv_cache_groups=[group], kv_cache_tensors=[]))
 
 

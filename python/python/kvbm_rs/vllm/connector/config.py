@@ -54,7 +54,7 @@ class Group:
     window: int
     # Layers that keep a state in place of keys and values: as of the end of a block, so of one block.
     is_state: bool = False
-    # Attention heads of one worker and tokens of a block, if all layers have as many.
+    # Attention heads of one worker, and tokens of a block.
     heads: int = 0
     tokens: int = 0
 
@@ -226,9 +226,10 @@ def _group(index: int, spec: "KVCacheGroupSpec", cache: "KVCacheConfig", window:
     known = _pages(cache)
     # Where vLLM does not say it, 0.29, all layers are alike.
     pages = [known.get(name, spec.kv_cache_spec.page_size_bytes) for name in spec.layer_names]
-    kept = spec.kv_cache_spec
-    heads = 0 if isinstance(kept, UniformTypeKVCacheSpecs) else getattr(kept, "num_kv_heads", 0)
-    return Group(index, tuple(spec.layer_names), tuple(pages), window, heads=heads, tokens=kept.block_size)
+    # Of one layer, which is all that the scheduler is told. Layers whose blocks are as large are split alike.
+    heads = getattr(_spec(spec), "num_kv_heads", 0)
+    tokens = spec.kv_cache_spec.block_size
+    return Group(index, tuple(spec.layer_names), tuple(pages), window, heads=heads, tokens=tokens)
 
 
 def _pages(cache: "KVCacheConfig") -> dict[str, int]:
