@@ -61,6 +61,10 @@ if ! $quick; then
         echo 'SKIPPED: kvcr 0.1.1 cannot be installed here: figures are without it, and a test is without NIXL' >&2
 fi
 
+# One of the tests has it before two engines.
+cargo build --quiet --profile "$profile" -p kvbm-router >&2
+export KVBM_ROUTER=${CARGO_TARGET_DIR:-$PWD/target}/$profile/kvbm-router
+
 say 'tests with the real engine'
 if $quick; then marked=(-m 'not slow'); else marked=(); fi
 # Most of a test is the start of an engine, which takes one processor.
