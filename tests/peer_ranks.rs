@@ -1,5 +1,5 @@
 //! Workers with ranks that read each other: each rank brings its slices from the rank of its number,
-//! every byte checked in each, whoever is killed, frozen or gives its slots to other blocks.
+//! every byte checked in each, while processes are killed, frozen, or give their slots to other blocks.
 
 use std::path::Path;
 
@@ -187,7 +187,7 @@ fn killed_ranks_cost_misses_and_then_it_heals() {
         assert_eq!(pulled.copied, 0);
         assert!(pulled.fault.is_some());
         drop(pulled);
-        wait_until(LIMIT, "nobody says that it is away", || {
+        wait_until(LIMIT, "no one says that it is away", || {
             pair.read(&chain(n)).1.is_some_and(|why| why.contains("a rank of it is away"))
                 || pair.there.manager.matches(&chain(n)).longest() == 0
         });
@@ -252,7 +252,7 @@ fn crosses(holder: u16, reader: u16) {
     assert_eq!(pulled.copied, 0);
     assert!(pulled.fault.is_some());
     drop(pulled);
-    wait_until(LIMIT, "nobody says that it is away", || {
+    wait_until(LIMIT, "no one says that it is away", || {
         pair.read(&chain(4)).1.is_some_and(|why| why.contains("a rank of it is away"))
             || pair.there.manager.matches(&chain(4)).longest() == 0
     });

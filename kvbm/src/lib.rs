@@ -55,13 +55,13 @@ mod traces;
 pub use api::admin::Admin;
 pub use api::allocation::Allocation;
 pub use api::blocking;
-pub use api::engine_memory::{EngineMemory, Loaded, Saved, Writers};
+pub use api::engine_memory::EngineMemory;
 pub use api::groups::{CacheGroup, CheckpointsSaved, GroupKind, GroupSlots, SaveRequest};
 pub use api::kv_transfer::{KvMoved, KvPlace, KvTransfer};
 pub use api::lease::{AnyLease, Lease};
 pub use api::manager::{Closing, Manager, Options, RouteReport};
 pub use api::rank::{Rank, RankGroup, RankOptions};
-pub use api::transfer::{Transfer, Transferred};
+pub use api::transfer::{Loaded, Saved, Transfer, Transferred, Writers};
 pub use assemble::{
     GpuReport, NixlReport, PluginReport, installed_nixl_plugins, probe_gpu, probe_nixl,
 };

@@ -5,7 +5,7 @@ use kvbm::{Fingerprint, NewEpoch};
 
 use super::*;
 
-const PORT_OF_NOBODY: &str = "127.0.0.1:1";
+const UNUSED_PORT: &str = "127.0.0.1:1";
 
 fn worker(window: usize, reads_at: &str, set: impl FnOnce(&mut Settings)) -> Engine {
     let mut settings = settings();
@@ -38,7 +38,7 @@ struct Pair {
 
 impl Pair {
     fn open(window: usize) -> Self {
-        let there = worker(window, PORT_OF_NOBODY, |_| ());
+        let there = worker(window, UNUSED_PORT, |_| ());
         let at = address(&there);
         Self { there, here: worker(window, &at, |_| ()), peer: at.replace(':', "/") }
     }
@@ -158,7 +158,7 @@ fn a_reset_amid_a_pull_leaves_nothing_wrong_in_any_group() {
 
 #[test]
 fn other_cache_groups_are_refused_and_named() {
-    let there = worker(3, PORT_OF_NOBODY, |_| ());
+    let there = worker(3, UNUSED_PORT, |_| ());
     let all = chain(1, 8);
     there.prefill(&all, 4);
     let at = address(&there);

@@ -87,7 +87,7 @@ def test_a_layout_says_where_heads_lie():
     assert _layout(group, "LBNHC") == (2, "layer,token,head,byte", [2, 4, 3, 20], [240, 60, 20, 1])
     for layout in ("LBHNC", "BLHNC", "LHBNC"):
         assert _layout(group, layout) == (2, "layer,head,token,byte", [2, 3, 4, 20], [240, 80, 20, 1])
-    # Of others nobody is given a part.
+    # Of others no part is given.
     opaque = (2, "layer,byte of NHD", [2, 240], [240, 1])
     assert _layout(group, "NHD") == opaque
     assert _layout(Group(0, ("a", "b"), (240, 240), 0), "LBNHC")[1] == "layer,byte of LBNHC"

@@ -24,7 +24,7 @@ def test_a_prompt_that_would_hold_up_who_decodes_goes_to_the_other_engine(model,
     if not ROUTER.exists():
         pytest.skip(f"no {ROUTER}: cargo build --profile checked -p kvbm-router")
     with pair(model) as (prefills, decodes), Router(prefills.port, decodes.port) as router:
-        # Nobody is held up yet: it is computed where it is said.
+        # No one is held up yet: it is computed where it is said.
         alone = router.post(asked(model, prompt(0, LENGTH)))
         assert tokens(json.load(alone)) == said[0]
         assert alone.headers["x-kvbm-route"].startswith("computed here: ")

@@ -12,7 +12,7 @@ use url::Url;
 /// A router in front of engines that prefill and engines that decode
 #[derive(Debug, Parser)]
 struct Cli {
-    /// Where it listens. It asks nobody who they are: leave it on loopback, or behind what does
+    /// Where it listens. It does not ask clients who they are: leave it on loopback, or behind what does
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8000")]
     listen: SocketAddr,
     /// An engine that computes prompts for others; once for each

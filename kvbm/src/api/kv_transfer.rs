@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvbm_tiers::{Fence, SlotId};
 
-use crate::api::engine_memory::{Loaded, Writers};
 use crate::api::groups::{GroupSlots, SaveRequest};
 use crate::api::manager::Manager;
+use crate::api::transfer::{Loaded, Writers};
 use crate::error::{Error, ErrorKind, Result};
 use crate::names::hash::Chain;
 use crate::peers::EngineSlots;

@@ -406,7 +406,7 @@ impl Holder {
         })
     }
 
-    /// A reader got wrong bytes. If they are wrong here, nobody else gets them. Ranks look at what
+    /// A reader got wrong bytes. If they are wrong here, no one else gets them. Ranks look at what
     /// they give.
     async fn examine(&self, held: &HeldLease) {
         let Some(memory) = self.host.memory() else { return };

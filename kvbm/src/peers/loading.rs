@@ -11,9 +11,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::Peers;
 use super::reader::{PeerLease, Pulled, Reader};
-use crate::api::engine_memory::{EngineMemory, Loaded, Writers};
+use crate::api::engine_memory::EngineMemory;
 use crate::api::lease::Lease;
-use crate::api::transfer::{LayerCount, Transfer, Transferred};
+use crate::api::transfer::{LayerCount, Loaded, Transfer, Transferred, Writers};
 use crate::error::{Error, Result};
 use crate::scheduler::{Core, EndsLayers, JoinedTransfer, LoadInto};
 use crate::task::Class;

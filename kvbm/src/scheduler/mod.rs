@@ -14,6 +14,7 @@
 //! | `dispatch` | from the queues to the backends: routes, and tasks with one leg or two |
 //! | `batch` | what the media work on; which copies are overdue |
 //! | `landing` | what happens when a copy ends |
+//! | `effects` | what follows from a change of the table |
 //! | `health` | judges the media by their progress |
 //! | `breaker` | media that are away, full or hanging are left alone for a while |
 //! | `directories` | a failing one of several directories of the disk tier is left alone |
@@ -34,6 +35,7 @@ mod batch;
 mod breaker;
 mod directories;
 mod dispatch;
+mod effects;
 mod engine;
 mod errand;
 mod health;

@@ -52,7 +52,7 @@ struct PendingBatch {
     errors: HashMap<usize, CopyError>,
     /// Copies that some rank has not ended.
     left: usize,
-    /// What comes from other workers, which may take long: nobody waits for a rank because of it.
+    /// What comes from other workers, which may take long: nothing waits for a rank because of it.
     is_pull: bool,
 }
 

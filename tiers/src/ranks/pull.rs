@@ -33,7 +33,7 @@ pub struct PullOrder {
     pub host: String,
     /// Its ranks, by their numbers.
     pub seats: Vec<PeerSeat>,
-    /// What has not come within so many ms does not come.
+    /// What has not come after this time, in ms, does not come.
     pub limit_ms: u32,
 }
 
@@ -97,7 +97,7 @@ impl fmt::Debug for PulledSlot {
 }
 
 impl PulledSlot {
-    /// `to` has been checked to be the `memory`'s, and is nobody else's until `done` is told of
+    /// `to` has been checked to be the `memory`'s, and no one else's until `done` is told of
     /// `op`.
     pub(super) fn new(
         memory: Arc<DramRegion>,
@@ -175,7 +175,7 @@ impl RankSlots {
         let known = self.memory.checksums()?;
         let is_sound = known.verify_inherited(slot, to).is_ok();
         let (crc, expected) = (checksum(to), known.get(slot));
-        // Whoever writes to the slot takes its life first: what was copied is of this one.
+        // What writes to the slot takes its life first: what was copied is of this one.
         self.generations.check(held).ok()?;
         if !is_sound || expected.is_some_and(|expected| expected != crc) {
             tracing::error!(

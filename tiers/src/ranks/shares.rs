@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// How heads lie in a slice: so many times all heads, one after the other.
+/// How heads lie in a slice: all heads, one after the other, and that several times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadLayout {
     /// How many times: what the axes outside heads extend over.
@@ -48,7 +48,7 @@ impl HeadLayout {
         is_whole.then(|| Self { outer, heads, head_bytes: block_bytes / times })
     }
 
-    /// Whether the heads make so many equal shares.
+    /// Whether the heads make `of` equal shares.
     pub const fn has_shares(&self, of: u16) -> bool {
         of > 0 && self.heads.is_multiple_of(of as usize)
     }

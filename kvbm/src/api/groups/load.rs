@@ -8,10 +8,9 @@ use kvbm_tiers::Fence;
 
 use super::lease::{CheckpointLeases, GroupLease};
 use super::{CheckpointGroups, FULL, GroupSlots, find};
-use crate::api::engine_memory::{Loaded, Writers};
 use crate::api::lease::{AnyLease, Lease};
 use crate::api::manager::Manager;
-use crate::api::transfer::{LayerCount, Transfer};
+use crate::api::transfer::{LayerCount, Loaded, Transfer, Writers};
 use crate::error::{Error, Result};
 use crate::peers::{EngineSlots, PeerLease};
 use crate::scheduler::JoinedTransfer;

@@ -5,9 +5,8 @@ use std::sync::{Arc, Weak};
 use kvbm_tiers::{Fence, SlotId};
 
 use super::{CheckpointGroups, FULL, GroupFollower, GroupSlots, GroupTable, find};
-use crate::api::engine_memory::Saved;
 use crate::api::manager::Manager;
-use crate::api::transfer::Transfer;
+use crate::api::transfer::{Saved, Transfer};
 use crate::error::{Error, Result};
 use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::{Core, JoinedTransfer, SaveFrom};

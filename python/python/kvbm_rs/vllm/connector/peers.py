@@ -119,7 +119,7 @@ class Prefills:
         return next((name for name, address in peers.items() if address in addresses), None)
 
     def blocks(self, prefilled: Prefilled, most: int) -> int:
-        """How many leading blocks of at most so many the peer has computed."""
+        """How many leading blocks the peer has computed, `most` at most."""
         return min(most, prefilled.tokens // self._block_tokens)
 
     def has_ended(

@@ -294,7 +294,7 @@ class Scheduler:
             (given,) = slots
             self._layered.append(LayeredLoad(request.request_id, self.manager, lease, *given[1:]))
         else:
-            # Where vLLM gives a block to nobody else while a step under way may still write it (`defer_block_free`, 0.29
+            # Where vLLM gives a block to no one else while a step under way may still write it (`defer_block_free`, 0.29
             # and 0.32), the load may begin at once.
             after = self._step if self._config.is_producer else 0
             loading = _Loading(slots, lease, after)
