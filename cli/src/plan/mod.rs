@@ -149,6 +149,12 @@ fn plan(args: &PlanArgs) -> Result<PlanOutcome, CommandFailure> {
         plan.notes.push(format!("no tiers were given: blocks of {TIERS} are taken; see --tiers"));
     }
     plan.notes.extend(tiers::notes(&tiers, input.miniature.blocks()));
+    if plan.fleet.is_some() && block_bytes.is_none() {
+        plan.notes.push(
+            "moving a prompt counts as free, for what a token takes depends on the model: name it with --model"
+                .to_owned(),
+        );
+    }
     if args.what_if {
         plan.what_if = Some(what_if::explore(&input, &tiers, eviction, args.admission, costs));
         plan.notes.extend(costs.notes(&tiers));

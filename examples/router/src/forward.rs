@@ -6,18 +6,19 @@ use std::time::Instant;
 use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
-use axum::http::header::{CONTENT_TYPE, RETRY_AFTER};
+use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderName, RETRY_AFTER};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use futures::{Stream, StreamExt, stream};
+use futures::stream::{self, BoxStream};
+use futures::{Stream, StreamExt};
 use serde_json::{Value, json};
 use tokio::sync::OwnedSemaphorePermit;
 
 use crate::Shared;
 use crate::prompts::PromptText;
 use crate::routes::Route;
-use crate::workers::{Computing, Worker};
+use crate::workers::{Decoding, Worker};
 
 /// Says what was decided, and why.
 const ROUTE: &str = "x-kvbm-route";
@@ -27,7 +28,8 @@ const REQUEST: &str = "x-request-id";
 /// A request on its way.
 struct Request {
     path: String,
-    id: HeaderMap,
+    /// Those that engines see.
+    headers: HeaderMap,
     body: Value,
     prompt: PromptText,
 }
@@ -42,6 +44,14 @@ enum Prefilled {
     Nowhere,
 }
 
+/// An answer whose first piece is there.
+struct Begun {
+    status: StatusCode,
+    kind: Option<HeaderValue>,
+    pieces: BoxStream<'static, Result<Bytes, reqwest::Error>>,
+    decoding: Decoding,
+}
+
 /// Answers a completion.
 pub(crate) async fn complete(
     State(shared): State<Arc<Shared>>,
@@ -54,10 +64,13 @@ pub(crate) async fn complete(
         return ([(RETRY_AFTER, "1")], failure(StatusCode::TOO_MANY_REQUESTS, error))
             .into_response();
     };
-    let id = headers.get(REQUEST).map(|id| (REQUEST.parse().expect("a name"), id.clone()));
+    // Who asks, and under which name, is the engines' business.
+    let passed_on = [HeaderName::from_static(REQUEST), AUTHORIZATION];
+    let passed_on =
+        passed_on.into_iter().filter_map(|name| Some((name.clone(), headers.get(name)?.clone())));
     let prompt = PromptText::of(&body);
     let request =
-        Request { path: uri.path().to_owned(), id: id.into_iter().collect(), body, prompt };
+        Request { path: uri.path().to_owned(), headers: passed_on.collect(), body, prompt };
     shared.answer(request, permit).await
 }
 
@@ -82,9 +95,7 @@ impl Shared {
                 Prefilled::Nowhere => None,
             };
             match self.decode(&request, &route, parameters).await {
-                Ok((answer, computing, began)) => {
-                    return self.stream(&request, &route, answer, computing, began, permit);
-                }
+                Ok(begun) => return passed_piece_by_piece(begun, &route, permit),
                 Err(error) => {
                     tracing::warn!(worker = route.decode.name(), %error, "another decode worker is asked");
                     tried.push(route.decode);
@@ -101,22 +112,15 @@ impl Shared {
                 Ok(answer) if answer.status().is_client_error() => {
                     return Prefilled::Refused(passed_on(answer).await);
                 }
-                Ok(answer) if answer.status().is_success() => {
-                    match answer
-                        .json::<Value>()
-                        .await
-                        .map(|mut answer| answer["kv_transfer_params"].take())
-                    {
-                        Ok(parameters) if parameters.is_object() => {
-                            return Prefilled::There(parameters);
+                Ok(answer) if answer.status().is_success() => match answer.json::<Value>().await {
+                    Ok(mut answer) => match answer.get_mut("kv_transfer_params") {
+                        Some(parameters) if parameters.is_object() => {
+                            return Prefilled::There(parameters.take());
                         }
-                        Ok(_) => tracing::warn!(
-                            worker = worker.name(),
-                            "answers without kv_transfer_params"
-                        ),
-                        Err(error) => tracing::warn!(worker = worker.name(), %error, "breaks off"),
-                    }
-                }
+                        _ => tracing::warn!(worker = worker.name(), "names no place to read at"),
+                    },
+                    Err(error) => tracing::warn!(worker = worker.name(), %error, "breaks off"),
+                },
                 Ok(answer) => {
                     tracing::warn!(worker = worker.name(), status = %answer.status(), "fails");
                 }
@@ -151,67 +155,74 @@ impl Shared {
         Ok(answer)
     }
 
-    /// The decode worker's answer, as soon as it begins.
+    /// The decode worker's answer, as soon as its first piece is there.
     async fn decode(
         &self,
         request: &Request,
         route: &Route,
         parameters: Option<Value>,
-    ) -> Result<(reqwest::Response, Computing, Instant), String> {
+    ) -> Result<Begun, String> {
         let is_handed_over = parameters.is_some();
         let mut body = request.body.clone();
-        if let (Some(parameters), Some(fields)) = (parameters, body.as_object_mut()) {
-            fields.insert("kv_transfer_params".to_owned(), parameters);
+        if let Some(parameters) = parameters {
+            transfer(&mut body, parameters);
         }
         let worker = &route.decode;
-        let computing = worker.computes(if is_handed_over { 0 } else { route.missing });
+        // What is not streamed comes when it has been decoded.
+        let is_streamed = request.body["stream"] == true;
+        let decoding = (!is_streamed).then(|| worker.decodes());
+        let missing = if is_handed_over || !is_streamed { 0 } else { route.missing };
+        let computing = worker.computes(missing);
         let began = Instant::now();
         let answer = self.send(request, worker, &body).send().await.map_err(|error| {
-            worker.note_health(!error.is_connect());
+            if error.is_connect() {
+                worker.note_health(false);
+            }
             error.to_string()
         })?;
-        if answer.status().is_server_error() {
-            return Err(format!("it answers {}", answer.status()));
+        let (status, kind) = (answer.status(), answer.headers().get(CONTENT_TYPE).cloned());
+        if status.is_server_error() {
+            return Err(format!("it answers {status}"));
         }
-        Ok((answer, computing, began))
+        let mut pieces = answer.bytes_stream().boxed();
+        let first = pieces.next().await.transpose().map_err(|error| error.to_string())?;
+        drop(computing);
+        if status.is_success() {
+            worker.keep(&request.prompt);
+            if is_streamed {
+                let cost = if is_handed_over { &self.costs.moved } else { &self.costs.here };
+                cost.lock().note(route.missing.into(), began.elapsed().as_secs_f64());
+            }
+        }
+        let pieces = stream::iter(first.map(Ok)).chain(pieces).boxed();
+        let decoding = decoding.unwrap_or_else(|| worker.decodes());
+        Ok(Begun { status, kind, pieces, decoding })
     }
 
     fn send(&self, request: &Request, worker: &Worker, body: &Value) -> reqwest::RequestBuilder {
-        self.client.post(worker.page(&request.path)).headers(request.id.clone()).json(body)
+        self.client.post(worker.page(&request.path)).headers(request.headers.clone()).json(body)
     }
+}
 
-    /// Hands the answer on piece by piece. Its first piece says what the prompt took.
-    fn stream(
-        &self,
-        request: &Request,
-        route: &Route,
-        answer: reqwest::Response,
-        computing: Computing,
-        began: Instant,
-        permit: OwnedSemaphorePermit,
-    ) -> Response {
-        let is_offloaded = !route.prefill.is_empty();
-        if request.body["stream"] == true && answer.status().is_success() {
-            let cost = if is_offloaded { &self.costs.moved } else { &self.costs.here };
-            cost.lock().note(route.missing.into(), began.elapsed().as_secs_f64());
-        }
-        if answer.status().is_success() {
-            route.decode.keep(&request.prompt);
-        }
-        drop(computing);
-        let decoding = route.decode.decodes();
-        let status = answer.status();
-        let kind = answer.headers().get(CONTENT_TYPE).cloned();
-        let pieces = kept_until_end(answer.bytes_stream(), (decoding, permit));
-        let mut response = (status, Body::from_stream(pieces)).into_response();
-        response.headers_mut().extend(kind.map(|kind| (CONTENT_TYPE, kind)));
-        if let Some(said) =
-            route.decision.and_then(|said| HeaderValue::try_from(said.to_string()).ok())
-        {
-            response.headers_mut().insert(ROUTE, said);
-        }
-        response
+/// Hands an answer on piece by piece.
+fn passed_piece_by_piece(begun: Begun, route: &Route, permit: OwnedSemaphorePermit) -> Response {
+    let pieces = kept_until_end(begun.pieces, (begun.decoding, permit));
+    let mut response = (begun.status, Body::from_stream(pieces)).into_response();
+    response.headers_mut().extend(begun.kind.map(|kind| (CONTENT_TYPE, kind)));
+    let said = route.decision.and_then(|said| HeaderValue::try_from(said.to_string()).ok());
+    response.headers_mut().extend(said.map(|said| (HeaderName::from_static(ROUTE), said)));
+    response
+}
+
+/// Puts into a request where its prompt is, or that it is to be kept for another worker. What the
+/// client says of it under `kvbm` stays.
+fn transfer(body: &mut Value, mut parameters: Value) {
+    let Some(fields) = body.as_object_mut() else { return };
+    let hints = fields.get_mut("kv_transfer_params").and_then(|said| said.get_mut("kvbm"));
+    if let (Some(hints), Some(parameters)) = (hints.map(Value::take), parameters.as_object_mut()) {
+        parameters.insert("kvbm".to_owned(), hints);
     }
+    fields.insert("kv_transfer_params".to_owned(), parameters);
 }
 
 /// The request that makes a worker compute a prompt for another one, and answer with one token.
@@ -235,7 +246,7 @@ fn of_prefill(body: &Value) -> Value {
         "remote_host": null,
         "remote_port": null,
     });
-    fields.insert("kv_transfer_params".to_owned(), asked);
+    transfer(&mut body, asked);
     body
 }
 

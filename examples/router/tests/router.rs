@@ -29,6 +29,8 @@ enum Behaviour {
     Refuses,
     /// Sends a first piece, and the second when it is told to.
     Streams,
+    /// Breaks off before the first piece.
+    Breaks,
 }
 
 #[derive(Debug)]
@@ -84,6 +86,11 @@ async fn answer(State(engine): State<Arc<Engine>>, Json(body): Json<Value>) -> R
         }
         Behaviour::Fails => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
         Behaviour::Refuses => (StatusCode::BAD_REQUEST, "no such model").into_response(),
+        Behaviour::Breaks => {
+            let broken = std::io::Error::other("as the test wants");
+            let pieces = futures::stream::once(async { Err::<&str, _>(broken) });
+            Body::from_stream(pieces).into_response()
+        }
         Behaviour::Streams => {
             let second = async move {
                 engine.go_on.notified().await;
@@ -148,6 +155,13 @@ async fn a_prompt_is_computed_there_and_answered_here() {
         json!({"do_remote_prefill": true, "remote_host": there.url.authority(), "x": [1, null]});
     assert_eq!(asked["kv_transfer_params"], place, "as the prefill worker said it");
     assert_eq!((&asked["max_tokens"], &asked["min_tokens"]), (&json!(8), &json!(2)));
+    // What the client says of its request both hear.
+    let mut said = prompt();
+    said["kv_transfer_params"] = json!({"kvbm": {"priority": 80}});
+    assert_eq!(front.post(&said).await.status(), 200);
+    for asked in [there.seen().remove(0), here.seen().remove(0)] {
+        assert_eq!(asked["kv_transfer_params"]["kvbm"]["priority"], 80);
+    }
 }
 
 #[tokio::test]
@@ -168,6 +182,10 @@ async fn another_worker_is_asked_where_one_fails() {
     assert_eq!(front.post(&prompt()).await.status(), 200);
     let asked = here.seen().remove(0);
     assert_eq!(asked["kv_transfer_params"]["remote_host"], well.url.authority());
+    // So where one breaks off before it says anything.
+    *broken.behaviour.lock() = Behaviour::Breaks;
+    assert_eq!(front.post(&prompt()).await.status(), 200);
+    assert_eq!(here.seen().len(), 1);
     // Without any prefill worker the decode worker computes; and once one is back, it does again.
     *well.behaviour.lock() = Behaviour::Fails;
     assert_eq!(front.post(&prompt()).await.status(), 200);

@@ -232,6 +232,8 @@ impl Drop for Rank {
             std::mem::forget(self.peers.take());
             return std::mem::forget(thread);
         }
+        // What comes from other workers is given up.
+        drop(self.peers.take());
         // Before the join, which would otherwise wait until the leader closes.
         self.stopper.stop();
         // It has caught and logged its panics.

@@ -21,14 +21,14 @@ use super::greeting::Credentials;
 use super::link::{NamedBlocks, PeerFault, PeerLink, Wanted};
 use super::neighbour::Neighbours;
 use super::nixl::{NixlHolders, ReadByNixl};
-use super::protocol::{BrokenLink, ReadEnd};
+use super::protocol::{BrokenLink, LeaseEnd, ReadEnd};
 use super::slices::{self, HostBytes};
 use super::spans;
 use crate::api::filling::FillingSlots;
 use crate::api::groups::{CheckpointGroups, NamedCheckpoint};
 use crate::api::lease::Lease;
 use crate::api::transfer::{Transfer, Transferred};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics, PeerWay};
 use crate::names::epoch::EpochDigest;
 use crate::names::hash::{BlockHash, Chain};
@@ -220,7 +220,10 @@ impl Reader {
                 counted.end = (&fault).into();
                 self.note_refusal(&peer, (&chain, &info), &fault);
                 let message = format!("the peer {peer} ({address}) gives no lease: {fault}");
-                Err(Error::unavailable(message))
+                // Leases of others end, so that it may be asked again.
+                let is_full = matches!(fault, PeerFault::Ended(LeaseEnd::Busy));
+                let kind = if is_full { ErrorKind::Full } else { ErrorKind::Unavailable };
+                Err(Error::new(kind, message))
             }
         }
     }

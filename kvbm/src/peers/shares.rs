@@ -14,7 +14,16 @@ pub(super) fn heads_of(member: &Member) -> Option<HeadLayout> {
     // Layers come one after the other, whether they are an axis or not.
     let layers =
         if axes(layout).any(|axis| axis == "layer") { 1 } else { u64::from(layout.layers) };
-    let outer = layout.shape[..axis].iter().try_fold(layers, |all, &of| all.checked_mul(of))?;
+    let product =
+        |first: u64, axes: &[u64]| axes.iter().try_fold(first, |all, &of| all.checked_mul(of));
+    let outer = product(layers, &layout.shape[..axis])?;
+    // Heads have all of a block's bytes: else what lies behind them, padding perhaps, would be cut
+    // up with them.
+    let element_bytes = *layout.strides.last()?;
+    let told = product(outer.checked_mul(element_bytes)?, &layout.shape[axis..])?;
+    if told != member.block_bytes {
+        return None;
+    }
     let [outer, heads, bytes] =
         [outer, layout.shape[axis], member.block_bytes].map(usize::try_from);
     HeadLayout::new(outer.ok()?, heads.ok()?, bytes.ok()?)
@@ -25,7 +34,9 @@ pub(super) fn heads_of(member: &Member) -> Option<HeadLayout> {
 pub(super) fn of_all_ranks(member: &Member) -> Option<Member> {
     heads_of(member)?;
     let ranks = member.fingerprint.ranks;
-    if u32::from(member.ranks) != ranks.tensor_world {
+    // A rank's heads are those of its number.
+    let is_own = [0, member.rank.map_or(0, u32::from)].contains(&ranks.tensor_rank);
+    if u32::from(member.ranks) != ranks.tensor_world || !is_own {
         return None;
     }
     let mut whole = member.clone();
@@ -109,7 +120,12 @@ mod tests {
             member.fingerprint.layouts.push(layout);
         };
         let other_world = |member: &mut Member| member.fingerprint.ranks.tensor_world = 3;
-        let spoil: [&dyn Fn(&mut Member); 4] = [&unordered, &unnamed, &several, &other_world];
+        let other_rank = |member: &mut Member| member.fingerprint.ranks.tensor_rank = 1;
+        // Heads divide it.
+        let padded = |member: &mut Member| member.block_bytes += 3 * 2 * 2 * 4 * 4;
+        let unknown = |member: &mut Member| member.fingerprint.layouts[0].strides.clear();
+        let spoil: [&dyn Fn(&mut Member); 7] =
+            [&unordered, &unnamed, &several, &other_world, &other_rank, &padded, &unknown];
         for spoil in spoil {
             let mut member = of(2, None);
             spoil(&mut member);

@@ -41,6 +41,8 @@ pub(super) struct PendingBatches {
     next: u64,
     /// By rank: how many copies it has to end, but for those from other workers.
     awaited: Vec<usize>,
+    /// Batches from other workers.
+    pulls: usize,
 }
 
 #[derive(Debug)]
@@ -52,7 +54,7 @@ struct PendingBatch {
     errors: HashMap<usize, CopyError>,
     /// Copies that some rank has not ended.
     left: usize,
-    /// What comes from other workers, which may take long: nothing waits for a rank because of it.
+    /// It comes from other workers, which may take long.
     is_pull: bool,
 }
 
@@ -102,15 +104,20 @@ pub(super) struct UnexpectedReport {
 impl PendingBatches {
     /// Of `world` ranks.
     pub(super) fn new(world: u16) -> Self {
-        Self { batches: BTreeMap::new(), next: 0, awaited: vec![0; usize::from(world)] }
+        let awaited = vec![0; usize::from(world)];
+        Self { batches: BTreeMap::new(), next: 0, awaited, pulls: 0 }
     }
 
     pub(super) fn is_empty(&self) -> bool {
         self.batches.is_empty()
     }
 
-    /// The ranks that have copies to end, and which of them has most; `None`: none has any.
+    /// The ranks that have copies to end, and which of them has most; `None`: none has any, or what
+    /// comes from other workers is under way, of which any rank may be the last to speak.
     pub(super) fn busy(&self) -> Option<(RankSet, u16)> {
+        if self.pulls > 0 {
+            return None;
+        }
         let (&most, busiest) = self.awaited.iter().zip(0..).max()?;
         let mut busy = RankSet::all(self.awaited.len() as u16);
         let idle = self.awaited.iter().zip(0..).filter(|&(&awaited, _)| awaited == 0);
@@ -127,7 +134,9 @@ impl PendingBatches {
             batch,
             PendingBatch { done, copies, awaited, errors: HashMap::new(), left: copies, is_pull },
         );
-        if !is_pull {
+        if is_pull {
+            self.pulls += 1;
+        } else {
             self.awaited.iter_mut().for_each(|awaited| *awaited += copies);
         }
         batch
@@ -147,6 +156,7 @@ impl PendingBatches {
         let counted = if batch.is_pull { 0 } else { copies };
         let report = EndedReport { done: batch.done.clone(), completions };
         if batch.left == 0 {
+            self.pulls -= usize::from(batch.is_pull);
             self.batches.remove(&number);
         }
         self.awaited[usize::from(rank)] -= counted;
@@ -158,6 +168,7 @@ impl PendingBatches {
     pub(super) fn lost(&mut self, rank: u16, why: &CopyError) -> Vec<EndedReport> {
         let reports = self.batches.values_mut().map(|batch| batch.lost(rank, why)).collect();
         self.batches.retain(|_, batch| batch.left > 0);
+        self.pulls = self.batches.values().filter(|batch| batch.is_pull).count();
         self.awaited[usize::from(rank)] = 0;
         reports
     }
@@ -331,18 +342,24 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_from_other_workers_makes_no_rank_busy() {
+    fn all_ranks_are_heard_while_something_comes_from_other_workers() {
         let (mut pending, (told, done)) = (PendingBatches::new(2), listener());
+        let copies = pending.add(1, done.clone(), false);
+        take(&mut pending, 0, arrived(copies, &[0])).unwrap();
+        assert_eq!(pending.busy().unwrap().1, 1, "it has a copy to end, and the other has none");
         let pull = pending.add(5, done.clone(), true);
         assert_eq!(pending.busy(), None);
-        let copies = pending.add(1, done, false);
-        take(&mut pending, 0, arrived(copies, &[0])).unwrap();
         take(&mut pending, 1, arrived(pull, &[0, 1, 2, 3, 4])).unwrap();
-        assert_eq!(pending.busy().unwrap().1, 1, "it has a copy to end, and the other has none");
-        take(&mut pending, 1, arrived(copies, &[0])).unwrap();
-        assert_eq!((pending.busy(), pending.is_empty()), (None, false));
+        assert_eq!(pending.busy(), None);
+        // The copy hangs, and what came is reported all the same.
         take(&mut pending, 0, arrived(pull, &[0, 1, 2, 3, 4])).unwrap();
-        assert_eq!((pending.is_empty(), told.lock().len()), (true, 6));
+        assert_eq!((told.lock().len(), pending.busy().unwrap().1), (5, 1));
+        let pull = pending.add(1, done, true);
+        lose(&mut pending, 0);
+        assert_eq!(pending.busy(), None, "the other rank has yet to end it");
+        take(&mut pending, 1, arrived(pull, &[0])).unwrap();
+        take(&mut pending, 1, arrived(copies, &[0])).unwrap();
+        assert_eq!((pending.busy(), pending.is_empty()), (None, true));
     }
 
     #[test]

@@ -15,6 +15,8 @@ from kvbm_rs.vllm.connector import KvbmConnector
 from kvbm_rs.vllm.connector.config import Config
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.config import KVTransferConfig
 
 __all__ = ["NixlConnector"]
@@ -27,8 +29,8 @@ class NixlConfig(Config):
         settings = _plugins(extra.pop("backends", None)) | extra.get("settings", {})
         # Of a block's size they do not depend.
         given = Settings.from_environment({**settings, "block_bytes": 1})
-        side_channel = _side_channel().items()
-        settings |= {path: value for path, value in side_channel if given.origin(path) == "default"}
+        is_free = lambda path: given.origin(path) == "default"
+        settings |= {path: value() for path, value in _SIDE_CHANNEL.items() if is_free(path)}
         return extra | {"settings": settings}
 
 
@@ -36,14 +38,23 @@ class NixlConnector(KvbmConnector):
     config = NixlConfig
 
 
-def _side_channel() -> dict[str, Any]:
-    """Ranks of data parallelism add their numbers to the port, there as here."""
+def _address() -> str:
     host = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
     try:
-        address = socket.gethostbyname(host)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise InvalidError(f"VLLM_NIXL_SIDE_CHANNEL_HOST: {host!r} is no address of this machine: {error}") from error
-    return {"peers.enabled": True, "peers.host": address, "peers.port": envs.VLLM_NIXL_SIDE_CHANNEL_PORT}
+    # `localhost` has two.
+    return min(found, key=lambda one: one[0] != socket.AF_INET)[4][0]
+
+
+# Ranks of data parallelism add their numbers to the port, there as here. All of a tier may be leased: who decodes waits for it.
+_SIDE_CHANNEL: dict[str, "Callable[[], Any]"] = {
+    "peers.enabled": lambda: True,
+    "peers.host": _address,
+    "peers.port": lambda: envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
+    "peers.lease_share": lambda: 1.0,
+}
 
 
 def _plugins(names: list[str] | None) -> dict[str, Any]:

@@ -129,9 +129,11 @@ def _without(ours: Callable[..., Any], theirs: Callable[..., Any], new: list[str
     logger.warning("%s: this version of vLLM also gives %s, which is left out", what, ", ".join(new))
     signature = inspect.signature(theirs)
 
+    mine = inspect.signature(ours).parameters
+
     @functools.wraps(ours)
     def taken(*arguments: Any, **named: Any) -> Any:
         given = signature.bind(*arguments, **named).arguments
-        return ours(**{name: value for name, value in given.items() if name not in new})
+        return ours(**{name: value for name, value in given.items() if name in mine})
 
     return taken

@@ -92,6 +92,11 @@ class Config:
         around = get_current_vllm_config_or_none()
         if around is not None and around.kv_transfer_config is not None:
             self._check_role(around.kv_transfer_config.kv_role)
+            if around.kv_transfer_config.kv_load_failure_policy != transfer.kv_load_failure_policy:
+                raise InvalidError(
+                    "kv_load_failure_policy: KvbmConnector has another one than the MultiConnector around it, by which vLLM goes: "
+                    "set it alike in both"
+                )
         # Whether a request ends with an error if what another engine computed for it is lost; else it computes that.
         self.fails = transfer.kv_load_failure_policy == "fail"
         extra = self._extra(transfer)
@@ -115,6 +120,11 @@ class Config:
         self.slots: int = kv_cache_config.num_blocks
         self.block_tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.hash_tokens = _hash_tokens(kv_cache_config, self.block_tokens)
+        if self.hash_tokens != self.block_tokens and any(group.is_state for group in self.groups):
+            raise InvalidError(
+                "KvbmConnector keeps states at the ends of blocks, and with --prefix-match-unit vLLM keeps some of them elsewhere: "
+                "leave it out, or use KvbmTier"
+            )
         self.weights_never_change: bool = extra.get("weights_never_change", False)
         self.save_generated: bool = extra.get("save_generated", True)
         self.layerwise: bool = extra.get("layerwise", False)
@@ -124,6 +134,12 @@ class Config:
         events = vllm_config.kv_events_config
         self.publishes = events is not None and events.enable_kv_cache_events
         settings = _settings(extra.get("settings", {}), self.groups[0].block_bytes)
+        has_ports = settings["peers.enabled"] == "true" and settings["peers.port"] != "0"
+        if has_ports and parallel.data_parallel_size > 1 and not self.is_alone:
+            raise InvalidError(
+                "peers.port: replicas of data parallelism take the ports behind it, and so do workers of one replica: set it to 0, "
+                "or data_parallel_size to 1"
+            )
         self.settings = settings.of_replica(parallel.data_parallel_index)
         lora = vllm_config.lora_config
         # How adapters are used: of what type their weights are made, and for which layers.
@@ -227,7 +243,9 @@ def _group(index: int, spec: "KVCacheGroupSpec", cache: "KVCacheConfig", window:
     # Where vLLM does not say it, 0.29, all layers are alike.
     pages = [known.get(name, spec.kv_cache_spec.page_size_bytes) for name in spec.layer_names]
     # Of one layer, which is all that the scheduler is told. Layers whose blocks are as large are split alike.
-    heads = getattr(_spec(spec), "num_kv_heads", 0)
+    kept = _spec(spec)
+    is_padded = getattr(kept, "page_size_padded", None) is not None
+    heads = 0 if is_padded else getattr(kept, "num_kv_heads", 0)
     tokens = spec.kv_cache_spec.block_size
     return Group(index, tuple(spec.layer_names), tuple(pages), window, heads=heads, tokens=tokens)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from kvbm_rs.errors import KvbmError
+from kvbm_rs.errors import FullError, KvbmError
 from kvbm_rs.vllm import logger
 
 if TYPE_CHECKING:
@@ -37,11 +37,13 @@ _COMPUTED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 class Prefilled:
     """A prompt that a peer has computed."""
 
-    # `None`: none that is known here, so nothing comes.
+    # `None`: none that is known here by now.
     peer: str | None
+    said: dict[str, Any]
     # Leading tokens whose blocks it keeps.
     tokens: int
-    # Until when they are waited for: it counts from the first look-up, since a request may wait long for its turn.
+    # From when and until when they are waited for: since the first look-up, as a request may wait long for its turn.
+    started: float = 0.0
     until: float | None = None
     # Leading blocks that it had last, and since when. It is asked again at `next`.
     found: int = -1
@@ -49,6 +51,8 @@ class Prefilled:
     next: float = 0.0
     leasing: "PeerLeasing | None" = None
     pull: "Pull | None" = None
+    # The peer has more than it leased at a time.
+    is_cut: bool = False
 
 
 class Prefills:
@@ -94,18 +98,9 @@ class Prefills:
         if self._manager.peer() is None and _PEER not in said:
             # Another connector beside this one brings it.
             return None
-        peer = self._known(said)
-        if peer is None:
-            logger.warning(
-                "request %s: no peer is known that is %.100r at %.100r:%.100r, so what it computed is not read",
-                request.request_id,
-                said.get(_PEER),
-                said.get("remote_host"),
-                said.get("remote_port"),
-            )
         tokens = said.get("remote_num_tokens")
         tokens = tokens if type(tokens) is int else request.num_prompt_tokens
-        return Prefilled(peer, min(max(tokens, 0), request.num_prompt_tokens))
+        return Prefilled(self._known(said), said, min(max(tokens, 0), request.num_prompt_tokens))
 
     def _known(self, said: dict[str, Any]) -> str | None:
         """Only who is on the list of peers: a request must not name anybody else."""
@@ -126,16 +121,37 @@ class Prefills:
         self, prefilled: Prefilled, chain: "Chain", most: int, number: int, hints: "Hints | None", seconds: float
     ) -> bool:
         """Whether nothing more of it comes. Waits `seconds` at most."""
-        if prefilled.peer is None:
-            return True
         ask = lambda: self._manager.lease_at(prefilled.peer, chain, most=most, request=number, hints=hints)
         if prefilled.until is None:
-            prefilled.until = time.monotonic() + self._seconds
+            prefilled.started = time.monotonic()
+            prefilled.until = prefilled.started + self._seconds
+        if prefilled.peer is None:
+            return self._stays_unknown(prefilled, seconds)
         try:
             return self._go_on(prefilled, ask, self.blocks(prefilled, most), seconds)
+        except FullError as error:
+            # What others lease there comes to an end.
+            now = time.monotonic()
+            prefilled.leasing, prefilled.next = None, now + _PAUSE
+            if now < min(prefilled.until, prefilled.started + self._max_pause):
+                return False
+            logger.warning("what %s computed does not come: %s", prefilled.peer, error)
+            return True
         except KvbmError as error:
             logger.warning("what %s computed does not come: %s", prefilled.peer, error)
             return True
+
+    def _stays_unknown(self, prefilled: Prefilled, seconds: float) -> bool:
+        """Whether a peer that is not on the list comes too late: the list may be a moment old."""
+        prefilled.peer = self._known(prefilled.said)
+        if prefilled.peer is not None:
+            return False
+        if time.monotonic() < min(prefilled.until, prefilled.started + self._max_pause):
+            time.sleep(min(seconds, _PAUSE))
+            return False
+        names = (prefilled.said.get(name) for name in (_PEER, "remote_host", "remote_port"))
+        logger.warning("no peer is known that is %.100r at %.100r:%.100r, so what it computed is not read", *names)
+        return True
 
     def _go_on(self, prefilled: Prefilled, ask: "Callable[[], PeerLeasing]", wanted: int, seconds: float) -> bool:
         now = time.monotonic()
@@ -146,6 +162,10 @@ class Prefills:
             if ended is None and now > prefilled.until:
                 prefilled.pull.cancel()
                 return True
+            if ended is not None and prefilled.is_cut and not ended.fault and now < prefilled.until:
+                # The rest is leased now that this is here.
+                prefilled.pull = None
+                return False
             return ended is not None
         if prefilled.leasing is None:
             if now < prefilled.next:
@@ -164,7 +184,7 @@ class Prefills:
             return False
         if not lease.only_there:
             return True
-        prefilled.pull = self._manager.pull(lease)
+        prefilled.pull, prefilled.is_cut = self._manager.pull(lease), lease.is_cut
         return False
 
 

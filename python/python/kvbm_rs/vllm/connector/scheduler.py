@@ -618,6 +618,10 @@ class Scheduler:
         # What was computed with the weights of before must not come into the new epoch, whatever becomes of the reset.
         for known in self._requests.values():
             known.lease = None
+            # Peers give nothing of these weights.
+            if known.prefilled is not None and known.prefilled.pull is not None:
+                known.prefilled.pull.cancel()
+            known.prefilled, known.owed = None, 0
             # One whose load has ended, or a session, waits too.
             waits = known.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             begins_anew = waits and not known.request.num_computed_tokens
