@@ -1,6 +1,7 @@
 """What tests of `KvbmConnector` share: how an engine is given one, and what is looked at in its process."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import connector_probe
 from engine import BLOCK, TINY_BLOCK_BYTES, Engine, prompt
@@ -72,3 +73,8 @@ def spoiled_disk(model: Path, directory: Path) -> dict:
         assert probe(engine, "drain")
     spoil(directory)
     return tiers
+
+
+def peerless() -> SimpleNamespace:
+    """As much of a configuration as requests take that come from no peer."""
+    return SimpleNamespace(block_tokens=BLOCK, peer_seconds=1.0, fails=False, engine="", world=1, groups=[None])

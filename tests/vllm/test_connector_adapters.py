@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import models
 import pytest
-from connectors import LENGTH, SERVED, connector, disk, is_at_rest, probe
+from connectors import LENGTH, SERVED, connector, disk, is_at_rest, peerless, probe
 from engine import Engine, prompt
 from kvbm_rs.vllm.connector.adapters import Adapters
 
@@ -106,7 +106,7 @@ def test_a_request_whose_adapter_changes_is_neither_served_nor_kept(one):
 
     scheduler = Scheduler.__new__(Scheduler)
     scheduler._adapters, scheduler._requests, scheduler._numbers = Adapters("options"), {}, set()
-    scheduler._weights, scheduler._prefills = b"", Prefills(None, 16, 1.0)
+    scheduler._weights, scheduler._prefills = b"", Prefills(None, peerless())
     scheduler._config = SimpleNamespace(names_media=True, hash_tokens=16)
     scheduler._limits = Limits(output_tokens=100, why_not_held="", can_prefetch=True)
 

@@ -1,7 +1,7 @@
 """`KvbmConnector` beside what else an engine does: sleep, other weights, speculative decoding, other connectors."""
 
 import pytest
-from connectors import LENGTH, SERVED, connector, host, is_at_rest, probe
+from connectors import LENGTH, SERVED, connector, host, is_at_rest, peerless, probe
 from engine import BLOCK, TINY_BLOCK_BYTES, Engine, EngineError, offloading, prompt
 
 
@@ -337,7 +337,7 @@ def test_a_request_with_hashes_of_another_granularity_is_not_kept():
     scheduler._config = SimpleNamespace(names_media=True, hash_tokens=BLOCK // 2)
     scheduler._adapters, scheduler._weights, scheduler._requests = Adapters(None), b"", {}
     scheduler._numbers = set()
-    scheduler._limits, scheduler._prefills = Limits(4096, "", True), Prefills(None, BLOCK, 1.0)
+    scheduler._limits, scheduler._prefills = Limits(4096, "", True), Prefills(None, peerless())
     kept = []
     for hashes in (7, 8, 3, 0):
         request = SimpleNamespace(
