@@ -1,5 +1,6 @@
 //! Saves from an engine's slots: of all cache groups, as one transfer.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use kvbm_tiers::{Fence, SlotId};
@@ -67,17 +68,29 @@ struct SavedCheckpoints {
     full: Weak<Core>,
     followers: Vec<GroupFollower>,
     planned: Vec<PlannedCheckpoint>,
+    /// Those that hang on no block have left.
+    is_tidy: AtomicBool,
 }
 
-impl Drop for SavedCheckpoints {
-    fn drop(&mut self) {
-        let Some(full) = self.full.upgrade() else { return };
+impl SavedCheckpoints {
+    /// Once, when all copies have ended.
+    fn tidy(&self) {
+        let Some(full) = self.full.upgrade().filter(|_| !self.is_tidy.swap(true, Ordering::AcqRel))
+        else {
+            return;
+        };
         for planned in &self.planned {
             let hash = planned.hash;
             if full.matches(Chain::from(std::slice::from_ref(&hash))).longest() == 0 {
                 self.followers[usize::from(planned.group) - 1].let_go(&[(hash, None)]);
             }
         }
+    }
+}
+
+impl Drop for SavedCheckpoints {
+    fn drop(&mut self) {
+        self.tidy();
     }
 }
 
@@ -128,6 +141,7 @@ impl Manager {
             full: Arc::downgrade(self.core()),
             followers: checkpoints.groups.iter().map(GroupTable::follower).collect(),
             planned: planned.clone(),
+            is_tidy: AtomicBool::new(false),
         });
         let joined = JoinedTransfer::keeping(self.core(), Arc::clone(&saved));
         let mut parts = vec![self.begin_save(save.part(save.chain, full, Some(&joined)))];
@@ -137,8 +151,9 @@ impl Manager {
             save.slots.iter().map(|given| given.group).filter(|&group| group != FULL).collect();
         Transfer::joined(parts, move |answers| {
             let told = answer(answers, &planned, &groups);
-            // Their leases have ended.
-            drop(saved);
+            // Their leases have ended. Not when the last part lets go of this: who has the answer
+            // must find it so.
+            saved.tidy();
             told
         })
     }
