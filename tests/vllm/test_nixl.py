@@ -36,15 +36,18 @@ def test_vllm_takes_ours_by_its_name():
 
 
 def test_the_side_channel_is_where_peers_reach_it(monkeypatch):
-    assert settings() == {"peers.enabled": True, "peers.host": "127.0.0.1", "peers.port": 5600}
+    always = {"peers.enabled": True, "peers.lease_share": 1.0}
+    assert settings() == always | {"peers.host": "127.0.0.1", "peers.port": 5600}
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.1.2.3")
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5700")
-    assert settings() == {"peers.enabled": True, "peers.host": "10.1.2.3", "peers.port": 5700}
+    assert settings() == always | {"peers.host": "10.1.2.3", "peers.port": 5700}
     # What is set for ours comes first.
     own = {"peers": {"host": "10.1.2.4"}}
     monkeypatch.setenv("DYN_KVBM_PEERS_PORT", "7000")
-    assert settings(settings=own) == {"peers.enabled": True, **own}
+    assert settings(settings=own) == always | own
+    # Nor is the address looked at that is not used.
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "no such host")
+    assert settings(settings=own) == always | own
     with pytest.raises(InvalidError, match="VLLM_NIXL_SIDE_CHANNEL_HOST: 'no such host' is no address"):
         settings()
 
