@@ -576,7 +576,7 @@ impl Reader {
                 let is_whole = part.blocks == checkpoint.names.len();
                 pulled.fault = part.fault.or_else(|| (!is_whole).then(missing));
             }
-            self.checkpoints.let_go_unless(&self.core, &checkpoint);
+            self.checkpoints.let_go_orphan(&self.core, &checkpoint);
         }
         let info = RequestInfo { has_asked: true, ..info };
         pulled.lease = self.checkpoints.lease_with(&self.core, Chain::from(chain), info);

@@ -3,15 +3,11 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::transform::{Layout, Shape, Transform, View};
+
 /// How heads lie in a slice: all heads, one after the other, and that several times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HeadLayout {
-    /// How many times: what the axes outside heads extend over.
-    outer: usize,
-    heads: usize,
-    /// Bytes of a head each time.
-    head_bytes: usize,
-}
+pub struct HeadLayout(Layout);
 
 /// One of equal shares of the heads, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,56 +37,53 @@ impl HeadShare {
 }
 
 impl HeadLayout {
-    /// Of a slice of `block_bytes`. `None`: heads do not lie so in as many bytes.
+    /// Of a slice of `block_bytes` in which all heads come `outer` times. `None`: they do not lie so
+    /// in as many bytes.
     pub fn new(outer: usize, heads: usize, block_bytes: usize) -> Option<Self> {
         let times = outer.checked_mul(heads).filter(|&times| times > 0)?;
-        let is_whole = block_bytes > 0 && block_bytes.is_multiple_of(times);
-        is_whole.then(|| Self { outer, heads, head_bytes: block_bytes / times })
+        let row_bytes = block_bytes.is_multiple_of(times).then_some(block_bytes / times)?;
+        // What lies outside heads, and inside, moves with them, whatever it is.
+        let shape = Shape { blocks: 1, layers: outer, kv: 1, tokens: 1, heads, row_bytes };
+        Layout::new(shape, Layout::BLOCKS_NHD).ok().map(Self)
     }
 
     /// Whether the heads make `of` equal shares.
     pub const fn has_shares(&self, of: u16) -> bool {
-        of > 0 && self.heads.is_multiple_of(of as usize)
+        of > 0 && self.0.shape().heads.is_multiple_of(of as usize)
     }
 
     /// Leaves of a slice one share of its heads, as a slice of that rank would have them. `None`:
     /// it has no such share.
     pub fn cut(&self, share: HeadShare, slice: &mut Vec<u8>) -> Option<()> {
-        let (row, part, first) = self.places(share)?;
-        if slice.len() != row * self.outer {
-            return None;
-        }
-        for time in 0..self.outer {
-            let from = time * row + first;
-            slice.copy_within(from..from + part, time * part);
-        }
-        slice.truncate(self.outer * part);
+        let (of_whole, part) = self.views(share)?;
+        let mut cut = vec![0; part.bytes()];
+        move_heads(of_whole, part.whole(), slice, &mut cut)?;
+        *slice = cut;
         Some(())
     }
 
     /// Puts what [`cut`](Self::cut) made where it lies in the whole slice. `None`: it is none of
     /// that size.
     pub fn put(&self, share: HeadShare, part: &[u8], slice: &mut [u8]) -> Option<()> {
-        let (row, bytes, first) = self.places(share)?;
-        if (part.len(), slice.len()) != (bytes * self.outer, row * self.outer) {
-            return None;
-        }
-        for (part, row) in part.chunks_exact(bytes).zip(slice.chunks_exact_mut(row)) {
-            row[first..first + bytes].copy_from_slice(part);
-        }
-        Some(())
+        let (of_whole, of_part) = self.views(share)?;
+        move_heads(of_part.whole(), of_whole, part, slice)
     }
 
-    /// Bytes of all heads each time, of those of a share, and where these begin.
-    fn places(&self, share: HeadShare) -> Option<(usize, usize, usize)> {
-        let HeadShare { index, of } = share;
-        if index >= of || !self.has_shares(of) {
+    /// The heads of a share in the whole slice, and by themselves.
+    fn views(&self, HeadShare { index, of }: HeadShare) -> Option<(View, Layout)> {
+        if !self.has_shares(of) {
             return None;
         }
-        let row = self.heads * self.head_bytes;
-        let part = row / usize::from(of);
-        Some((row, part, part * usize::from(index)))
+        let heads = self.0.shape().heads / usize::from(of);
+        let first = heads * usize::from(index);
+        let part = Layout::new(Shape { heads, ..*self.0.shape() }, Layout::BLOCKS_NHD).ok()?;
+        Some((self.0.heads(first..first + heads).ok()?, part))
     }
+}
+
+fn move_heads(from: View, to: View, source: &[u8], destination: &mut [u8]) -> Option<()> {
+    let transform = Transform::new(from, to).ok()?.with_long_rows();
+    transform.apply(source, destination, &[(0, 0)]).ok()
 }
 
 /// A rank of another worker, and which heads of its slices go where in ours.

@@ -201,14 +201,10 @@ impl CheckpointGroups {
             .collect()
     }
 
-    /// Lets a checkpoint go whose block is nowhere.
-    pub(crate) fn let_go_unless(&self, full: &Core, checkpoint: &NamedCheckpoint) {
-        let hash = checkpoint.hash;
-        let is_there = full.matches(Chain::from(std::slice::from_ref(&hash))).longest() > 0;
-        if let Ok(group) = self.group(checkpoint.group)
-            && !is_there
-        {
-            group.follower().let_go(&[(hash, None)]);
+    /// Lets a checkpoint go if its block is nowhere.
+    pub(crate) fn let_go_orphan(&self, full: &Core, checkpoint: &NamedCheckpoint) {
+        if let Ok(group) = self.group(checkpoint.group) {
+            group.follower().let_go_orphan(full, checkpoint.hash);
         }
     }
 }
@@ -273,6 +269,13 @@ impl GroupFollower {
             .map(|left| (left.hash, Some(left.tier).filter(|_| !left.is_gone)))
             .collect();
         self.let_go(&left);
+    }
+
+    /// Lets the checkpoint at a block go if the block is nowhere.
+    pub(super) fn let_go_orphan(&self, full: &Core, hash: BlockHash) {
+        if full.matches(Chain::from(std::slice::from_ref(&hash))).longest() == 0 {
+            self.let_go(&[(hash, None)]);
+        }
     }
 
     /// With a tier named, drops from it what the tier below has: the block went down, and its

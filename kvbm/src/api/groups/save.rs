@@ -80,10 +80,7 @@ impl SavedCheckpoints {
             return;
         };
         for planned in &self.planned {
-            let hash = planned.hash;
-            if full.matches(Chain::from(std::slice::from_ref(&hash))).longest() == 0 {
-                self.followers[usize::from(planned.group) - 1].let_go(&[(hash, None)]);
-            }
+            self.followers[usize::from(planned.group) - 1].let_go_orphan(&full, planned.hash);
         }
     }
 }
