@@ -29,7 +29,9 @@ def test_a_prompt_that_would_hold_up_who_decodes_goes_to_the_other_engine(model,
         assert tokens(json.load(alone)) == said[0]
         assert alone.headers["x-kvbm-route"].startswith("computed here: ")
         long = router.stream(asked(model, prompt(1, LENGTH), 3000))
-        assert tokens(next(long)) == said[1][:1]
+        # An engine that is behind says several tokens at once.
+        first = tokens(next(long))
+        assert first and first == said[1][: len(first)]
         until_computed(decodes, 2 * LENGTH)
         sent = router.post(asked(model, prompt(2, LENGTH)))
         assert tokens(json.load(sent)) == said[2]
