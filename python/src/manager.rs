@@ -150,6 +150,27 @@ impl Manager {
         Ok(Pull(py.detach(|| peers.pull(lease))))
     }
 
+    /// Brings what `peer` has of `chain`, of its first `most` blocks, into the host tier, and goes
+    /// on while it comes to have more, as one does that computes it now. It ends with all of it, or
+    /// once nothing more has come for `seconds`.
+    #[pyo3(signature = (peer, chain, *, seconds, most=None, request=None, hints=None))]
+    #[allow(clippy::too_many_arguments, reason = "they have names in Python")]
+    fn follow(
+        &self,
+        py: Python<'_>,
+        peer: &str,
+        chain: &Chain,
+        seconds: f64,
+        most: Option<usize>,
+        request: Option<u64>,
+        hints: Option<&Bound<'_, Hints>>,
+    ) -> PyResult<Pull> {
+        let info = request_info(request, hints.map(Bound::get));
+        let (peers, patience) = (self.reading_peers()?, duration(seconds));
+        let chain = &chain.hashes[..chain.hashes.len().min(most.unwrap_or(usize::MAX))];
+        Ok(Pull(py.detach(|| peers.follow(peer, chain, info, patience))))
+    }
+
     /// Moves the blocks of `chain`, and calls `on_done(moved, error)` on a thread of its own; one
     /// of the two is `None`. `source` and `destination` are `None` for the tiers of this manager, a
     /// peer's name (as the source), or slots of the engine's memory, one for each block. What uses

@@ -305,18 +305,26 @@ class _SlowReader:
 
     def __init__(self, manager):
         self._manager, self._leasing, self.lease, self.is_held = manager, None, None, True
+        self._pull = None
 
     def __getattr__(self, name):
         return getattr(self._manager, name)
 
-    def lease_at(self, *arguments, **named):
+    def follow(self, *arguments, seconds, **named):
         self._leasing = self._manager.lease_at(*arguments, **named)
         return self
 
     def wait(self, seconds):
-        if self._leasing is not None and self.lease is None:
+        if self.lease is None:
             self.lease = self._leasing.wait(seconds)
-        return None if self.is_held else self.lease
+        if self.is_held or self.lease is None:
+            return None
+        self._pull = self._pull or self._manager.pull(self.lease)
+        return self._pull.wait(seconds)
+
+    def cancel(self):
+        if self._pull is not None:
+            self._pull.cancel()
 
 
 def lease_and_wait(engine, prompt: list[int], params: dict) -> int:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ def pair(model: Path, policy: str = "recompute", blocks: int = 256):
     second = connector(own | {"peers.port": 0, "peers.addresses": f"127.0.0.1:{port}"}, policy, "kv_consumer")
     # They start together.
     prefills, decodes = (Server(model, one["kv_transfer_config"], ALONE) for one in (first, second))
+    prefills.peers = port
     with prefills, decodes:
         yield prefills, decodes
 
@@ -54,12 +56,17 @@ def prefill(server: Server, model: Path, number: int) -> dict:
     return server.ask(asked(model, prompt(number, LENGTH), 1, kv_transfer_params=PREFILL))["kv_transfer_params"]
 
 
+def until(server: Server, holds: Callable[[Server], bool]) -> None:
+    limit = time.monotonic() + 30
+    while not holds(server):
+        assert time.monotonic() < limit, server.logged()[-4000:]
+        time.sleep(0.1)
+
+
 def until_computed(server: Server, wanted: int) -> None:
     """Waits until it says that it computed so many tokens of prompts: it counts them after its answers."""
-    until = time.monotonic() + 30
-    while (found := server.metric("vllm:prompt_tokens_by_source_total", source="local_compute")) != wanted:
-        assert time.monotonic() < until, (found, server.logged()[-4000:])
-        time.sleep(0.1)
+    computed = lambda server: server.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
+    until(server, lambda server: computed(server) == wanted)
 
 
 def test_a_pair_behind_vllms_own_proxy_says_what_one_engine_says(model, said):
@@ -93,6 +100,42 @@ def test_a_pair_behind_vllms_own_proxy_says_what_one_engine_says(model, said):
         assert time.monotonic() - began < LIMIT + COMPUTE
         # Also without a proxy that knows.
         assert tokens(decodes.ask(asked(model, prompt(9, LENGTH)))) == said[9]
+
+
+def waits(server: Server) -> bool:
+    return server.metric("vllm:num_requests_waiting") > 0
+
+
+def test_a_prompt_is_read_while_it_is_computed(model, said):
+    """The second engine is asked first, as by a router that asks both at once."""
+    with pair(model) as (prefills, decodes), ThreadPoolExecutor(2) as clients:
+        there = {"remote_host": "127.0.0.1", "remote_port": prefills.peers, "kv_request_id": "some"}
+
+        def decode(number: int, **named):
+            return clients.submit(decodes.ask, asked(model, prompt(number, LENGTH), kv_transfer_params=named))
+
+        for number in (0, 1):
+            answer = decode(number, remote_prefiller=there)
+            until(decodes, waits)
+            prefills.ask(asked(model, prompt(number, LENGTH), 1, kv_transfer_params={"remote_decoder": {"kv_request_id": "some"}}))
+            assert tokens(answer.result()) == said[number]
+            until_computed(decodes, (number + 1) * (LENGTH % BLOCK))
+        # Any engine's prompt, and none is waited for that is not there.
+        computed = 2 * (LENGTH % BLOCK)
+        prefills.ask(asked(model, prompt(2, LENGTH), 1))
+        assert tokens(decode(2, remote_kv_source=there).result()) == said[2]
+        until_computed(decodes, computed := computed + LENGTH % BLOCK)
+        assert tokens(decode(3, remote_kv_source=there).result()) == said[3]
+        until_computed(decodes, computed := computed + LENGTH)
+        # What clients send may be anything.
+        for wrong in (1, "x", [], {}, {"remote_host": 1, "remote_port": "x"}):
+            assert tokens(decode(3, remote_prefiller=wrong, remote_kv_source=wrong).result()) == said[3]
+        # It is gone while it is waited for.
+        began, answer = time.monotonic(), decode(4, remote_prefiller=there)
+        until(decodes, waits)
+        prefills.kill()
+        assert tokens(answer.result()) == said[4]
+        assert time.monotonic() - began < LIMIT + COMPUTE
 
 
 @pytest.mark.slow

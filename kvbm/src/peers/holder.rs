@@ -118,7 +118,7 @@ pub(super) struct LeasedBlocks {
 }
 
 /// Some of them, until it is dropped.
-struct LeasedShare {
+pub(super) struct LeasedShare {
     of: Arc<LeasedBlocks>,
     blocks: usize,
 }
@@ -134,7 +134,7 @@ impl LeasedBlocks {
     }
 
     /// As many of `wanted` as there may be more.
-    fn take(self: &Arc<Self>, wanted: usize) -> LeasedShare {
+    pub(super) fn take(self: &Arc<Self>, wanted: usize) -> LeasedShare {
         let fits = |leased: usize| wanted.min(self.most.saturating_sub(leased));
         let add = |leased| Some(leased + fits(leased));
         let leased = self.blocks.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
@@ -229,7 +229,7 @@ impl Holder {
             return self.lease_checkpoint(reader, request).await;
         }
         let is_known =
-            |probe: &&Probe| self.core.table().is_known_at(probe.last(), probe.blocks as usize);
+            |probe: &&Probe| self.core.table().is_held_at(probe.last(), probe.blocks as usize);
         let Some(found) = request.probes.iter().rev().find(is_known) else {
             return Ok(self.nothing(request));
         };
@@ -241,6 +241,21 @@ impl Holder {
             // It left just now.
             None => Ok(self.nothing(request)),
         }
+    }
+
+    /// Waits for the shortest prefix that is asked for, if the reader does.
+    async fn await_first(&self, request: &LeaseRequest) {
+        let Some(first) = request.probes.first() else { return };
+        if request.wait_ms == 0 {
+            return;
+        }
+        let limit = Duration::from_millis(request.wait_ms.into()).min(self.ttl);
+        let is_told = || {
+            let table = self.core.table();
+            table.epoch_digest() != request.epoch
+                || table.is_held_at(first.last(), first.blocks as usize)
+        };
+        let _ = timeout(limit, self.core.until_landed(is_told)).await;
     }
 
     /// It has nothing of the chain.
@@ -501,6 +516,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
 
     async fn lease(&mut self, request: &LeaseRequest) -> Result<(), BrokenLink> {
         self.release(ReadEnd::GivenUp).await;
+        tokio::select! {
+            biased;
+            () = self.holder.await_first(request) => {}
+            said = next(&mut self.link) => {
+                // It is gone, or takes no answer.
+                said?;
+                return Err(BrokenLink::Unexpected("it asks again before it is answered"));
+            }
+        }
         let span = self.asked.take();
         let span = span.unwrap_or_else(|| spans::of_serving(self.reader, self.parent.take()));
         let (answer, held) = self

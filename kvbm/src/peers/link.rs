@@ -53,6 +53,8 @@ pub(super) struct Wanted<'a> {
     pub(super) before: usize,
     pub(super) epoch: EpochDigest,
     pub(super) tenant: Option<u32>,
+    /// How long the holder may wait for the first of them, if it has none yet.
+    pub(super) wait: Duration,
     /// How long it waits for blocks, at most.
     pub(super) limit: Duration,
     /// What the holder's part is to be a part of.
@@ -178,6 +180,7 @@ impl PeerLink {
             probes: lengths.iter().map(probe).collect(),
             is_last,
             group: wanted.group,
+            wait_ms: wanted.wait.as_millis().try_into().unwrap_or(u16::MAX),
             wants_slots: self.memory.is_some() || self.reads().is_some() || self.holder.ranks > 0,
         };
         self.exchange(&ToHolder::Lease(request)).await

@@ -18,6 +18,7 @@
 //! | `slices` | where the bytes of blocks are; a leader has its ranks bring theirs |
 //! | `ranks` | a rank's part: it gives slices to ranks of others, and brings theirs |
 //! | `shares` | how heads lie in slices, and whose blocks are alike but for the number of ranks |
+//! | `following` | brings what a peer has and what it comes to have meanwhile |
 //! | `loading` | loads onto the device from what a peer holds |
 //! | `neighbour` | the memory of workers on the same host |
 //! | `nixl` | reads of others' memory by NIXL |
@@ -29,6 +30,7 @@
 mod book;
 mod counting;
 pub(crate) mod discovery;
+mod following;
 mod greeting;
 mod holder;
 mod link;
@@ -457,7 +459,7 @@ impl Peers {
         let (reader, peer) = (Arc::clone(&self.reader), peer.to_owned());
         let chain = chain.into().hashes.to_vec();
         self.start_on_thread(async move |cancelled| {
-            let leased = reader.lease(peer, chain, info);
+            let leased = reader.lease(peer, chain, info, Duration::ZERO);
             tokio::select! {
                 leased = leased => leased,
                 () = cancelled.cancelled() => Err(Error::unavailable("the request for a lease was cancelled")),
@@ -479,6 +481,26 @@ impl Peers {
         let reader = Arc::clone(&self.reader);
         self.start_on_thread(async move |cancelled| {
             reader.pull(lease, usize::MAX, drop, &cancelled).await
+        })
+    }
+
+    /// Brings what a peer has of `chain` into the host tier, and goes on while it comes to have
+    /// more, as one does that computes it now. It ends with the whole chain, where the peer or the
+    /// way to it fails, where there is no more room here, or where nothing more has come for
+    /// `patience`, which what others lease there has as well. With none, nothing is waited for.
+    ///
+    /// The answer is an error as [`lease`](Self::lease)'s is, if nothing came.
+    pub fn follow<'a>(
+        &self,
+        peer: &str,
+        chain: impl Into<Chain<'a>>,
+        info: RequestInfo,
+        patience: Duration,
+    ) -> Transfer<Pulled> {
+        let (reader, peer) = (Arc::clone(&self.reader), peer.to_owned());
+        let chain = chain.into().hashes.to_vec();
+        self.start_on_thread(async move |cancelled| {
+            reader.follow(&peer, &chain, info, patience, &cancelled).await
         })
     }
 

@@ -26,7 +26,7 @@ use crate::names::hash::BlockHash;
 use crate::traces::TraceParent;
 
 /// What both sides must agree on. Raise it with every change of a message.
-pub(super) const VERSION: u16 = 5;
+pub(super) const VERSION: u16 = 6;
 /// `kvbp`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbp");
 
@@ -188,6 +188,8 @@ pub(super) struct LeaseRequest {
     /// Of a cache group other than full attention: the last probe is a checkpoint, by the blocks
     /// that it keeps and the block that it hangs on.
     pub(super) group: u8,
+    /// How long the reader waits for the first probe to be there, in ms, if it is not yet.
+    pub(super) wait_ms: u16,
 }
 
 /// A prefix of a chain: its length in blocks, and the hash of its last block, which commits to all
@@ -406,6 +408,7 @@ mod tests {
             is_last: true,
             wants_slots: true,
             group: u8::MAX,
+            wait_ms: u16::MAX,
         })
     }
 

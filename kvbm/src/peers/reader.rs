@@ -164,16 +164,19 @@ struct PulledPart {
 }
 
 impl Reader {
-    /// Leases at a peer what the tiers here lack of a chain.
+    /// Leases at a peer what the tiers here lack of a chain. A peer that has nothing of that may wait
+    /// for it.
     pub(super) async fn lease(
         &self,
         peer: String,
         chain: Vec<BlockHash>,
         info: RequestInfo,
+        wait: Duration,
     ) -> Result<PeerLease> {
         let span = spans::of_lease(&peer, &info);
         let trace = TraceParent::of(&span);
-        let leased = self.lease_traced(peer, chain, info, trace).instrument(span.clone()).await;
+        let leased = self.lease_traced(peer, chain, info, wait, trace);
+        let leased = leased.instrument(span.clone()).await;
         spans::leased(&span, &leased);
         leased
     }
@@ -183,6 +186,7 @@ impl Reader {
         peer: String,
         chain: Vec<BlockHash>,
         info: RequestInfo,
+        wait: Duration,
         trace: Option<TraceParent>,
     ) -> Result<PeerLease> {
         let address = self.known.borrow().get(&peer).map(str::to_owned);
@@ -191,7 +195,7 @@ impl Reader {
         let (epoch, namespace) = self.present();
         let (tenant, limit) = (info.hints.tenant, self.limit);
         let group = self.group;
-        let wanted = Wanted { chain: &chain, group, before, epoch, tenant, limit, trace };
+        let wanted = Wanted { chain: &chain, group, before, epoch, tenant, wait, limit, trace };
         let mut counted = self.metrics.lease_in();
         match self.lease_at(&peer, &address, &wanted).await {
             Ok((link, named)) => {
@@ -309,7 +313,7 @@ impl Reader {
             nixl.equip(link).await?;
         }
         // Its time counts from here: the first contact by NIXL takes a while.
-        in_time(self.limit, link.lease(wanted)).await
+        in_time(self.limit + wanted.wait, link.lease(wanted)).await
     }
 
     /// A peer that answered that it gives no lease may give another.
@@ -549,7 +553,8 @@ impl Reader {
             if group.core.matches(group.chain(names)).longest() == names.len() {
                 continue;
             }
-            let asked = group.lease_traced(lease.peer.clone(), names.clone(), info, None);
+            let asked =
+                group.lease_traced(lease.peer.clone(), names.clone(), info, Duration::ZERO, None);
             leased.push((checkpoint.clone(), Box::pin(asked).await?));
         }
         Ok(leased)

@@ -1,5 +1,6 @@
 //! Two workers over a simulated network, in simulated time: a model of what a reader may see.
 
+mod following;
 mod limits;
 
 use std::cell::RefCell;
@@ -18,7 +19,7 @@ use proptest::prelude::*;
 use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf, duplex};
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::book::PeerBook;
@@ -256,6 +257,8 @@ enum Step {
     Lease(usize, usize, Fault),
     /// It uses the lease.
     Pull,
+    /// It takes what there is of a chain, and waits for more.
+    Follow(usize, usize),
     /// It drops it.
     Drop,
     Pass(Duration),
@@ -282,6 +285,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         2 => (1..24_usize).prop_map(Step::EvictHere),
         6 => (chain(), fault).prop_map(|((n, blocks), fault)| Step::Lease(n, blocks, fault)),
         6 => Just(Step::Pull),
+        2 => chain().prop_map(|(n, blocks)| Step::Follow(n, blocks)),
         1 => Just(Step::Drop),
         2 => (0..12_000_u64).prop_map(|ms| Step::Pass(Duration::from_millis(ms))),
         1 => weights().prop_map(Step::ResetThere),
@@ -330,7 +334,12 @@ impl Pair {
         if (has_none || !matches!(fault, Fault::None)) && !self.connect(fault).await {
             return;
         }
-        let leased = self.reader.lease("there".to_owned(), chain.to_vec(), RequestInfo::default());
+        let leased = self.reader.lease(
+            "there".to_owned(),
+            chain.to_vec(),
+            RequestInfo::default(),
+            Duration::ZERO,
+        );
         let leased = leased.await;
         self.said = leased.as_ref().err().map(ToString::to_string);
         self.lease = leased.ok();
@@ -372,6 +381,11 @@ impl Pair {
             Step::EvictHere(blocks) => _ = self.here.manager().admin().evict(Tier::Host, blocks),
             Step::Lease(n, blocks, fault) => self.lease(&chain(n, blocks), fault).await,
             Step::Pull => _ = self.pull().await,
+            Step::Follow(n, blocks) => {
+                let (wanted, never) = (chain(n, blocks), CancellationToken::new());
+                let info = RequestInfo::default();
+                drop(self.reader.follow("there", &wanted, info, TTL / 8, &never).await);
+            }
             Step::Drop => self.lease = None,
             Step::Pass(time) => tokio::time::sleep(time).await,
             Step::ResetThere(weights) => self.there.reset_again(weights),

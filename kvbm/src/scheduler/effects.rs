@@ -1,6 +1,7 @@
 //! What follows from a change of the table, with the table unlocked: copies are sent or cancelled,
 //! listeners are woken, callers are answered.
 
+use std::pin::pin;
 use std::sync::Arc;
 
 use super::Core;
@@ -31,6 +32,7 @@ impl Core {
             on_left(&left);
         }
         news.iter().for_each(|listener| listener.wake());
+        self.landed.notify_waiters();
         for Dropped { tier, blocks, defect } in dropped {
             if defect == Defect::Forgotten {
                 continue;
@@ -53,6 +55,20 @@ impl Core {
         self.queue(tasks);
         self.save_again_soon(again);
         ended.into_iter().for_each(|ended| self.transfer_ended(ended));
+    }
+
+    /// Waits until something holds, which is looked at again whenever blocks may have landed.
+    pub(crate) async fn until_landed(&self, holds: impl Fn() -> bool) {
+        let mut landed = pin!(self.landed.notified());
+        loop {
+            // What lands from here on is heard.
+            landed.as_mut().enable();
+            if holds() {
+                return;
+            }
+            landed.as_mut().await;
+            landed.set(self.landed.notified());
+        }
     }
 
     fn transfer_ended(self: &Arc<Self>, ended: TransferEnd) {

@@ -58,6 +58,7 @@ use std::time::Duration;
 use kvbm_policies::{Leg, split};
 use kvbm_tiers::object::{Discovery, FoundBlock};
 use kvbm_tiers::{Frame, Route, SlotId, Tier};
+use tokio::sync::Notify;
 
 use self::background::{BackgroundWaker, UpkeepState};
 use self::batch::BatchesInFlight;
@@ -153,6 +154,8 @@ pub struct Core {
     /// Called with blocks that leave a tier.
     on_left: OnceLock<OnLeft>,
     spans: TransferSpans,
+    /// Wakes who waits for blocks to land.
+    landed: Notify,
     /// 1 when no more work is taken.
     closed: AtomicUsize,
 }
@@ -239,6 +242,7 @@ impl Core {
             tuning,
             on_left: OnceLock::new(),
             spans: TransferSpans::default(),
+            landed: Notify::new(),
             closed: AtomicUsize::new(0),
         })
     }

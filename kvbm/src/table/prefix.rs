@@ -224,9 +224,10 @@ impl Table {
         self.find(chain.key(0)).map(|first| self.records.depth(first))
     }
 
-    /// Whether a block is known, as the last one of a chain of `blocks` blocks.
-    pub(crate) fn is_known_at(&self, last: BlockHash, blocks: usize) -> bool {
-        self.known_at(self.enter(Chain::from(std::slice::from_ref(&last))), blocks).is_some()
+    /// Whether a tier has a block, as the last one of a chain of `blocks` blocks.
+    pub(crate) fn is_held_at(&self, last: BlockHash, blocks: usize) -> bool {
+        let known = self.known_at(self.enter(Chain::from(std::slice::from_ref(&last))), blocks);
+        known.is_some_and(|record| self.records.at(record).resident() != TierSet::default())
     }
 
     fn known_at(&self, last: Chain<'_>, blocks: usize) -> Option<RecordId> {

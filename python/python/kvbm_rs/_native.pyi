@@ -180,6 +180,16 @@ class Manager:
         hints: Hints | None = None,
     ) -> PeerLeasing: ...
     def pull(self, lease: PeerLease) -> Pull: ...
+    def follow(
+        self,
+        peer: str,
+        chain: Chain,
+        *,
+        seconds: float,
+        most: int | None = None,
+        request: int | None = None,
+        hints: Hints | None = None,
+    ) -> Pull: ...
     def transfer_kv_cache(
         self,
         source: str | Sequence[int] | None,

@@ -1,9 +1,15 @@
-"""Prompts that another engine has computed: what it holds of them comes here before they are looked up.
+"""Prompts that another engine has computed, or computes now: what it holds of them comes here before they are looked up.
 
-A proxy sends a prompt to one engine with `do_remote_decode` in `kv_transfer_params`, and to another one what the first has
-answered, as it does with vLLM's `NixlConnector`. The first engine saves the prompt's blocks to its tiers as always, and says where
-it serves its peers. The second leases them there and brings them into its host tier; from there on they are a hit like any other.
-What does not come in time it computes, or the request fails, as `kv_load_failure_policy` says.
+A proxy sends a prompt to one engine, and to another one where the first serves its peers: after the first has answered, as it
+does with vLLM's `NixlConnector`, or to both at once, as with vLLM's `p2p` tier. The first engine saves the prompt's blocks to its
+tiers as always. The second leases them there and brings them into its host tier, as they come to be there; from there on they are a
+hit like any other. What does not come in time it computes, or the request fails, as `kv_load_failure_policy` says.
+
+| in `kv_transfer_params` | the peer | nothing more of it is waited for |
+|---|---|---|
+| `do_remote_prefill` | has computed the prompt, and its last blocks may be on their way to its tiers | a quarter of a second after the last that came, or under `fail` `peer_timeout_ms` after the first look-up |
+| `remote_prefiller` | computes it now | `peer_timeout_ms` after the last that came |
+| `remote_kv_source` | may have some of it | at once |
 """
 
 import time
@@ -12,18 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from kvbm_rs.errors import FullError, KvbmError
+from kvbm_rs.errors import KvbmError
 from kvbm_rs.vllm import logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvbm_rs import Chain, Hints, Manager, PeerLeasing, Pull
+    from kvbm_rs import Chain, Hints, Manager, Pull
     from kvbm_rs.vllm.connector.config import Config
     from vllm.v1.request import Request
 
-# Seconds between two requests for a lease, where the peer's last blocks are still on their way to its tiers; and after which no
-# more are waited for if none came, unless a request fails without them.
+# Seconds between two looks at a list of peers that lacks one; and after which no more of a prompt that was computed is waited for
+# if none came, unless a request fails without it.
 _PAUSE, _MAX_PAUSE = 0.005, 0.25
 
 # What names the peer in lists of ours. Proxies that build parameters anew keep its address alone.
@@ -35,24 +39,22 @@ _COMPUTED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 
 @dataclass
 class Prefilled:
-    """A prompt that a peer has computed."""
+    """A prompt that a peer has computed, or computes."""
 
     # `None`: none that is known here by now.
     peer: str | None
     said: dict[str, Any]
-    # Leading tokens whose blocks it keeps.
+    # Leading tokens whose blocks it keeps, or will.
     tokens: int
-    # From when and until when they are waited for: since the first look-up, as a request may wait long for its turn.
-    started: float = 0.0
-    until: float | None = None
-    # Leading blocks that it had last, and since when. It is asked again at `next`.
-    found: int = -1
-    since: float = 0.0
-    next: float = 0.0
-    leasing: "PeerLeasing | None" = None
+    # Seconds without a block after which no more is waited for.
+    patience: float
+    # Whether a request fails without it, where `kv_load_failure_policy` says so.
+    is_owed: bool = True
+    # Whether it still computes: then only its pauses are limited.
+    is_under_way: bool = False
+    # Since the first look-up, as a request may wait long for its turn.
+    started: float | None = None
     pull: "Pull | None" = None
-    # The peer has more than it leased at a time.
-    is_cut: bool = False
 
 
 class Prefills:
@@ -60,6 +62,7 @@ class Prefills:
 
     def __init__(self, manager: "Manager", config: "Config") -> None:
         self._manager, self._block_tokens, self._seconds = manager, config.block_tokens, config.peer_seconds
+        self._fails = config.fails
         self._max_pause = self._seconds if config.fails else _MAX_PAUSE
         self._engine, self._world, self._groups = config.engine, config.world, len(config.groups)
 
@@ -91,16 +94,22 @@ class Prefills:
         }
 
     def of(self, request: "Request") -> Prefilled | None:
-        """Where this request's prompt was computed, if it says so."""
+        """Where this request's prompt was computed, or is, if it says so."""
         said = _said(request)
-        if not (said.get("do_remote_prefill") and (said.get(_PEER) or said.get("remote_host"))):
-            return None
-        if self._manager.peer() is None and _PEER not in said:
-            # Another connector beside this one brings it.
-            return None
-        tokens = said.get("remote_num_tokens")
-        tokens = tokens if type(tokens) is int else request.num_prompt_tokens
-        return Prefilled(self._known(said), said, min(max(tokens, 0), request.num_prompt_tokens))
+        if said.get("do_remote_prefill") and (said.get(_PEER) or said.get("remote_host")):
+            if self._manager.peer() is None and _PEER not in said:
+                # Another connector beside this one brings it.
+                return None
+            tokens = said.get("remote_num_tokens")
+            tokens = tokens if type(tokens) is int else request.num_prompt_tokens
+            tokens = min(max(tokens, 0), request.num_prompt_tokens)
+            return Prefilled(self._known(said), said, tokens, self._max_pause)
+        tokens = request.num_prompt_tokens
+        if isinstance(computing := said.get("remote_prefiller"), dict):
+            return Prefilled(self._known(computing), computing, tokens, self._seconds, is_under_way=True)
+        if isinstance(source := said.get("remote_kv_source"), dict):
+            return Prefilled(self._known(source), source, tokens, 0.0, is_owed=False)
+        return None
 
     def _known(self, said: dict[str, Any]) -> str | None:
         """Only who is on the list of peers: a request must not name anybody else."""
@@ -117,75 +126,46 @@ class Prefills:
         """How many leading blocks the peer has computed, `most` at most."""
         return min(most, prefilled.tokens // self._block_tokens)
 
+    def owed(self, prefilled: Prefilled, most: int) -> int:
+        """How many leading blocks a request fails without."""
+        return self.blocks(prefilled, most) if self._fails and prefilled.is_owed else 0
+
     def has_ended(
         self, prefilled: Prefilled, chain: "Chain", most: int, number: int, hints: "Hints | None", seconds: float
     ) -> bool:
         """Whether nothing more of it comes. Waits `seconds` at most."""
-        ask = lambda: self._manager.lease_at(prefilled.peer, chain, most=most, request=number, hints=hints)
-        if prefilled.until is None:
-            prefilled.started = time.monotonic()
-            prefilled.until = prefilled.started + self._seconds
+        now = time.monotonic()
+        prefilled.started = prefilled.started or now
         if prefilled.peer is None:
             return self._stays_unknown(prefilled, seconds)
         try:
-            return self._go_on(prefilled, ask, self.blocks(prefilled, most), seconds)
-        except FullError as error:
-            # What others lease there comes to an end.
-            now = time.monotonic()
-            prefilled.leasing, prefilled.next = None, now + _PAUSE
-            if now < min(prefilled.until, prefilled.started + self._max_pause):
-                return False
-            logger.warning("what %s computed does not come: %s", prefilled.peer, error)
-            return True
+            if prefilled.pull is None:
+                wanted = self.blocks(prefilled, most)
+                prefilled.pull = self._manager.follow(
+                    prefilled.peer, chain, seconds=prefilled.patience, most=wanted, request=number, hints=hints
+                )
+            ended = prefilled.pull.wait(seconds)
         except KvbmError as error:
             logger.warning("what %s computed does not come: %s", prefilled.peer, error)
             return True
+        if ended is None and not prefilled.is_under_way and now > prefilled.started + self._seconds:
+            prefilled.pull.cancel()
+            return True
+        if ended is not None and ended.fault:
+            logger.warning("%d blocks came from %s: %s", ended.copied, prefilled.peer, ended.fault)
+        return ended is not None
 
     def _stays_unknown(self, prefilled: Prefilled, seconds: float) -> bool:
         """Whether a peer that is not on the list comes too late: the list may be a moment old."""
         prefilled.peer = self._known(prefilled.said)
         if prefilled.peer is not None:
             return False
-        if time.monotonic() < min(prefilled.until, prefilled.started + self._max_pause):
+        if time.monotonic() < prefilled.started + min(self._max_pause, prefilled.patience):
             time.sleep(min(seconds, _PAUSE))
             return False
         names = (prefilled.said.get(name) for name in (_PEER, "remote_host", "remote_port"))
         logger.warning("no peer is known that is %.100r at %.100r:%.100r, so what it computed is not read", *names)
         return True
-
-    def _go_on(self, prefilled: Prefilled, ask: "Callable[[], PeerLeasing]", wanted: int, seconds: float) -> bool:
-        now = time.monotonic()
-        if prefilled.pull is not None:
-            ended = prefilled.pull.wait(seconds)
-            if ended is not None and ended.fault:
-                logger.warning("%d blocks came from %s: %s", ended.copied, prefilled.peer, ended.fault)
-            if ended is None and now > prefilled.until:
-                prefilled.pull.cancel()
-                return True
-            if ended is not None and prefilled.is_cut and not ended.fault and now < prefilled.until:
-                # The rest is leased now that this is here.
-                prefilled.pull = None
-                return False
-            return ended is not None
-        if prefilled.leasing is None:
-            if now < prefilled.next:
-                time.sleep(min(seconds, prefilled.next - now))
-                return False
-            prefilled.leasing = ask()
-        lease = prefilled.leasing.wait(seconds)
-        if lease is None:
-            return now > prefilled.until
-        prefilled.leasing = None
-        if lease.blocks > prefilled.found:
-            prefilled.found, prefilled.since = lease.blocks, now
-        if lease.blocks < wanted and not lease.is_cut and now < min(prefilled.until, prefilled.since + self._max_pause):
-            # Its last blocks are still on their way to its tiers.
-            prefilled.next = now + _PAUSE
-            return False
-        if not lease.only_there:
-            return True
-        prefilled.pull, prefilled.is_cut = self._manager.pull(lease), lease.is_cut
-        return False
 
 
 def _said(request: "Request") -> dict[str, Any]:

@@ -238,7 +238,7 @@ class Scheduler:
         if known.prefilled is not None:
             if not self._has_come(known.prefilled, known, chain, most):
                 return None, False
-            known.owed = self._prefills.blocks(known.prefilled, most) if self._config.fails else 0
+            known.owed = self._prefills.owed(known.prefilled, most)
             known.prefilled = None
         # vLLM asks again in each step in which it has no room for the request, and when it goes on after a preemption.
         known.lease = self.manager.lease(

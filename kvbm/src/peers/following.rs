@@ -1,0 +1,78 @@
+//! Brings what a peer has of a chain, and what it comes to have meanwhile: a decode worker reads a
+//! prompt while a prefill worker computes it.
+//!
+//! The reader leases as ever what the peer has, and brings it. Then it asks for the next block, and
+//! the holder answers once that has landed there. So nobody writes into another's memory, and a
+//! reader that is gone leaves nothing behind.
+
+use std::time::Duration;
+
+use kvbm_tiers::Tier;
+use tokio::time::{Instant, sleep, timeout_at};
+use tokio_util::sync::CancellationToken;
+
+use super::reader::{Pulled, Reader};
+use crate::error::{ErrorKind, Result};
+use crate::names::hash::{BlockHash, Chain};
+use crate::table::RequestInfo;
+
+/// The pause before a peer is asked again that answered at once, and had nothing to lease.
+const PAUSE: Duration = Duration::from_millis(5);
+
+impl Reader {
+    /// See [`Peers::follow`](super::Peers::follow).
+    pub(super) async fn follow(
+        &self,
+        peer: &str,
+        chain: &[BlockHash],
+        mut info: RequestInfo,
+        patience: Duration,
+        cancelled: &CancellationToken,
+    ) -> Result<Pulled> {
+        let (mut copied, mut refused, mut since) = (0, None, Instant::now());
+        loop {
+            // Asked for twice at least, so that a peer that answers is told from one that hangs.
+            let leasing = self.lease(peer.to_owned(), chain.to_vec(), info, patience / 2);
+            let until = if patience.is_zero() { since + self.limit } else { since + patience };
+            let leasing = cancelled.run_until_cancelled(timeout_at(until, leasing));
+            let Some(Ok(leased)) = leasing.await else { break };
+            let came = match leased {
+                Ok(lease) => {
+                    (info.has_asked, refused) = (true, None);
+                    let (leased, came) = (lease.blocks(), lease.only_there() > 0);
+                    let pulled = self.pull(lease, usize::MAX, drop, cancelled).await?;
+                    copied += pulled.copied;
+                    let is_over = pulled.fault.is_some() || pulled.blocks < leased;
+                    if is_over || pulled.blocks == chain.len() {
+                        return Ok(Pulled { copied, ..pulled });
+                    }
+                    came
+                }
+                Err(error) => {
+                    let is_full = error.kind() == ErrorKind::Full;
+                    refused = Some(error);
+                    if !is_full {
+                        break;
+                    }
+                    false
+                }
+            };
+            if came {
+                since = Instant::now();
+            } else if patience.is_zero() {
+                break;
+            } else {
+                cancelled.run_until_cancelled(sleep(PAUSE)).await;
+            }
+        }
+        match refused {
+            Some(error) if copied == 0 => Err(error),
+            refused => {
+                let info = RequestInfo { has_asked: true, ..info };
+                let lease = self.checkpoints.lease_with(&self.core, Chain::from(chain), info);
+                let blocks = lease.blocks(Tier::Host);
+                Ok(Pulled { lease, blocks, copied, fault: refused.map(|error| error.to_string()) })
+            }
+        }
+    }
+}
