@@ -5,13 +5,13 @@
 #
 #   tests/disagg.sh [--requests N] [--kills N] [--late N]
 #
-# N requests of a trace (200) go through vLLM's own proxy, one in five of which its client leaves, while engines are killed N
-# times (4) in turn; then N reads (100) come when the lease is over and the blocks are others'. It takes the environment that
+# N requests of a trace (200) go through vLLM's own proxy before two engines of each kind, one in five of which its client leaves,
+# while engines are killed N times (10) in turn; then N reads (100) come when the lease is over and the blocks are others'. It takes the environment that
 # tests/vllm.sh has made, with the wheel in it: KVBM_VENV says where that is (target/vllm).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-requests=200 kills=4 late=100
+requests=200 kills=10 late=100
 while (($#)); do
     case $1 in
         --requests) requests=$2 && shift ;;

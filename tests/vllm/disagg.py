@@ -1,7 +1,7 @@
-"""Requests of a trace through an engine that prefills and one that decodes, behind vLLM's own proxy, while clients go away and
+"""Requests of a trace through engines that prefill and engines that decode, behind vLLM's own proxy, while clients go away and
 engines are killed. Prints figures as one JSON object; tests/disagg.sh runs it.
 
-    python tests/vllm/disagg.py --model DIRECTORY --trace FILE [--requests N] [--kills N]
+    python tests/vllm/disagg.py --model DIRECTORY --trace FILE [--requests N] [--kills N] [--each N]
 """
 
 import argparse
@@ -56,41 +56,45 @@ def prompts(trace: Path, count: int) -> list[list[int]]:
     return found
 
 
-class Pair:
-    """An engine that prefills, one that decodes, and the proxy. Either may be killed and started again."""
+class Engines:
+    """Those that prefill, those that decode, and the proxy. Each may be killed and started again."""
 
-    def __init__(self, model: Path, program: Path) -> None:
-        self.model, self.peers = model, free_port()
-        self.ports = [free_port(), free_port()]
-        self.engines = [self.engine(number) for number in range(2)]
-        for engine in self.engines:
+    def __init__(self, model: Path, program: Path, each: int) -> None:
+        self.model, self.each = model, each
+        # Where those that prefill serve their peers.
+        self.peers = [free_port() for _ in range(each)]
+        self.ports = [free_port() for _ in range(2 * each)]
+        self.all = [self.engine(number) for number in range(2 * each)]
+        for engine in self.all:
             engine.__enter__()
-        self.proxy = Proxy(program, *self.ports).__enter__()
+        self.proxy = Proxy(program, self.ports[:each], self.ports[each:]).__enter__()
 
     def engine(self, number: int) -> Server:
+        decodes = number >= self.each
+        known = ",".join(f"127.0.0.1:{port}" for port in self.peers)
         tiers = host(1024, **{"peers.enabled": True, "peers.lease_share": 1.0})
-        tiers |= {"peers.port": 0, "peers.addresses": f"127.0.0.1:{self.peers}"} if number else {"peers.port": self.peers}
-        role = "kv_consumer" if number else "kv_producer"
+        tiers |= {"peers.port": 0, "peers.addresses": known} if decodes else {"peers.port": self.peers[number]}
+        role = "kv_consumer" if decodes else "kv_producer"
         transfer = connector(tiers, role=role, peer_timeout_ms=LIMIT_MS)["kv_transfer_config"]
         return Server(self.model, transfer, ALONE, port=self.ports[number])
 
     def kill(self, number: int) -> None:
         """kill -9, and another one in its place."""
-        self.engines[number].kill()
-        self.engines[number] = self.engine(number)
-        self.engines[number].__enter__()
+        self.all[number].kill()
+        self.all[number] = self.engine(number)
+        self.all[number].__enter__()
 
     def stop(self) -> None:
-        for process in (self.proxy, *self.engines):
+        for process in (self.proxy, *self.all):
             process.__exit__()
 
 
-def ask(pair: Pair, tokens: list[int], said: list[int], abort_at: int | None) -> Ended:
+def ask(engines: Engines, tokens: list[int], said: list[int], abort_at: int | None) -> Ended:
     """One client. `wrong`: what was said is not what one engine says."""
     began, first, found = time.monotonic(), None, []
     ended = lambda how: Ended(how, time.monotonic() - began, first)
     try:
-        for part in pair.proxy.stream(asked(pair.model, tokens, ANSWER)):
+        for part in engines.proxy.stream(asked(engines.model, tokens, ANSWER)):
             found += part["choices"][0]["token_ids"]
             first = first or time.monotonic() - began
             if found != said[: len(found)]:
@@ -118,7 +122,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--kills", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--each", type=int, default=2)
     options = parser.parse_args()
     program = proxy_of(vllm.__version__.split("+")[0])
     if program is None:
@@ -127,14 +132,14 @@ def main() -> None:
     wanted, draw = prompts(options.trace, options.requests), random.Random(4)
     with Server(options.model, None) as alone:
         said = [alone.ask(asked(options.model, tokens, ANSWER))["choices"][0]["token_ids"] for tokens in wanted]
-    pair = Pair(options.model, program)
+    engines = Engines(options.model, program, options.each)
     aborts = [draw.randrange(1, ANSWER) if draw.random() < 0.2 else None for _ in wanted]
     asking = iter(range(len(wanted)))
     lock, done, are_up = threading.Lock(), [], threading.Event()
     are_up.set()
-    # Killed in turn, the one that decodes first, each where so many requests have ended.
-    kills = [(len(wanted) * (number + 1) // (options.kills + 1), (number + 1) % 2) for number in range(options.kills)]
-    killed = [0, 0]
+    # Killed in turn, the last one first, each where so many requests have ended.
+    killed = [0] * len(engines.all)
+    kills = [(len(wanted) * (kill + 1) // (options.kills + 1), -(kill + 1) % len(killed)) for kill in range(options.kills)]
 
     def client() -> None:
         while True:
@@ -143,30 +148,31 @@ def main() -> None:
             if number is None:
                 return
             are_up.wait()
-            ended = ask(pair, wanted[number], said[number], aborts[number])
+            ended = ask(engines, wanted[number], said[number], aborts[number])
             with lock:
                 done.append(ended)
                 kill = kills.pop(0)[1] if kills and len(done) >= kills[0][0] else None
             if kill is not None:
                 # What is under way meets it; what comes waits until another engine is there.
                 are_up.clear()
-                pair.kill(kill)
+                engines.kill(kill)
                 killed[kill] += 1
                 are_up.set()
 
     with ThreadPoolExecutor(CLIENTS) as clients:
         for running in [clients.submit(client) for _ in range(CLIENTS)]:
             running.result()
-    rests = [at_rest(engine) for engine in pair.engines]
-    drift = sum(engine.metric("vllm:kvbm_accounting_drift") for engine in pair.engines)
-    peer_blocks = pair.engines[1].metric("vllm:kvbm_peer_blocks_total", direction="received")
-    pair.stop()
+    rests = [at_rest(engine) for engine in engines.all]
+    drift = sum(engine.metric("vllm:kvbm_accounting_drift") for engine in engines.all)
+    decode = engines.all[options.each :]
+    peer_blocks = sum(engine.metric("vllm:kvbm_peer_blocks_total", direction="received") for engine in decode)
+    engines.stop()
     count = lambda how: sum(ended.how == how for ended in done)
     longest = max(ended.seconds for ended in done)
     figures = {
         "requests": len(done),
         **{how: count(how) for how in ("right", "wrong", "aborted", "error")},
-        "killed": {"prefill": killed[0], "decode": killed[1]},
+        "killed": {"prefill": sum(killed[: options.each]), "decode": sum(killed[options.each :])},
         "longest_s": round(longest, 2),
         "limit_s": LIMIT_MS / 1000 + COMPUTE,
         "first_token_s": round(statistics.median(ended.first for ended in done if ended.first), 3),

@@ -132,11 +132,12 @@ class Server(Process):
 
 
 class Proxy(Process):
-    """vLLM's own, unchanged, before an engine that prefills and one that decodes."""
+    """vLLM's own, unchanged, before engines that prefill and engines that decode, by their ports."""
 
-    def __init__(self, program: Path, prefill: int, decode: int) -> None:
-        ends = ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(prefill)]
-        ends += ["--decoder-hosts", "127.0.0.1", "--decoder-ports", str(decode)]
+    def __init__(self, program: Path, prefills: list[int], decodes: list[int]) -> None:
+        ends = []
+        for kind, ports in (("prefiller", prefills), ("decoder", decodes)):
+            ends += [f"--{kind}-hosts", *["127.0.0.1"] * len(ports), f"--{kind}-ports", *map(str, ports)]
         super().__init__([str(program), *ends], "/healthcheck")
 
 

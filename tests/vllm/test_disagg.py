@@ -71,7 +71,7 @@ def until_computed(server: Server, wanted: int) -> None:
 
 def test_a_pair_behind_vllms_own_proxy_says_what_one_engine_says(model, said):
     program = proxy_program()
-    with pair(model) as (prefills, decodes), Proxy(program, prefills.port, decodes.port) as proxy:
+    with pair(model) as (prefills, decodes), Proxy(program, [prefills.port], [decodes.port]) as proxy:
         assert tokens(proxy.ask(asked(model, prompt(0, LENGTH)))) == said[0]
         # All but what is behind the last full block came from the other one.
         until_computed(decodes, LENGTH % BLOCK)
@@ -150,7 +150,7 @@ def test_it_takes_the_place_of_nixl_connector(model, said):
 
     prefills = server("kv_producer", port)
     decodes = server("kv_consumer", free_port(), **{"peers.addresses": f"127.0.0.1:{port}"})
-    with prefills, decodes, Proxy(program, prefills.port, decodes.port) as proxy:
+    with prefills, decodes, Proxy(program, [prefills.port], [decodes.port]) as proxy:
         told = prefill(prefills, model, 1)
         assert (told["remote_host"], told["remote_port"]) == ("127.0.0.1", port)
         assert tokens(proxy.ask(asked(model, prompt(0, LENGTH)))) == said[0]
