@@ -62,6 +62,9 @@ async fn peers(manager: Manager, chain: Vec<BlockHash>, slots: Vec<SlotId>) -> T
     let lease = peers.lease("127.0.0.1/6890", &chain, RequestInfo::default()).await?;
     let named = [GroupSlots::full(0, &slots[..lease.blocks()])];
     let loaded = manager.load_into(lease, &named, &Fence::Done).await?;
+
+    let (peer, info, patience) = ("127.0.0.1/6890", RequestInfo::default(), Duration::from_secs(5));
+    let pulled = peers.follow(peer, &chain, info, patience).await?;
     Ok(())
 }
 

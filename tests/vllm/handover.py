@@ -1,0 +1,130 @@
+"""What it takes to go from an engine that prefills to one that decodes: `KvbmConnector` beside vLLM's `NixlConnector`. Prints one
+JSON object; tests/disagg.sh runs it.
+
+    python tests/vllm/handover.py [--rounds N]
+
+A model of 12 layers with made-up weights in bf16, prompts of 2,048 tokens, one at a time, behind vLLM's own proxy, two engines of
+each kind of connector at once, asked in turns; medians. `first_token` is what a client waits for it. `hand_over` is the time from
+the arrival of a request at the second engine to the begin of its first step, as vLLM counts it. `decode` is a token's time at the
+second engine while it reads other prompts at its peer, in times of alone: both compute nothing else.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import models
+import vllm
+from engine import HERE, prompt
+from servers import ALONE, Proxy, Server, asked, free_port
+from sources import proxy_of
+
+TOKENS = 2048
+BLOCK_BYTES = 2 * 12 * 12 * 64 * 2 * 32
+ROOM = 1024
+# tests/vllm.sh installs NIXL there.
+NIXL = Path(sys.prefix, "kvcr")
+WANTED = {"first_token": 1.05, "hand_over": 0.5}
+
+
+def ours(role: str, port: int, peer: int | None) -> tuple[dict, dict]:
+    settings = {"host.capacity": ROOM * BLOCK_BYTES, "peers.enabled": True, "peers.port": port, "peers.lease_share": 1.0}
+    if peer:
+        settings["peers.addresses"] = f"127.0.0.1:{peer}"
+    transfer = {"kv_connector": "KvbmConnector", "kv_connector_module_path": "kvbm_rs.vllm.connector", "kv_role": role}
+    return transfer | {"kv_connector_extra_config": {"settings": settings}}, {}
+
+
+def theirs(role: str, port: int, peer: int | None) -> tuple[dict, dict]:
+    paths = ":".join(filter(None, [str(HERE), str(NIXL), os.environ.get("PYTHONPATH")]))
+    environment = {"PYTHONPATH": paths, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), "UCX_TLS": "tcp,shm,cma,self"}
+    return {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}, environment
+
+
+class Pair:
+    """An engine that prefills, one that decodes, and the proxy."""
+
+    def __init__(self, model: Path, program: Path, kind) -> None:
+        ports = free_port(), free_port()
+        sides = (kind("kv_producer", ports[0], None), kind("kv_consumer", ports[1], ports[0]))
+        own = {"dtype": "bfloat16", "load_format": "dummy"}
+        # What another prompt left in an engine's own cache is not wanted.
+        self.engines = [Server(model, transfer, ALONE | environment, **own) for transfer, environment in sides]
+        self.model, self.program, self.times = model, program, {"first_token": [], "hand_over": []}
+
+    def start(self) -> None:
+        for engine in self.engines:
+            engine.__enter__()
+        self.proxy = Proxy(self.program, *([engine.port] for engine in self.engines)).__enter__()
+
+    def stop(self) -> None:
+        for process in (self.proxy, *self.engines):
+            process.__exit__()
+
+    def waited(self) -> tuple[float, float]:
+        """Seconds that requests waited for their first step at the second engine, and how many they were."""
+        name = "vllm:request_queue_time_seconds"
+        return self.engines[1].metric(f"{name}_sum"), self.engines[1].metric(f"{name}_count")
+
+    def ask(self, number: int) -> None:
+        before, began = self.waited(), time.monotonic()
+        parts = self.proxy.stream(asked(self.model, prompt(number, TOKENS), 4))
+        next(parts)
+        first = time.monotonic() - began
+        for _ in parts:
+            pass
+        while (after := self.waited())[1] == before[1]:
+            time.sleep(0.05)
+        self.times["first_token"].append(first)
+        self.times["hand_over"].append(after[0] - before[0])
+
+    def medians(self) -> dict[str, float]:
+        # The first prompt is the first contact.
+        return {name: statistics.median(times[1:]) for name, times in self.times.items()}
+
+    def computed(self) -> float:
+        """Tokens of prompts that the second engine computed."""
+        return self.engines[1].metric("vllm:prompt_tokens_by_source_total", source="local_compute")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    program = proxy_of(vllm.__version__.split("+")[0])
+    if program is None:
+        print("SKIPPED: vLLM's proxy cannot be fetched", file=sys.stderr)
+        sys.exit(77)
+    kinds = {"kvbm": ours} | ({"nixl": theirs} if NIXL.is_dir() else {})
+    with tempfile.TemporaryDirectory() as scratch:
+        model = models.make(Path(scratch, "bench"), "bench")
+        pairs = {name: Pair(model, program, kind) for name, kind in kinds.items()}
+        for pair in pairs.values():
+            pair.start()
+        for number in range(rounds + 1):
+            for pair in pairs.values():
+                pair.ask(number)
+        found = {name: pair.medians() for name, pair in pairs.items()}
+        computed = {name: pair.computed() / (rounds + 1) for name, pair in pairs.items()}
+        for pair in pairs.values():
+            pair.stop()
+    ms = {name: {what: round(1e3 * took, 1) for what, took in times.items()} for name, times in found.items()}
+    figures = {"rounds": rounds, "ms": ms, "computed_tokens": computed}
+    short = []
+    if "nixl" in found:
+        ratios = {what: found["kvbm"][what] / found["nixl"][what] for what in WANTED}
+        figures["over_nixl"] = {what: round(ratio, 3) for what, ratio in ratios.items()}
+        short = [f"{what} over NixlConnector's" for what, ratio in ratios.items() if ratio > WANTED[what]]
+    else:
+        figures["left_out"] = ["NIXL is not installed"]
+    print(json.dumps(figures | {"short": short}))
+    sys.exit(3 if short else 0)
+
+
+if __name__ == "__main__":
+    main()
