@@ -6,7 +6,8 @@
 #   tests/disagg.sh [--requests N] [--kills N] [--late N]
 #
 # N requests of a trace (200) go through vLLM's own proxy before two engines of each kind, one in five of which its client leaves,
-# while engines are killed N times (10) in turn; then N reads (100) come when the lease is over and the blocks are others'. It takes the environment that
+# while engines are killed N times (10) in turn; then N reads (100) come when the lease is over and the blocks are others'. handover.py
+# measures, beside vLLM's NixlConnector where the whole of tests/vllm.sh has installed NIXL. It takes the environment that
 # tests/vllm.sh has made, with the wheel in it: KVBM_VENV says where that is (target/vllm).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -50,16 +51,22 @@ late_reads() {
 }
 expect 'no late read is wrong' late_reads
 
-"$python" - "$scratch/figures.json" "$late" "${failed[@]}" <<'PYTHON'
+say 'figures'
+"$python" tests/vllm/handover.py >"$scratch/handover.json" || (($? == 3)) || failed+=('the figures are taken')
+
+"$python" - "$scratch" "$late" "${failed[@]}" <<'PYTHON'
 import json, pathlib, sys
 
 place, late, *failed = sys.argv[1:]
-try:
-    figures = json.loads(pathlib.Path(place).read_text())
-except ValueError:
-    figures, failed = {}, [*failed, "no figures"]
-failed += figures.pop("failed", [])
-short = figures.pop("short", [])
+figures, short = {}, []
+for file in ("figures.json", "handover.json"):
+    try:
+        found = json.loads(pathlib.Path(place, file).read_text())
+    except (OSError, ValueError):
+        found = {"failed": [f"no {file}"]}
+    failed += found.pop("failed", [])
+    short += found.pop("short", [])
+    figures |= found
 print(json.dumps({"holds": not failed and not short, "failed": [*failed, *short], "late_reads": int(late), **figures}))
 sys.exit(1 if failed else 3 if short else 0)
 PYTHON

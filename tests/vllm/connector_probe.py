@@ -356,18 +356,54 @@ def go_on(engine) -> dict:
 
 def matches(engine, prompt: list[int]) -> dict:
     """Leading blocks of a prompt by tier."""
-    from vllm import SamplingParams
-    from vllm.v1.request import Request
-
-    request = Request("matched", prompt, SamplingParams(), None, block_hasher=engine.core.request_block_hasher)
-    return _matches(engine, request.block_hashes)
+    return _connector(engine)._scheduler.manager.matches(_chain(engine, _hashes(engine, prompt)))
 
 
 def _matches(engine, hashes: list[bytes]) -> dict:
+    return _connector(engine)._scheduler.manager.matches(_chain(engine, hashes))
+
+
+def _hashes(engine, prompt: list[int]) -> list[bytes]:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    return Request("named", prompt, SamplingParams(), None, block_hasher=engine.core.request_block_hasher).block_hashes
+
+
+def _chain(engine, hashes: list[bytes]):
     from kvbm_rs import Chain
 
-    scheduler = _connector(engine)._scheduler
-    return scheduler.manager.matches(Chain(hashes, salt=scheduler._weights))
+    return Chain(hashes, salt=_connector(engine)._scheduler._weights)
+
+
+def token_times(engine, tokens: int, read: list[list[int]], peer: str) -> dict:
+    """Seconds for each of so many tokens, while this engine reads these prompts at a peer, again and again; and how many of
+    their blocks came meanwhile."""
+    import threading
+
+    from vllm import SamplingParams
+
+    asked, manager = engine.llm.llm_engine, _connector(engine)._scheduler.manager
+    chains = [_chain(engine, _hashes(engine, prompt)) for prompt in read]
+    over, copied = threading.Event(), []
+
+    def reads() -> None:
+        while chains and not over.is_set():
+            for chain in chains:
+                copied.append(manager.follow(peer, chain, seconds=0).wait(60).copied)
+
+    reader = threading.Thread(target=reads)
+    reader.start()
+    greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    asked.add_request("timed", {"prompt_token_ids": [3, 4, 5]}, greedy)
+    times, before = [], time.monotonic()
+    while asked.has_unfinished_requests():
+        asked.step()
+        times.append(time.monotonic() - before)
+        before = time.monotonic()
+    over.set()
+    reader.join()
+    return {"times": times, "blocks": sum(copied)}
 
 
 class _Recorder:

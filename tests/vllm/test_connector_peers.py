@@ -2,6 +2,7 @@
 
 import os
 
+import models
 import pytest
 from connectors import LENGTH, SERVED, connector, host, is_at_rest, probe
 from engine import BLOCK, Engine, prompt
@@ -20,9 +21,10 @@ def worker(
     blocks: int = 64,
     timeout_ms: int = TIMEOUT_MS,
     workers: int = 0,
+    options: dict | None = None,
     **settings,
 ) -> Engine:
-    """An engine that serves its peers, and reads at these. With `workers` these are processes of their own."""
+    """An engine of these options that serves its peers, and reads at these. With `workers` these are processes of their own."""
     tiers = host(blocks, **{"peers.enabled": True, "peers.port": 0, "peers.lease_share": 1.0}, **settings)
     if peers:
         tiers["peers.addresses"] = ",".join(peers)
@@ -31,7 +33,8 @@ def worker(
         "distributed_executor_backend": "mp",
         "environment": {"OMP_NUM_THREADS": "1"},
     }
-    return Engine(model, **connector(tiers, policy, role, peer_timeout_ms=timeout_ms), **(apart if workers else {}))
+    more = (apart if workers else {}) | (options or {})
+    return Engine(model, **connector(tiers, policy, role, peer_timeout_ms=timeout_ms), **more)
 
 
 def prefill(engine: Engine, number: int) -> dict:
@@ -172,3 +175,25 @@ def test_engines_that_split_heads_otherwise_read_each_other(model, said, there, 
                 went_on = decode(second, number, told)
                 assert (went_on["said"], went_on["scheduled"]) == (said[number], SERVED)
             assert is_at_rest(first) and is_at_rest(second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["hybrid", "states"])
+def test_models_of_several_cache_groups_read_each_other(model, shape):
+    place = models.make(model.parent / shape, shape)
+    # So that steps end, and leave a state, where checkpoints are.
+    options = {"max_num_batched_tokens": 16 * BLOCK}
+    with Engine(place, dtype="float32", **options) as alone:
+        said = [alone.generate(prompt(number, LENGTH)).said[0] for number in range(3)]
+    with worker(place, role="kv_producer", options=options) as first:
+        own = probe(first, "peer")
+        with worker(place, own[1], role="kv_consumer", options=options) as second:
+            for number in range(3):
+                went_on = decode(second, number, prefill(first, number))
+                assert (went_on["said"], went_on["scheduled"]) == (said[number], SERVED), second.logged()[-4000:]
+            # It dies, and the other one computes.
+            told = prefill(first, 3)
+            first.kill()
+            went_on = decode(second, 3, told)
+            assert (went_on["ended"], went_on["scheduled"]) == ("length", LENGTH + 7)
+            assert is_at_rest(second)
