@@ -103,6 +103,24 @@ def test_what_a_peer_holds_is_pulled_to_the_host_tier(workers: tuple[Worker, Wor
     assert lease_at(here, name, chain(1, 6)).only_there == 0
 
 
+def test_what_a_peer_computes_is_followed(workers: tuple[Worker, Worker, str]) -> None:
+    there, here, name = workers
+    compute(there, 1, 3)
+    pull = here.manager.follow(name, chain(1, 6), seconds=60.0)
+    assert pull.wait(0.01) is None
+    compute(there, 1, 6)
+    pulled = pull.wait(10.0)
+    assert pulled is not None
+    assert (pulled.blocks, pulled.copied, pulled.fault) == (6, 6, None)
+    # What is there, and no more.
+    compute(there, 2, 3)
+    pulled = here.manager.follow(name, chain(2, 6), seconds=0.0).wait(10.0)
+    assert pulled is not None
+    assert (pulled.blocks, pulled.fault) == (3, None)
+    with pytest.raises(InvalidError, match="no peer somebody is known"):
+        here.manager.follow("somebody", chain(1, 6), seconds=1.0).wait(10.0)
+
+
 def test_new_weights_that_nobody_named_are_not_shared(workers: tuple[Worker, Worker, str]) -> None:
     there, here, name = workers
     there.manager.reset()

@@ -380,6 +380,7 @@ def token_times(engine, tokens: int, read: list[list[int]], peer: str) -> dict:
     """Seconds for each of so many tokens, while this engine reads these prompts at a peer, again and again; and how many of
     their blocks came meanwhile."""
     import threading
+    import time
 
     from vllm import SamplingParams
 
