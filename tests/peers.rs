@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm::blocking::Blocks;
-use kvbm::{BlockHash, Error, Fingerprint, Manager, Options, RequestInfo, Tier};
+use kvbm::{BlockHash, Error, Fingerprint, Manager, Options, Pulled, RequestInfo, Tier};
 use kvbm_settings::{Capacity, EvictionKind, Loader, Settings};
 use kvbm_tests::process::{Process, role, say};
 use kvbm_tests::rig::{chain, wait_until};
@@ -86,7 +86,17 @@ fn check(blocks: &Blocks, chain: &[BlockHash]) -> usize {
 fn read(manager: &Manager, peer: &str, chain: &[BlockHash]) -> String {
     let peers = manager.peers().unwrap();
     let lease = peers.lease(peer, chain, RequestInfo::default()).wait();
-    match lease.and_then(|lease| peers.pull(lease).wait()) {
+    told(lease.and_then(|lease| peers.pull(lease).wait()))
+}
+
+/// The same of one that a peer computes meanwhile.
+fn follow(manager: &Manager, peer: &str, chain: &[BlockHash]) -> String {
+    let (peers, info) = (manager.peers().unwrap(), RequestInfo::default());
+    told(peers.follow(peer, chain, info, Duration::from_millis(TTL_MS)).wait())
+}
+
+fn told(pulled: Result<Pulled, Error>) -> String {
+    match pulled {
         Ok(pulled) => format!("{} {:?}", pulled.copied, pulled.fault),
         Err(error) => format!("0 {error}"),
     }
@@ -121,6 +131,7 @@ fn process() {
             "check" => say(&check(&blocks, &chain()).to_string()),
             "evict" => say(&manager.admin().evict(Tier::Host, n as usize).to_string()),
             "read" => say(&read(&manager, words.next().unwrap(), &chain())),
+            "follow" => say(&follow(&manager, words.next().unwrap(), &chain())),
             "known" => {
                 let known = manager.peers().unwrap().known();
                 say(&known.into_iter().map(|(name, _)| name).collect::<Vec<_>>().join(" "));
@@ -317,11 +328,18 @@ fn either_side_is_killed_or_frozen_at_any_point(way: &'static str) {
     let mut c = Worker::start(0, &a.address, way);
     let mut incomplete = 0;
     for n in 0..kills {
-        a.ask(&format!("compute {n} 128"));
-        c.process.tell(&format!("read {n} 128 {}", name_of(&a.address)));
+        // Every other one is computed while it is read.
+        let follows = n % 2 == 1;
+        a.ask(&format!("compute {n} {}", if follows { 48 } else { 128 }));
+        let read = if follows { "follow" } else { "read" };
+        c.process.tell(&format!("{read} {n} 128 {}", name_of(&a.address)));
+        if follows {
+            a.process.tell(&format!("compute {n} 128"));
+        }
         let list = a.address.clone();
         std::thread::sleep(Duration::from_micros(random.u64(0..1_500)));
-        match random.u8(0..4) {
+        let choice = random.u8(0..4);
+        match choice {
             0 => {
                 a = a.again("");
                 c.process.hear();
@@ -338,6 +356,9 @@ fn either_side_is_killed_or_frozen_at_any_point(way: &'static str) {
                 c.process.signal("CONT");
                 c.process.hear();
             }
+        }
+        if follows && choice != 0 {
+            a.process.hear();
         }
         incomplete += usize::from(c.ask(&format!("check {n} 128")) < 128);
         a.ask(&format!("compute {n} 128"));
