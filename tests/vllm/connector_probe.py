@@ -266,7 +266,14 @@ def peer(engine) -> list[str]:
 
 
 def ask(
-    engine, prompt: list[int], params: dict | None = None, actions: list = (), wait: float = 0.0, tokens: int = 8
+    engine,
+    prompt: list[int],
+    params: dict | None = None,
+    actions: list = (),
+    wait: float = 0.0,
+    tokens: int = 8,
+    salt: str | None = None,
+    adapter: str | None = None,
 ) -> dict:
     """Asks for a prompt with `kv_transfer_params` and actions of `kv_hints`, and waits before its first step."""
     import time
@@ -278,7 +285,9 @@ def ask(
     greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **extra)
     hints = KvHintsEnvelope("0.1", "m1", [KvHintAction(*action) for action in actions]) if actions else None
     asked, before, began = engine.llm.llm_engine, engine.scheduled, time.monotonic()
-    asked.add_request("asked", {"prompt_token_ids": prompt}, greedy, kv_hints=hints)
+    salted = {} if salt is None else {"cache_salt": salt}
+    lora = engine.adapter(adapter)
+    asked.add_request("asked", {"prompt_token_ids": prompt, **salted}, greedy, lora_request=lora, kv_hints=hints)
     time.sleep(wait)
     waited = _matches(engine, engine.core.scheduler.waiting.peek_request().block_hashes)
     output = _ended(asked)

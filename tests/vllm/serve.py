@@ -83,15 +83,11 @@ class Engine:
         self, prompts: list[list[int]], tokens: int, salt: str | None = None, adapter: str | None = None
     ) -> dict:
         from vllm import SamplingParams
-        from vllm.lora.request import LoRARequest
 
         greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         salted = {} if salt is None else {"cache_salt": salt}
         prompts = [{"prompt_token_ids": prompt, **salted} for prompt in prompts]
-        lora = None
-        if adapter is not None:
-            number = 1 + self.adapters.setdefault(adapter, len(self.adapters))
-            lora = LoRARequest(os.path.basename(adapter), number, adapter)
+        lora = self.adapter(adapter)
         before, began = self.scheduled, time.perf_counter()
         outputs = self.llm.generate(prompts, greedy, use_tqdm=False, lora_request=lora)
         return {
@@ -101,6 +97,13 @@ class Engine:
             "said": [list(output.outputs[0].token_ids) for output in outputs],
             "ended": [output.outputs[0].finish_reason for output in outputs],
         }
+
+    def adapter(self, place: str | None):
+        from vllm.lora.request import LoRARequest
+
+        if place is None:
+            return None
+        return LoRARequest(os.path.basename(place), 1 + self.adapters.setdefault(place, len(self.adapters)), place)
 
     def settle(self, limit: float = 60.0) -> dict:
         """What is stored goes on after the last answer, and is only noticed by steps."""

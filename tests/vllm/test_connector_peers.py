@@ -197,3 +197,32 @@ def test_models_of_several_cache_groups_read_each_other(model, shape):
             went_on = decode(second, 3, told)
             assert (went_on["ended"], went_on["scheduled"]) == ("length", LENGTH + 7)
             assert is_at_rest(second)
+
+
+@pytest.mark.slow
+def test_what_is_read_has_the_salt_and_the_adapter_that_it_was_computed_with(model, tmp_path):
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    adapters = [str(models.write_adapter(tmp_path / name, seed)) for seed, name in enumerate(("one", "other"), 1)]
+    with worker(model, role="kv_producer", options=options) as first:
+        own = probe(first, "peer")
+        with worker(model, own[1], role="kv_consumer", options=options) as second:
+
+            def ask(engine, params=None, **named):
+                answer = probe(engine, "ask", prompt=prompt(0, LENGTH), params=params, **named)
+                engine.settle()
+                return answer
+
+            # Of another numbering there, and the same weights.
+            ask(second, adapter=adapters[1])
+            assert second.reset()
+            for named in ({"salt": "some"}, {"adapter": adapters[0]}, {"salt": "some", "adapter": adapters[0]}):
+                computed = ask(first, PREFILL, **named)
+                went_on = ask(second, computed["params"], **named)
+                assert (went_on["said"], went_on["scheduled"]) == (computed["said"], SERVED), named
+            # What one of them has not computed so is not read, and is right.
+            told = ask(first, PREFILL, adapter=adapters[0])["params"]
+            for named in ({}, {"salt": "other"}, {"salt": "other", "adapter": adapters[0]}):
+                went_on = ask(second, told, **named)
+                assert went_on["scheduled"] == LENGTH + 7, named
+                assert went_on["said"] == ask(first, **named)["said"], named
+            assert is_at_rest(first) and is_at_rest(second)
