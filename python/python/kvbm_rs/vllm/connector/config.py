@@ -131,6 +131,9 @@ class Config:
         self.peer_seconds: float = extra.get("peer_timeout_ms", _PEER_TIMEOUT_MS) / 1000
         if self.layerwise:
             _check_layerwise(self, vllm_config)
+        # Whether a prompt may be loaded to its end: vLLM then computes its last token again, and only that. A step that is to
+        # compute while it loads has to have something to compute.
+        self._loads_ends = not self.layerwise and all(map(_serves_its_last_token, kv_cache_config.kv_cache_groups))
         events = vllm_config.kv_events_config
         self.publishes = events is not None and events.enable_kv_cache_events
         settings = _settings(extra.get("settings", {}), self.groups[0].block_bytes)
@@ -158,6 +161,11 @@ class Config:
                 "kv_role: with kv_producer in the MultiConnector around it vLLM gives KvbmConnector blocks to load into that a step "
                 "under way still writes. Set kv_producer for KvbmConnector too, which then waits for that step"
             )
+
+    def loadable(self, tokens: int) -> int:
+        """Leading blocks of a prompt of so many tokens that may be loaded. Its last token is computed in any case: it gives the
+        next one."""
+        return (tokens if self._loads_ends else tokens - 1) // self.block_tokens
 
     def others(self, memories: list[EngineMemory]) -> list[CacheGroup]:
         """The groups beside the first, with the memory of each."""
@@ -282,6 +290,15 @@ def _window(spec: "KVCacheGroupSpec") -> int:
         "of several cache groups KvbmConnector keeps full attention, sliding windows and states, and not "
         f"{type(kept).__name__}{draft}: use KvbmTier"
     )
+
+
+def _serves_its_last_token(group: "KVCacheGroupSpec") -> bool:
+    """Whether what is kept as of the end of a block does to compute the last token of that block again. A state has it in it; a
+    window reaches back one token more from there, which may be in a block that was let go."""
+    kept = _spec(group)
+    if isinstance(kept, SlidingWindowSpec):
+        return (kept.sliding_window - 1) % kept.block_size != 0
+    return isinstance(kept, FullAttentionSpec)
 
 
 def _check_states(vllm_config: "VllmConfig") -> None:

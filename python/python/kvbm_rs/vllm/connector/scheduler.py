@@ -232,8 +232,7 @@ class Scheduler:
         known = self._known(request)
         if known.has_failed or not self._still_has_its_salt(known):
             return 0, False
-        # The last token is always computed: it gives the next one.
-        most = (request.num_tokens - 1) // self._config.block_tokens
+        most = self._config.loadable(request.num_tokens)
         chain = self._chain(known)
         if known.prefilled is not None:
             if not self._has_come(known.prefilled, known, chain, most):
@@ -249,6 +248,9 @@ class Scheduler:
             self._publisher.find(known.chain)
         is_lost = known.lease.blocks < known.owed
         more = max(known.lease.blocks, known.owed) * self._config.block_tokens - num_computed_tokens
+        if request.num_tokens - num_computed_tokens <= self._config.block_tokens:
+            # A load takes a step longer than the last block.
+            more = 0
         if is_lost or more <= 0:
             known.lease = None
         if more <= 0:
@@ -455,7 +457,7 @@ class Scheduler:
         if full <= known.saved or self._kv is None:
             return
         tables = self._kv.get_blocks(known.request.request_id).blocks
-        prompt = (known.request.num_prompt_tokens - 1) // self._config.block_tokens
+        prompt = self._config.loadable(known.request.num_prompt_tokens)
         if self._config.is_hybrid and known.saved < prompt <= full:
             # Where who asks for the same prompt goes on.
             self._start(known, self._stretches(known, tables, prompt), is_end=True)
