@@ -115,6 +115,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):
         # Blocks that are still to be saved are held one by one.
         return False, self._scheduler.finish(request, block_ids)
 
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler.frees_blocks_soon()
+
     def has_pending_push_work(self) -> bool:
         return self._scheduler.is_saving()
 

@@ -6,6 +6,7 @@ import os
 import platform
 import tempfile
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -384,8 +385,17 @@ def _order(vllm_config: "VllmConfig") -> str:
         processor = platform.machine() + (" amx" if torch.cpu._is_amx_tile_supported() else "")
     else:
         processor = current_platform.get_device_capability()
-    backends = f"{backend or 'auto'}{sorted(kinds.items()) if kinds else ''}"
+    backends = f"{backend or _choice()}{sorted(kinds.items()) if kinds else ''}"
     return f"{layout} {backends} {current_platform.device_type} {processor}"
+
+
+def _choice() -> str:
+    """What vLLM's own choice of a backend goes by beside what is named already. Which one it is only workers know, once they have
+    the model."""
+    try:
+        return f"auto with flashinfer {metadata.version('flashinfer-python')}"
+    except metadata.PackageNotFoundError:
+        return "auto"
 
 
 def _positions(model: Any) -> str:

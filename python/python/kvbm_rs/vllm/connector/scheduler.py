@@ -49,6 +49,9 @@ _RESET_WAIT = 1.0
 # Seconds that a step waits for a load where nothing computes: vLLM asks again at once, and asking takes a processor from the copy.
 _IDLE_WAIT = 0.002
 
+# Seconds that a request which needs room waits for a save to free some. A save that takes longer waits for a slow medium.
+_MAX_SAVE = 0.05
+
 # One block of so many may be pinned: what is pinned makes no room.
 _MAX_PINNED_SHARE = 4
 
@@ -105,6 +108,11 @@ class _Request:
     def forget_chain(self) -> None:
         self.chain = Chain(salt=self.salt or b"")
 
+    def begin_anew(self) -> None:
+        """Its blocks are not its own any more."""
+        self.steps.clear()
+        self.computed = 0
+
 
 # The blocks of a cache group from a position of the chain on.
 _Stretch = tuple[int, list["KVCacheBlock"]]
@@ -131,6 +139,7 @@ class _Saving:
     number: int
     save: Save
     blocks: list["KVCacheBlock"]
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -346,8 +355,7 @@ class Scheduler:
         self._adapters.look_again()
         for name in output.preempted_req_ids or ():
             if name in self._requests:
-                # Its blocks are not its own any more.
-                self._requests[name].steps.clear()
+                self._requests[name].begin_anew()
         new = output.scheduled_new_reqs
         cached = output.scheduled_cached_reqs
         before = {scheduled.req_id: scheduled.num_computed_tokens for scheduled in new}
@@ -524,6 +532,13 @@ class Scheduler:
     def is_saving(self) -> bool:
         return bool(self._saving or self._ending)
 
+    def frees_blocks_soon(self) -> bool:
+        """Whether blocks become free in a moment that only a save holds: vLLM then waits for them, and preempts nobody."""
+        since = time.monotonic() - _MAX_SAVE
+        return any(
+            block.ref_cnt == 1 for saving in self._saving if saving.since > since for block in saving.blocks
+        )
+
     def events(self) -> "Iterable[KVCacheEvent]":
         """What came to the tiers and left them since the last call."""
         return self._publisher.take() if self._publisher else ()
@@ -627,18 +642,24 @@ class Scheduler:
             # One whose load has ended, or a session, waits too.
             waits = known.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             begins_anew = waits and not known.request.num_computed_tokens
+            if begins_anew:
+                known.begin_anew()
             known.salt = self._salt(known.request) if known.salt is not None else None
             known.saved = 0 if begins_anew and known.salt is not None else _ALL
             known.forget_chain()
-        for ending in self._ending:
+        ended, self._ending = self._ending, []
+        for ending in ended:
             self._let_go(ending)
-        self._ending = []
         self._pinning, self._pinned = [], []
         try:
             self.manager.reset()
         except UnavailableError as error:
             # What was kept before the first reset is of the files' weights, and all since has names that end with this process.
             logger.warning("the new epoch is not noted everywhere yet: %s", error)
+        except KvbmError:
+            # Nothing older is found all the same: all since has other names.
+            logger.exception("the tiers have begun no new epoch")
+            return False
         return True
 
     def shutdown(self) -> None:
