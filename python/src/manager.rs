@@ -58,7 +58,9 @@ impl Manager {
         let options = Options {
             registry: registry.clone(),
             block_tokens,
-            fingerprint: fingerprint.map(self::fingerprint).transpose()?,
+            fingerprint: fingerprint
+                .map(|values| self::fingerprint(values, block_tokens))
+                .transpose()?,
             ranks: ranks.map(|(dir, world, seconds)| RankGroup {
                 dir,
                 world,
