@@ -12,6 +12,7 @@ several each worker is a rank that copies its slice.
 | `events` | what comes to the tiers and leaves them, as vLLM's KV events |
 | `hints` | what a request says of itself, and what it is answered |
 | `peers` | prompts that another engine has computed |
+| `shadow` | hits that the engine computes again, to compare them |
 | `scheduler` | the scheduler's role: look-ups, loads, saves, and which blocks are held for them |
 | `stats` | the manager's metrics among vLLM's own |
 | `worker` | the worker's role: adopts tensors, passes on what has ended |

@@ -145,6 +145,10 @@ class Config:
                 "or data_parallel_size to 1"
             )
         self.settings = settings.of_replica(parallel.data_parallel_index)
+        # What the numbers of a block are, where hits are computed again and compared.
+        self.shadow_elements = ""
+        if float(settings["transfer.shadow_share"]) > 0:
+            self.shadow_elements = _shadow_elements(self, vllm_config, kv_cache_config)
         lora = vllm_config.lora_config
         # How adapters are used: of what type their weights are made, and for which layers.
         self.adapter_options = lora and lora.compute_hash()
@@ -322,6 +326,24 @@ def _check_layerwise(config: Config, vllm_config: "VllmConfig") -> None:
     else:
         return
     raise InvalidError(f"kv_connector_extra_config: layerwise {wanted}")
+
+
+_ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+def _shadow_elements(config: Config, vllm_config: "VllmConfig", cache: "KVCacheConfig") -> str:
+    versions.check_shows_tables("transfer.shadow_share")
+    elements = _ELEMENTS.get(getattr(_spec(cache.kv_cache_groups[0]), "dtype", None))
+    if config.is_windowed or not config.is_alone:
+        wanted = "full attention, and one worker in the engine's process"
+    elif vllm_config.speculative_config is not None:
+        # What a draft model keeps of a block's last token depends on the next one.
+        wanted = "no speculative decoding"
+    elif elements is None:
+        wanted = "keys and values of float32, float16 or bfloat16"
+    else:
+        return elements
+    raise InvalidError(f"transfer.shadow_share: hits can be computed again and compared with {wanted}: set it to 0")
 
 
 def _dtype(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str:
