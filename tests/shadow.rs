@@ -103,6 +103,17 @@ fn what_differs_in_its_lowest_bits_stays() {
 }
 
 #[test]
+fn of_a_share_of_the_leases_all_hits_are_sampled() {
+    let manager = open(0.25);
+    fill(&manager, 1, &[]);
+    let sampled = |_| manager.admin().shadow_sample(&manager.lease(&chain(1))).len();
+    let sampled: Vec<_> = (0..200).map(sampled).filter(|&blocks| blocks > 0).collect();
+    assert!((48..=52).contains(&sampled.len()), "{sampled:?}");
+    assert!(sampled.iter().all(|&blocks| blocks == BLOCKS as usize), "{sampled:?}");
+    assert!(manager.admin().shadow_sample(&manager.lease(&chain(2))).is_empty(), "it has no hits");
+}
+
+#[test]
 fn a_block_of_another_is_found_out_and_gone() {
     let registry = Registry::new();
     let manager = engine::open(settings(1.0), &registry).unwrap();

@@ -60,8 +60,8 @@ fn log_to_stderr<S>(verbose: u8) -> impl Layer<S>
 where
     S: tracing::Subscriber + for<'a> tracing_subscriber::registry::LookupSpan<'a>,
 {
-    // That NIXL is missing is no warning: most users do well without it. It is still logged.
-    let level = ["warn,kvbm::assemble::nixl=info", "info", "debug"][usize::from(verbose.min(2))];
+    // That NIXL is missing is no warning: most users do well without it, and `kvbm doctor` says it.
+    let level = ["warn", "info", "debug"][usize::from(verbose.min(2))];
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
     tracing_subscriber::fmt::layer()
         .with_writer(io::stderr)

@@ -550,7 +550,8 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "transfer.shadow_share",
         Share(|s| &mut s.transfer.shadow_share),
         &[own("DYN_KVBM_SHADOW_SHARE")],
-        "Share of the hits below the device that an engine is asked to compute again and compare (docs/reliability.md).",
+        "Share of the prompts with hits below the device of which an engine is asked to compute these again, and compare \
+         (docs/reliability.md).",
     ),
     key(
         "flush.interval_ms",

@@ -485,7 +485,7 @@ pub struct TransferSettings {
     pub prefill_tokens_per_second: u32,
     /// MiB a second of idle blocks that are verified, of each tier that outlives the process.
     pub scrub_mib_per_second: u32,
-    /// Share of hits (0–1) that the engine is asked to compute again.
+    /// Share of prompts with hits (0–1) of which the engine is asked to compute these again.
     pub shadow_share: f64,
 }
 

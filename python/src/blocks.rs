@@ -48,7 +48,8 @@ impl Blocks {
     ) -> PyResult<Self> {
         let registry = Registry::new();
         let settings = settings.for_fingerprint(fingerprint)?;
-        let fingerprint = fingerprint.map(self::fingerprint).transpose()?;
+        let fingerprint =
+            fingerprint.map(|values| self::fingerprint(values, block_tokens)).transpose()?;
         let options =
             Options { registry: registry.clone(), block_tokens, fingerprint, ..Options::default() };
         let blocks = py.detach(|| blocking::Blocks::open(settings, options));

@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kvbm::{Fence, Options, RankGroup, RequestId, RequestInfo, SaveRequest, Tier};
+use kvbm::{
+    Elements, Fence, Options, RankGroup, RequestId, RequestInfo, SaveRequest, ShadowSample,
+    ShadowVerdict, Tier,
+};
 use prometheus::Registry;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -58,7 +61,9 @@ impl Manager {
         let options = Options {
             registry: registry.clone(),
             block_tokens,
-            fingerprint: fingerprint.map(self::fingerprint).transpose()?,
+            fingerprint: fingerprint
+                .map(|values| self::fingerprint(values, block_tokens))
+                .transpose()?,
             ranks: ranks.map(|(dir, world, seconds)| RankGroup {
                 dir,
                 world,
@@ -209,6 +214,40 @@ impl Manager {
         Ok(Load(py.detach(|| self.inner.load_into(taken, &named.slots(), &after))))
     }
 
+    /// Which blocks of `lease` the engine should compute again, for `shadow_compare`: position and
+    /// tier. Those of a share of the leases, `transfer.shadow_share`, and of the others none.
+    fn shadow_sample(&self, lease: &Lease) -> PyResult<Vec<(usize, &'static str)>> {
+        let samples = self.inner.admin().shadow_sample(lease.held()?);
+        Ok(samples.into_iter().map(|sample| (sample.position, sample.tier.name())).collect())
+    }
+
+    /// Compares a block of `chain` that was served from `tier` with what the engine computed for
+    /// the same tokens, both as they lie in its memory, in numbers of type `elements`: `f32`, `f16`
+    /// or `bf16`. How far apart they are, as a share of their length, if it is not the same block:
+    /// then it leaves every tier. `None`: it is.
+    fn shadow_compare(
+        &self,
+        py: Python<'_>,
+        chain: &Chain,
+        sample: (usize, String),
+        elements: &str,
+        served: &[u8],
+        computed: &[u8],
+    ) -> PyResult<Option<f64>> {
+        let (position, tier) = sample;
+        let tier = named(&tier, &Tier::ALL.map(|tier| (tier.name(), tier)))?;
+        let elements = named(elements, &ELEMENTS)?;
+        let sample = ShadowSample { position, tier };
+        let compare = || {
+            let admin = self.inner.admin();
+            admin.shadow_compare(&chain.hashes, &sample, elements, (served, computed))
+        };
+        match py.detach(compare).map_err(|error| of_manager(&error))? {
+            ShadowVerdict::Same => Ok(None),
+            ShadowVerdict::Wrong { distance } => Ok(Some(distance)),
+        }
+    }
+
     /// Copies what a request has computed of `chain` out of `slots`, which must not change until it
     /// has ended: of full attention the blocks, of the other cache groups checkpoints. `slots` has
     /// of each group its number (0: full attention), the position of the first block and a slot for
@@ -330,6 +369,17 @@ impl Manager {
             )),
         }
     }
+}
+
+const ELEMENTS: [(&str, Elements); 3] =
+    [("f32", Elements::F32), ("f16", Elements::F16), ("bf16", Elements::Bf16)];
+
+fn named<T: Copy>(name: &str, all: &[(&str, T)]) -> PyResult<T> {
+    all.iter().find(|(known, _)| *known == name).map(|&(_, one)| one).ok_or_else(|| {
+        let valid: Vec<_> = all.iter().map(|&(known, _)| known).collect();
+        let message = format!("there is no {name:?}; valid: {}", valid.join(", "));
+        classes::InvalidError::new_err(message)
+    })
 }
 
 /// Begins the next epoch, and returns it.

@@ -158,7 +158,8 @@ impl FromPyObject<'_, '_> for Behind {
 ///
 /// Args: settings: the leader's; capacities and `block_bytes` are of one rank's slice. memory: its
 /// KV tensors. group: `(directory, world, seconds)`: where leader and ranks meet, how many ranks
-/// there are, how long it waits. rank: its number, from 0. fingerprint: the leader's. groups: the
+/// there are, how long it waits. rank: its number, from 0. fingerprint: the leader's, with
+/// `block_tokens`. groups: the
 /// leader's, each with this rank's KV tensors.
 ///
 /// Blocks until the leader is there. Dropping it ends its service.
@@ -184,7 +185,8 @@ impl Rank {
     ) -> PyResult<Self> {
         let (dir, world, seconds) = group;
         let group = RankGroup { dir, world, limit: duration(seconds) };
-        let fingerprint = fingerprint.map(crate::names::fingerprint).transpose()?;
+        let fingerprint =
+            fingerprint.map(|values| crate::names::fingerprint(values, 0)).transpose()?;
         let (engine, groups) = (Some(memory.memory.clone()), plain(&groups));
         let options = RankOptions { group, rank, engine, groups, fingerprint, media_layer: None };
         let settings = settings.plain();

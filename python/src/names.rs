@@ -82,10 +82,11 @@ macro_rules! by_name {
 }
 
 /// What the bytes of blocks depend on besides tokens, by the names of the fields of
-/// `kvbm::Fingerprint`: those of nested structures behind a dot. What is not given is the default;
-/// a name that does not exist is an error.
-pub(crate) fn fingerprint(values: &Bound<'_, PyDict>) -> PyResult<Fingerprint> {
-    let mut made = Fingerprint { ranks: Ranks::default(), ..Fingerprint::default() };
+/// `kvbm::Fingerprint`: those of nested structures behind a dot. What is not given is the default,
+/// tokens of a block those that the caller was told otherwise; a name that does not exist is an
+/// error.
+pub(crate) fn fingerprint(values: &Bound<'_, PyDict>, block_tokens: u64) -> PyResult<Fingerprint> {
+    let mut made = Fingerprint { ranks: Ranks::default(), block_tokens, ..Fingerprint::default() };
     let (Hashing { algorithm, seed }, Rope { theta, dimensions, scaling }) =
         (&mut made.hashing, &mut made.rope);
     for (name, value) in values {

@@ -100,9 +100,18 @@ impl Settings {
         self.row(path).map(|row| row.origin.to_string())
     }
 
-    /// What was given and is valid but changes nothing: worth a line in a log.
+    /// What is worth a line in a log: settings that are valid but change nothing, and a disk tier
+    /// in the directory that nobody named.
     fn remarks(&self) -> Vec<String> {
-        self.0.accepted.iter().map(ToString::to_string).collect()
+        let mut remarks: Vec<_> = self.0.accepted.iter().map(ToString::to_string).collect();
+        let has_disk = self.0.settings.disk.capacity.is_some();
+        remarks.extend(self.row("disk.dirs").ok().filter(|dirs| has_disk && dirs.origin == Origin::Default).map(
+            |dirs| {
+                let place = dirs.value;
+                format!("the disk tier is in {place}, since disk.dirs is not set: name directories on the disk that is meant")
+            },
+        ));
+        remarks
     }
 
     /// With `share` of the bytes of every tier, from 0 to 1; sizes in blocks stay as they are.

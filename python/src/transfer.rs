@@ -34,6 +34,10 @@ impl Lease {
         Self { blocks, by_tier, held: Some(lease) }
     }
 
+    pub(crate) fn held(&self) -> PyResult<&kvbm::Lease> {
+        self.held.as_ref().ok_or_else(used_before)
+    }
+
     pub(crate) fn take(&mut self) -> PyResult<kvbm::Lease> {
         self.held.take().ok_or_else(used_before)
     }
@@ -44,7 +48,7 @@ impl Lease {
     /// Positions of the blocks that a cache group has for the engine: the first, and the one behind
     /// the last.
     fn wanted(&self, group: u8) -> PyResult<(usize, usize)> {
-        let wanted = self.held.as_ref().ok_or_else(used_before)?.wanted(group);
+        let wanted = self.held()?.wanted(group);
         let wanted = wanted.ok_or_else(|| {
             classes::InvalidError::new_err(format!("there is no cache group {group}"))
         })?;

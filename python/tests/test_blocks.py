@@ -131,7 +131,8 @@ def test_a_disk_outlives_the_manager(tmp_path: Path) -> None:
     settings = Settings(
         {"block_bytes": BLOCK, "host.capacity": "8 blocks", "disk.capacity": "64 blocks", "disk.dirs": [tmp_path], "disk.keep": True}
     )
-    fingerprint = {"model": "m", "weights": "w", "block_tokens": 16}
+    # As the documentation says it: tokens of a block are those of the argument.
+    fingerprint = {"model": "m", "weights": "w"}
     chain, data = chain_of(7, 6), bytes_of(7, 6)
     blocks = Blocks(settings, fingerprint=fingerprint)
     assert blocks.put(chain, data) == 6

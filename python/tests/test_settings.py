@@ -31,6 +31,14 @@ def test_lists_paths_and_none() -> None:
     assert "/a" in settings["disk.dirs"] and "/b" in settings["disk.dirs"]
 
 
+def test_a_disk_tier_in_a_directory_that_nobody_named_is_remarked_on(tmp_path: Path) -> None:
+    (remark,) = Settings({"disk.capacity": "1GB"}).remarks()
+    assert "the disk tier is in /tmp" in remark and "disk.dirs" in remark
+    assert not Settings({"disk.capacity": "1GB", "disk.dirs": str(tmp_path)}).remarks()
+    assert not Settings({"disk.capacity": "1GB", "disk.dirs": "/tmp"}).remarks()
+    assert not Settings({"host.capacity": "1GB"}).remarks()
+
+
 def test_a_replica_keeps_its_files_in_its_own_places(tmp_path: Path) -> None:
     places = [tmp_path / name for name in ("disk", "other", "memory", "index")]
     told = {

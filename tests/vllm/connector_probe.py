@@ -75,6 +75,26 @@ def spoil_next_load(engine, group: int = 0) -> None:
     worker.begin = spoiled
 
 
+def spoil_next_save(engine) -> None:
+    """Has the next save keep other bytes than were computed, under a checksum of theirs."""
+    scheduler, (tensors,) = _connector(engine)._scheduler, _worker()._tensors
+    start = scheduler._start
+
+    def spoiled(*arguments, **named):
+        for tensor in tensors:
+            tensor.mul_(-3)
+        scheduler._start = start
+        start(*arguments, **named)
+
+    scheduler._start = spoiled
+
+
+def shadowed(engine) -> dict:
+    """Blocks that were compared with what was computed again, by verdict."""
+    samples = {name: values for name, _, _, values in _connector(engine)._scheduler.manager.samples()}
+    return {labels["verdict"]: int(value) for labels, value in samples.get("kvbm_shadow_blocks_total", ()) if value}
+
+
 def _worker():
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 

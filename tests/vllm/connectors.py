@@ -9,6 +9,9 @@ from engine import BLOCK, TINY_BLOCK_BYTES, Engine, prompt
 LENGTH = 10 * BLOCK + 5
 # What a prompt costs that is served as far as it can be: the tokens behind its last full block, and those generated.
 SERVED = 5 + 7
+# A prompt that is all full blocks, and what it costs.
+WHOLE = prompt(30, 10 * BLOCK)
+ONE_LEFT = 1 + 7
 
 
 def connector(settings: dict, failure_policy: str = "recompute", role: str = "kv_both", **extra) -> dict:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from connectors import LENGTH, SERVED, connector, disk, host, is_at_rest, probe, spoil, spoiled_disk
+from connectors import LENGTH, ONE_LEFT, SERVED, WHOLE, connector, disk, host, is_at_rest, probe, spoil, spoiled_disk
 from engine import BLOCK, TINY_BLOCK_BYTES, Engine, EngineError, prompt
 
 
@@ -19,8 +19,22 @@ def test_what_the_engine_forgot_comes_from_below(model, said):
         assert (warm.said, warm.scheduled) == ([said[0]], SERVED), "from the host tier"
         assert probe(engine, "watched")["sources"] == {"host": 10 * BLOCK}
 
-        # A prompt that is all full blocks: its last token is computed all the same.
-        assert engine.generate(prompt(0, 10 * BLOCK)).scheduled <= BLOCK + 7
+        assert is_at_rest(engine)
+
+        # Of a prompt that is all full blocks the last token is computed all the same, and no other: twice, since the block that it
+        # is in is saved no second time.
+        whole = engine.generate(WHOLE)
+        assert whole.scheduled == len(WHOLE) + 7
+        for _ in range(2):
+            assert engine.reset()
+            warm = engine.generate(WHOLE)
+            assert (warm.said, warm.scheduled) == (whole.said, ONE_LEFT)
+            assert probe(engine, "matches", prompt=WHOLE) == {"host": 10}
+        # From its own cache the engine leaves a block; so it does where that is all that it lacks.
+        assert engine.generate(WHOLE).scheduled == BLOCK + 7
+        assert engine.reset()
+        assert engine.generate(WHOLE[: 9 * BLOCK + 1]).said
+        assert engine.generate(WHOLE).scheduled == BLOCK + 7
         assert is_at_rest(engine)
 
         # New weights: what was kept is not served any more, and what comes then is.

@@ -325,6 +325,99 @@ def test_a_partly_noted_reset_keeps_nothing_of_before():
     assert all(known.salt == scheduler._weights != b"" for known in requests.values())
 
 
+@pytest.mark.parametrize("status", ["WAITING", "PREEMPTED"])
+def test_what_was_computed_before_a_reset_is_not_taken_for_what_comes(status):
+    """While its blocks are loaded anew nothing of them is there, whatever was computed of it before."""
+    from types import SimpleNamespace
+
+    from kvbm_rs.vllm.connector.adapters import Adapters
+    from kvbm_rs.vllm.connector.scheduler import Scheduler, _Request
+    from vllm.v1.request import RequestStatus
+
+    request = SimpleNamespace(
+        block_hashes=[bytes(32)], num_computed_tokens=0, status=RequestStatus[status], mm_features=[], lora_request=None
+    )
+    known = _Request(1, request, None, None, b"", saved=4, computed=4 * BLOCK)
+    known.steps.append((7, 5 * BLOCK))
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler._config = SimpleNamespace(weights_never_change=False, names_media=True)
+    scheduler._adapters, scheduler._weights = Adapters(None), b""
+    scheduler._requests, scheduler._ending, scheduler._pinning, scheduler._pinned = {"one": known}, [], [], []
+    scheduler.manager = SimpleNamespace(reset=lambda: None)
+    assert scheduler.reset()
+    # It is loaded, a step of before ends, and it is taken back.
+    request.num_computed_tokens = 4 * BLOCK
+    assert not scheduler._advance(known, 7)
+    assert (known.computed, known.saved) == (0, 0)
+
+
+def test_a_preempted_request_has_computed_nothing():
+    from types import SimpleNamespace
+
+    from kvbm_rs.vllm.connector.scheduler import Scheduler, _Request
+
+    known = _Request(1, SimpleNamespace(num_computed_tokens=0), None, None, b"", saved=4, computed=4 * BLOCK)
+    known.steps.append((1, 5 * BLOCK))
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler._step, scheduler._requests, scheduler._loading, scheduler._layered = 1, {"one": known}, {}, []
+    scheduler._adapters = SimpleNamespace(look_again=lambda: None)
+    nothing = SimpleNamespace(
+        preempted_req_ids={"one"},
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
+    )
+    scheduler.step(nothing)
+    assert (known.computed, len(known.steps)) == (0, 0)
+
+
+def test_a_reset_that_fails_is_told_and_keeps_nothing_of_before():
+    from types import SimpleNamespace
+
+    from kvbm_rs.errors import ClosedError
+    from kvbm_rs.vllm.connector.adapters import Adapters
+    from kvbm_rs.vllm.connector.scheduler import _ALL, Scheduler, _Ending, _Request
+    from vllm.v1.request import RequestStatus
+
+    def reset():
+        raise ClosedError("it is closed")
+
+    def running():
+        request = SimpleNamespace(num_computed_tokens=BLOCK, status=RequestStatus.RUNNING, mm_features=[], lora_request=None)
+        return _Request(1, request, None, None, b"", saved=1)
+
+    freed, known = [], running()
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler._config = SimpleNamespace(weights_never_change=False, names_media=True)
+    scheduler._adapters, scheduler._weights = Adapters(None), b""
+    scheduler._requests, scheduler._ending = {"one": known}, [_Ending(running(), [(0, ["block"])])]
+    scheduler._pinning, scheduler._pinned = [], []
+    scheduler._pool = SimpleNamespace(free_blocks=lambda blocks: freed.extend(blocks))
+    scheduler.manager = SimpleNamespace(reset=reset)
+    assert not scheduler.reset()
+    assert not scheduler.reset()
+    assert known.saved == _ALL and known.salt == scheduler._weights != b""
+    assert freed == ["block"], "once"
+
+
+def test_who_needs_room_waits_for_saves_and_not_for_a_slow_medium():
+    from types import SimpleNamespace
+
+    from kvbm_rs.vllm.connector.scheduler import Scheduler, _Saving
+
+    ours, shared = SimpleNamespace(ref_cnt=1), SimpleNamespace(ref_cnt=2)
+    scheduler = Scheduler.__new__(Scheduler)
+    for saves, waits in (
+        ([], False),
+        ([_Saving(1, None, [shared])], False),
+        ([_Saving(1, None, [shared, ours])], True),
+        ([_Saving(1, None, [ours], since=0.0)], False),
+    ):
+        scheduler._saving = saves
+        assert scheduler.frees_blocks_soon() == waits
+
+
 def test_a_request_with_hashes_of_another_granularity_is_not_kept():
     from types import SimpleNamespace
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import models
 import pytest
-from connectors import LENGTH, SERVED, connector, is_at_rest, probe, spoil
+from connectors import LENGTH, ONE_LEFT, SERVED, WHOLE, connector, is_at_rest, probe, spoil
 from engine import BLOCK, Engine, prompt
 
 # Of the model `hybrid`, of each of its three cache groups: two layers, keys and values of 4 heads of 32 numbers of 4 bytes.
@@ -83,6 +83,13 @@ def test_what_the_engine_forgot_comes_from_below(hybrid, said):
         assert is_at_rest(engine)
         # Of windows the last blocks of the prompt are kept, once.
         assert probe(engine, "saved_by_group") == {"full": BLOCKS, "window_1": WINDOW, "window_2": WINDOW}
+
+        # Of one that is all full blocks a token is left.
+        whole = engine.generate(WHOLE)
+        assert engine.reset()
+        warm = engine.generate(WHOLE)
+        assert (warm.said, warm.scheduled) == (whole.said, ONE_LEFT)
+        assert is_at_rest(engine)
 
         # Who shares a beginning goes on at the last checkpoint in it.
         assert engine.generate(LONG).said == [said.long]

@@ -1,7 +1,7 @@
 """`KvbmConnector` that loads what lies in memory while the engine computes, in real engines."""
 
 import pytest
-from connectors import LENGTH, SERVED, connector, disk, host, is_at_rest, probe, spoil
+from connectors import LENGTH, SERVED, WHOLE, connector, disk, host, is_at_rest, probe, spoil
 from engine import BLOCK, TINY_BLOCK_BYTES, Engine, EngineError, prompt
 
 LAYERS = 4
@@ -25,6 +25,12 @@ def test_what_lies_in_memory_is_loaded_while_the_engine_computes(model, said):
         waits = probe(engine, "layer_waits")
         assert [wait["layer"] for wait in waits] == list(range(1, LAYERS + 1))
         assert all(wait["before"] <= wait["after"] >= wait["layer"] for wait in waits)
+
+        # A step that waits for a load has something to compute: of full blocks the last.
+        whole = engine.generate(WHOLE)
+        assert engine.reset()
+        warm = engine.generate(WHOLE)
+        assert (warm.said, warm.scheduled) == (whole.said, BLOCK + 7)
 
         # Beside what is computed, and what is in the engine's own cache.
         mixed = engine.generate(*(prompt(number, LENGTH) for number in range(5)))

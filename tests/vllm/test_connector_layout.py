@@ -1,10 +1,12 @@
 """How `KvbmConnector` finds a block in KV tensors, in each of vLLM's layouts: a GPU's default is not that of a CPU."""
 
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
 import torch
 from kvbm_rs.errors import InvalidError
+from kvbm_rs.vllm.connector import config
 from kvbm_rs.vllm.connector.config import Group, _check_states, _groups, _keeps_all, _layout, _order
 from kvbm_rs.vllm.connector.tensors import adopt, block_dimension, by_blocks, parts_of
 
@@ -73,13 +75,19 @@ def test_a_block_whose_bytes_do_not_lie_together_is_refused(order):
         parts_of(layers(order)[0], BLOCKS)
 
 
-def test_blocks_of_another_layout_have_another_name():
+def test_blocks_of_another_layout_have_another_name(monkeypatch):
     def named(layout: str, backend: str | None) -> str:
         cache, attention = SimpleNamespace(kv_cache_layout=layout), SimpleNamespace(backend=backend)
         return _order(SimpleNamespace(cache_config=cache, attention_config=attention))
 
+    # Where it is left to vLLM, what that chooses among counts.
+    installed = {}
+    monkeypatch.setattr(config.metadata, "version", lambda name: installed.get(name) or version(name))
     names = [named("LBHNC", None), named("LBNHC", None), named("LBHNC", "TRITON_ATTN")]
-    assert len(set(names)) == 3
+    installed["flashinfer-python"] = "0.6.1"
+    names += [named("LBHNC", None)]
+    assert len(set(names)) == 4
+    assert named("LBHNC", "TRITON_ATTN") == names[2]
 
 
 def test_a_layout_says_where_heads_lie():

@@ -4,7 +4,7 @@ import os
 
 import models
 import pytest
-from connectors import LENGTH, SERVED, connector, host, is_at_rest, probe
+from connectors import LENGTH, ONE_LEFT, SERVED, WHOLE, connector, host, is_at_rest, probe
 from engine import BLOCK, Engine, prompt
 
 TIMEOUT_MS = 20_000
@@ -78,6 +78,12 @@ def test_what_one_engine_computed_another_one_goes_on_with(model, said):
             assert went_on["said"] == said[0]
             assert went_on["scheduled"] == SERVED
             assert probe(second, "matches", prompt=prompt(0, LENGTH)) == {"host": LENGTH // BLOCK}
+            # Of a prompt that is all full blocks a token is left.
+            told = probe(first, "ask", prompt=WHOLE, params=PREFILL, tokens=1)["params"]
+            whole = first.generate(WHOLE).said[0]
+            first.settle()
+            went_on = probe(second, "ask", prompt=WHOLE, params=told)
+            assert (went_on["said"], went_on["scheduled"]) == (whole, ONE_LEFT)
             # What a proxy that builds it anew keeps is enough.
             told = prefill(first, 1)
             kept = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import models
 import pytest
-from connectors import LENGTH, SERVED, connector, is_at_rest, probe, spoil
+from connectors import LENGTH, SERVED, WHOLE, connector, is_at_rest, probe, spoil
 from engine import BLOCK, Engine, prompt
 
 # Of two layers: keys and values of 4 heads of 32 numbers of 4 bytes; the last 2 inputs of a convolution of 256 channels.
@@ -77,6 +77,12 @@ def test_states_that_the_engine_forgot_come_from_below(states, said):
         assert is_at_rest(engine)
         # Of states the one at the prompt's end is kept, once.
         assert probe(engine, "saved_by_group") == {"full": BLOCKS, "state_1": 1}
+
+        # A state has the last token in it, and does not serve to compute that again: a block is left.
+        whole = engine.generate(WHOLE)
+        assert engine.reset()
+        warm = engine.generate(WHOLE)
+        assert (warm.said, warm.scheduled) == (whole.said, BLOCK + 7)
 
         # Who shares a beginning goes on at the last checkpoint in it.
         assert engine.generate(LONG).said == [said.long]

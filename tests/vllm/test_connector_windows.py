@@ -2,7 +2,7 @@
 
 import models
 import pytest
-from connectors import LENGTH, SERVED, connector, host, is_at_rest, probe, spoiled_disk
+from connectors import LENGTH, ONE_LEFT, SERVED, WHOLE, connector, host, is_at_rest, probe, spoiled_disk
 from engine import BLOCK, Engine, prompt
 
 BLOCKS = LENGTH // BLOCK
@@ -28,6 +28,11 @@ def test_blocks_that_a_window_left_are_not_loaded(windowed, said):
         warm = engine.generate(prompt(0, LENGTH))
         assert (warm.said[0], warm.scheduled) == (said[0][:8], SERVED)
         assert probe(engine, "watched")["sources"] == {"host": BLOCKS * BLOCK}
+        # Of one that is all full blocks a token is left.
+        whole = engine.generate(WHOLE)
+        assert engine.reset()
+        warm = engine.generate(WHOLE)
+        assert (warm.said, warm.scheduled) == (whole.said, ONE_LEFT)
         # Beside others that compute and have blocks behind their windows, too.
         assert engine.reset()
         mixed = engine.generate(*(prompt(number, LENGTH) for number in range(4)), tokens=3 * BLOCK)

@@ -29,7 +29,7 @@ def follow(name: str, directory: Path, memory: Path | None = None) -> list[str]:
     commands = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path, "PATH": commands}
     # What goes wrong is told here.
-    steps = said.group(2).replace("2>/dev/null", "")
+    steps = said.group(2).replace("2>target/quick-start/log", "")
     done = subprocess.run(["bash", "-e", "-c", steps], cwd=directory, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return done.stdout.splitlines()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
 
-from kvbm_rs.errors import InvalidError, SettingsError
+from kvbm_rs.errors import InvalidError, SettingsError, UnavailableError
 from offloading import PAGE, Offloading, chain
 from sources import passes_with
 
@@ -215,7 +215,7 @@ def test_a_failed_load_is_a_miss_for_its_request(below):
     assert (hits, is_deferred) == (8, True)
     # What was promised is gone when it is loaded, and seems to be there again after.
     native = below.tier._tier
-    native.drain(bytes(16))
+    native.drain(60.0, bytes(16))
     below.settle()
     assert below.look_up(request, keys) == 0
     below.end(request)
@@ -277,6 +277,32 @@ def test_replicas_share_one_configuration(tmp_path):
             assert [below.serves(asked) for asked in keys] == [0, 0, 10]
     finally:
         shutil.rmtree(memory)
+
+
+def test_a_reset_does_not_wait_for_a_medium_that_hangs(below, monkeypatch):
+    """vLLM must not give the memory of copies under way to others, so its reset fails."""
+    keys = chain(1, 10)
+    below.save(keys)
+    native = below.tier._tier
+    waited = []
+
+    class Hanging:
+        def drain(self, seconds, forget):
+            waited.append(seconds)
+            return 3, None
+
+        def __getattr__(self, name):
+            return getattr(native, name)
+
+    monkeypatch.setattr(below.tier, "_tier", Hanging())
+    with pytest.raises(UnavailableError, match="3 copies have not ended in 60 s.*repeat the reset"):
+        below.reset()
+    assert waited == [60.0]
+    # What vLLM has in its own tier is served as before.
+    assert below.serves(keys) == 10
+    monkeypatch.undo()
+    below.reset()
+    assert below.serves(keys) == 0
 
 
 def test_weights_that_never_change_outlive_a_reset(tmp_path):
@@ -342,7 +368,7 @@ def test_beginnings_that_are_missing_are_asked_for(below):
     """vLLM offers a chunk once. Where its beginning is lost below, whole requests are offered again."""
     keys = chain(1, 12)
     below.save(keys[:6])
-    below.tier._tier.drain(bytes(16))
+    below.tier._tier.drain(60.0, bytes(16))
     begin = lambda: below.tier.on_new_request(below.begin()).policy
     assert begin() is OffloadPolicy.CHUNK_LEVEL
     below.save(keys[:6] + keys[6:])

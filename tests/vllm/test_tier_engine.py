@@ -60,6 +60,12 @@ def test_cold_hit_reset_hit_restart_hit(model, place):
             assert warm.said == cold.said
             assert warm.scheduled == 3 * REST
         assert engine.call("test_tier_engine:stats")["loaded_blocks"] == 2 * 60
+        # Of a prompt that is all full blocks a token is left.
+        whole = prompts[0][: 20 * BLOCK]
+        said = engine.generate(whole).said
+        evict(engine)
+        warm = engine.generate(whole)
+        assert (warm.said, warm.scheduled) == (said, 1 + 7)
         # A prompt that begins alike.
         evict(engine)
         assert engine.generate(prompts[0][: 7 * BLOCK] + prompt(9, 50)).scheduled == 50 + 7

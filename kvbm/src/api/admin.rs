@@ -139,14 +139,17 @@ impl<'a> Admin<'a> {
     }
 
     /// Which hits of a lease the engine should compute again, for
-    /// [`shadow_compare`](Self::shadow_compare): the share `transfer.shadow_share` of all blocks
-    /// that a tier below the device has for it, none unless that is set.
+    /// [`shadow_compare`](Self::shadow_compare): of the share `transfer.shadow_share` of all leases
+    /// that a tier below the device has something for, all of that; none unless it is set. A block
+    /// cannot be computed without those before it, so what is served of a lease is not independent
+    /// of what is compared.
     pub fn shadow_sample(self, lease: &Lease) -> Vec<ShadowSample> {
         let held = lease.held();
         let below = held.plan().filter(|(tier, _)| *tier > Tier::Device);
-        let hits = below
-            .flat_map(|(tier, range)| range.map(move |position| ShadowSample { position, tier }));
-        hits.filter(|_| self.0.shadow.chooses()).collect()
+        let hits: Vec<_> = below
+            .flat_map(|(tier, range)| range.map(move |position| ShadowSample { position, tier }))
+            .collect();
+        if hits.is_empty() || !self.0.shadow.chooses() { Vec::new() } else { hits }
     }
 
     /// Compares a block that was served with what the engine computed for the same tokens, both as

@@ -165,12 +165,12 @@ const MIN_WRONG: u64 = 3;
 /// The fractional parts of its multiples are spread evenly.
 const GOLDEN: f64 = 0.618_033_988_749_894_9;
 
-/// Chooses hits, and counts the results.
+/// Chooses leases whose hits are computed again, and counts the results.
 #[derive(Debug, Default)]
 pub(crate) struct Shadow {
     share: f64,
-    /// Hits so far.
-    hits: AtomicU64,
+    /// Leases with hits so far.
+    leases: AtomicU64,
     counts: Mutex<[ShadowCounts; Tier::COUNT]>,
 }
 
@@ -179,13 +179,13 @@ impl Shadow {
         Self { share, ..Self::default() }
     }
 
-    /// Whether the engine should compute the next hit again.
+    /// Whether the engine should compute the hits of the next lease again.
     pub(crate) fn chooses(&self) -> bool {
         if self.share <= 0.0 {
             return false;
         }
-        let hit = self.hits.fetch_add(1, Ordering::Relaxed);
-        (hit as f64 * GOLDEN).fract() < self.share
+        let lease = self.leases.fetch_add(1, Ordering::Relaxed);
+        (lease as f64 * GOLDEN).fract() < self.share
     }
 
     pub(crate) fn counts(&self, tier: Tier) -> ShadowCounts {

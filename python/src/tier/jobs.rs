@@ -145,18 +145,12 @@ impl Jobs {
     }
 
     /// Until all jobs have ended, for `limit` at most. Returns how many have not.
-    pub(super) fn wait_until_idle(&self, limit: Option<Duration>) -> usize {
-        let deadline = limit.and_then(|limit| clock::now().checked_add(limit));
+    pub(super) fn wait_until_idle(&self, limit: Duration) -> usize {
+        let deadline = clock::now() + limit;
         let mut under_way = self.shared.under_way.lock();
         while *under_way > 0 {
-            match deadline {
-                None => self.shared.idle.wait(&mut under_way),
-                Some(deadline)
-                    if self.shared.idle.wait_until(&mut under_way, deadline).timed_out() =>
-                {
-                    break;
-                }
-                Some(_) => {}
+            if self.shared.idle.wait_until(&mut under_way, deadline).timed_out() {
+                break;
             }
         }
         *under_way
@@ -165,7 +159,7 @@ impl Jobs {
     /// Ends the thread when its jobs have ended, for which `limit` is left. Returns how many have
     /// not.
     pub(super) fn close(self, limit: Duration) -> u64 {
-        let left = self.wait_until_idle(Some(limit));
+        let left = self.wait_until_idle(limit);
         let Self { work, shared } = self;
         drop(work);
         let deadline = clock::now() + limit;

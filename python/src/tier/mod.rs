@@ -28,6 +28,7 @@ use self::requests::{Chunks, Held, Requests, Salt};
 use crate::errors::classes;
 use crate::observe::{Samples, opened, samples};
 use crate::settings::Settings;
+use crate::transfer::duration;
 
 pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Tier>()
@@ -198,24 +199,25 @@ impl Tier {
         self.running.lock().as_ref().is_some_and(|running| running.jobs.lacks_beginnings())
     }
 
-    /// Waits until every job has ended; with `forget`, nothing that is here now is found again, and
-    /// what comes is named by these 16 bytes as well, by which another process does not find it.
-    /// Returns what is to be known about that: the new epoch could not be noted on a medium.
-    #[pyo3(signature = (forget=None))]
-    fn drain(&self, py: Python<'_>, forget: Option<Salt>) -> Option<String> {
+    /// Waits until every job has ended, `seconds` at most; with `forget`, nothing that is here now
+    /// is found again, and what comes is named by these 16 bytes as well, by which another process
+    /// does not find it. Returns how many jobs have not ended, and what is to be known about that:
+    /// the new epoch could not be noted on a medium.
+    #[pyo3(signature = (seconds, forget=None))]
+    fn drain(&self, py: Python<'_>, seconds: f64, forget: Option<Salt>) -> (usize, Option<String>) {
         *self.asked.lock() = None;
         py.detach(|| {
             let running = self.running.lock();
-            let Running { manager, jobs } = running.as_ref()?;
-            jobs.wait_until_idle(None);
+            let Some(Running { manager, jobs }) = &*running else { return (0, None) };
+            let left = jobs.wait_until_idle(duration(seconds));
             let mut requests = self.requests.lock();
             let Some(salt) = forget else {
                 requests.unpin();
-                return None;
+                return (left, None);
             };
             requests.rename(salt);
             drop(requests);
-            manager.reset(manager.epoch() + 1).err().map(|error| error.to_string())
+            (left, manager.reset(manager.epoch() + 1).err().map(|error| error.to_string()))
         })
     }
 

@@ -26,13 +26,15 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvbm_rs import Settings, logs
 from kvbm_rs._native import Tier, flush_log
-from kvbm_rs.errors import InvalidError
+from kvbm_rs.errors import InvalidError, UnavailableError
 from kvbm_rs.vllm import identity, logger, tier_metrics, versions
 from kvbm_rs.vllm.samples import Reader
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 # One in so many chunks of the primary tier is left to stores while requests wait for what they were promised.
 MARGIN = 8
+# Seconds that a reset of vLLM's caches waits for copies.
+_DRAIN_WAIT = 60.0
 
 
 class _LookedUp:
@@ -158,9 +160,15 @@ class KvbmTier(SecondaryTierManager):
         # What requests were told holds no more.
         self._step += 1
         # Nobody else knows which weights are served from here on: the files have others, or will have.
-        unknown = self._tier.drain(os.urandom(16) if self._forget else None)
+        left, unknown = self._tier.drain(_DRAIN_WAIT, os.urandom(16) if self._forget else None)
         if unknown is not None:
             logger.warning("the new epoch is not noted everywhere yet: %s", unknown)
+        if left:
+            # vLLM is about to give the memory of these copies to others, and must not. Its reset ends with this.
+            raise UnavailableError(
+                f"{left} copies have not ended in {_DRAIN_WAIT:.0f} s, so vLLM's CPU tier is not emptied: a medium hangs, repeat "
+                "the reset when it goes on"
+            )
 
     def shutdown(self) -> None:
         left, copies = self._tier.close(self._shutdown_seconds)

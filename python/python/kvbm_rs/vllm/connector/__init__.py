@@ -12,6 +12,7 @@ several each worker is a rank that copies its slice.
 | `events` | what comes to the tiers and leaves them, as vLLM's KV events |
 | `hints` | what a request says of itself, and what it is answered |
 | `peers` | prompts that another engine has computed |
+| `shadow` | hits that the engine computes again, to compare them |
 | `scheduler` | the scheduler's role: look-ups, loads, saves, and which blocks are held for them |
 | `stats` | the manager's metrics among vLLM's own |
 | `worker` | the worker's role: adopts tensors, passes on what has ended |
@@ -114,6 +115,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         # Blocks that are still to be saved are held one by one.
         return False, self._scheduler.finish(request, block_ids)
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler.frees_blocks_soon()
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.is_saving()

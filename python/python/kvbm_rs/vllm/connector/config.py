@@ -6,6 +6,7 @@ import os
 import platform
 import tempfile
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +132,9 @@ class Config:
         self.peer_seconds: float = extra.get("peer_timeout_ms", _PEER_TIMEOUT_MS) / 1000
         if self.layerwise:
             _check_layerwise(self, vllm_config)
+        # Whether a prompt may be loaded to its end: vLLM then computes its last token again, and only that. A step that is to
+        # compute while it loads has to have something to compute.
+        self._loads_ends = not self.layerwise and all(map(_serves_its_last_token, kv_cache_config.kv_cache_groups))
         events = vllm_config.kv_events_config
         self.publishes = events is not None and events.enable_kv_cache_events
         settings = _settings(extra.get("settings", {}), self.groups[0].block_bytes)
@@ -141,6 +145,10 @@ class Config:
                 "or data_parallel_size to 1"
             )
         self.settings = settings.of_replica(parallel.data_parallel_index)
+        # What the numbers of a block are, where hits are computed again and compared.
+        self.shadow_elements = ""
+        if float(settings["transfer.shadow_share"]) > 0:
+            self.shadow_elements = _shadow_elements(self, vllm_config, kv_cache_config)
         lora = vllm_config.lora_config
         # How adapters are used: of what type their weights are made, and for which layers.
         self.adapter_options = lora and lora.compute_hash()
@@ -158,6 +166,11 @@ class Config:
                 "kv_role: with kv_producer in the MultiConnector around it vLLM gives KvbmConnector blocks to load into that a step "
                 "under way still writes. Set kv_producer for KvbmConnector too, which then waits for that step"
             )
+
+    def loadable(self, tokens: int) -> int:
+        """Leading blocks of a prompt of so many tokens that may be loaded. Its last token is computed in any case: it gives the
+        next one."""
+        return (tokens if self._loads_ends else tokens - 1) // self.block_tokens
 
     def others(self, memories: list[EngineMemory]) -> list[CacheGroup]:
         """The groups beside the first, with the memory of each."""
@@ -284,6 +297,15 @@ def _window(spec: "KVCacheGroupSpec") -> int:
     )
 
 
+def _serves_its_last_token(group: "KVCacheGroupSpec") -> bool:
+    """Whether what is kept as of the end of a block does to compute the last token of that block again. A state has it in it; a
+    window reaches back one token more from there, which may be in a block that was let go."""
+    kept = _spec(group)
+    if isinstance(kept, SlidingWindowSpec):
+        return (kept.sliding_window - 1) % kept.block_size != 0
+    return isinstance(kept, FullAttentionSpec)
+
+
 def _check_states(vllm_config: "VllmConfig") -> None:
     # Then a block may hold a state behind tokens that were not accepted.
     if vllm_config.speculative_config is not None:
@@ -304,6 +326,24 @@ def _check_layerwise(config: Config, vllm_config: "VllmConfig") -> None:
     else:
         return
     raise InvalidError(f"kv_connector_extra_config: layerwise {wanted}")
+
+
+_ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+def _shadow_elements(config: Config, vllm_config: "VllmConfig", cache: "KVCacheConfig") -> str:
+    versions.check_shows_tables("transfer.shadow_share")
+    elements = _ELEMENTS.get(getattr(_spec(cache.kv_cache_groups[0]), "dtype", None))
+    if config.is_windowed or not config.is_alone:
+        wanted = "full attention, and one worker in the engine's process"
+    elif vllm_config.speculative_config is not None:
+        # What a draft model keeps of a block's last token depends on the next one.
+        wanted = "no speculative decoding"
+    elif elements is None:
+        wanted = "keys and values of float32, float16 or bfloat16"
+    else:
+        return elements
+    raise InvalidError(f"transfer.shadow_share: hits can be computed again and compared with {wanted}: set it to 0")
 
 
 def _dtype(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str:
@@ -367,8 +407,17 @@ def _order(vllm_config: "VllmConfig") -> str:
         processor = platform.machine() + (" amx" if torch.cpu._is_amx_tile_supported() else "")
     else:
         processor = current_platform.get_device_capability()
-    backends = f"{backend or 'auto'}{sorted(kinds.items()) if kinds else ''}"
+    backends = f"{backend or _choice()}{sorted(kinds.items()) if kinds else ''}"
     return f"{layout} {backends} {current_platform.device_type} {processor}"
+
+
+def _choice() -> str:
+    """What vLLM's own choice of a backend goes by beside what is named already. Which one it is only workers know, once they have
+    the model."""
+    try:
+        return f"auto with flashinfer {metadata.version('flashinfer-python')}"
+    except metadata.PackageNotFoundError:
+        return "auto"
 
 
 def _positions(model: Any) -> str:

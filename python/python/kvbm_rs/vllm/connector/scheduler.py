@@ -28,6 +28,7 @@ from kvbm_rs.vllm.connector.config import Config
 from kvbm_rs.vllm.connector.events import Publisher
 from kvbm_rs.vllm.connector.hints import Asked, Limits, asked_by
 from kvbm_rs.vllm.connector.peers import Prefilled, Prefills
+from kvbm_rs.vllm.connector.shadow import Shadow, ShadowedHit
 from kvbm_rs.vllm.connector.stats import Stats
 from kvbm_rs.vllm.connector.worker import Ended, LayeredLoad, Stepped, adopted
 from kvbm_rs.vllm.samples import Reader
@@ -48,6 +49,9 @@ _RESET_WAIT = 1.0
 
 # Seconds that a step waits for a load where nothing computes: vLLM asks again at once, and asking takes a processor from the copy.
 _IDLE_WAIT = 0.002
+
+# Seconds that a request which needs room waits for a save to free some. A save that takes longer waits for a slow medium.
+_MAX_SAVE = 0.05
 
 # One block of so many may be pinned: what is pinned makes no room.
 _MAX_PINNED_SHARE = 4
@@ -82,6 +86,8 @@ class _Request:
     owed: int = 0
     # It was looked up, and counted.
     is_counted: bool = False
+    # The engine computes again what the tiers have of it, until that is compared.
+    shadowed: ShadowedHit | None = None
     # From a look-up, until its blocks are loaded.
     lease: Lease | None = None
     sources: dict[CacheHitSource, int] = field(default_factory=dict)
@@ -104,6 +110,11 @@ class _Request:
 
     def forget_chain(self) -> None:
         self.chain = Chain(salt=self.salt or b"")
+
+    def begin_anew(self) -> None:
+        """Its blocks are not its own any more."""
+        self.steps.clear()
+        self.computed, self.shadowed = 0, None
 
 
 # The blocks of a cache group from a position of the chain on.
@@ -131,6 +142,7 @@ class _Saving:
     number: int
     save: Save
     blocks: list["KVCacheBlock"]
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -151,9 +163,13 @@ class _Pinning:
 
 
 class Scheduler:
+    # Where hits are computed again.
+    _shadow: Shadow | None = None
+
     def __init__(self, config: Config) -> None:
         self._config = config
-        memories = adopted(config.engine) if config.is_alone else _in_ranks(config)
+        own = adopted(config.engine) if config.is_alone else None
+        memories = own.memories if own else _in_ranks(config)
         self.manager = Manager(
             config.settings,
             memories[0],
@@ -174,6 +190,8 @@ class Scheduler:
         if config.publishes:
             self._publisher = Publisher(self.manager, config.block_tokens, config.groups[0].index)
         self._prefills = Prefills(self.manager, config)
+        if config.shadow_elements:
+            self._shadow = Shadow(self.manager, config.shadow_elements, own.tensors[0], config.slots)
         self._requests: dict[str, _Request] = {}
         # Those of requests that live.
         self._numbers: set[int] = set()
@@ -230,10 +248,9 @@ class Scheduler:
         This is also where a chain's use is noted, so it happens for requests that need nothing from below as well.
         """
         known = self._known(request)
-        if known.has_failed or not self._still_has_its_salt(known):
+        if known.has_failed or known.shadowed is not None or not self._still_has_its_salt(known):
             return 0, False
-        # The last token is always computed: it gives the next one.
-        most = (request.num_tokens - 1) // self._config.block_tokens
+        most = self._config.loadable(request.num_tokens)
         chain = self._chain(known)
         if known.prefilled is not None:
             if not self._has_come(known.prefilled, known, chain, most):
@@ -241,14 +258,22 @@ class Scheduler:
             known.owed = self._prefills.owed(known.prefilled, most)
             known.prefilled = None
         # vLLM asks again in each step in which it has no room for the request, and when it goes on after a preemption.
+        is_new, known.is_counted = not known.is_counted, True
         known.lease = self.manager.lease(
-            chain, most=most, request=known.number, hints=known.hints, again=known.is_counted
+            chain, most=most, request=known.number, hints=known.hints, again=not is_new
         )
-        known.is_counted = True
         if self._publisher:
             self._publisher.find(known.chain)
         is_lost = known.lease.blocks < known.owed
         more = max(known.lease.blocks, known.owed) * self._config.block_tokens - num_computed_tokens
+        if request.num_tokens - num_computed_tokens <= self._config.block_tokens:
+            # A load takes a step longer than the last block.
+            more = 0
+        if more > 0 and is_new and not known.owed:
+            known.shadowed = self._shadow_of(known, num_computed_tokens)
+            if known.shadowed is not None:
+                known.lease = None
+                return 0, False
         if is_lost or more <= 0:
             known.lease = None
         if more <= 0:
@@ -256,6 +281,13 @@ class Scheduler:
             return 0, False
         # vLLM knows failures of loads only: one that is lost begins, and fails.
         return more, is_lost or not self._is_layered(known.lease)
+
+    def _shadow_of(self, known: _Request, num_computed_tokens: int) -> ShadowedHit | None:
+        """Whether the engine computes again what there is for it, while nobody else waits."""
+        if self._shadow is None or len(self._requests) > 1:
+            return None
+        computed = num_computed_tokens // self._config.block_tokens
+        return self._shadow.choose(known.lease, known.chain, known.lease.blocks, computed)
 
     def _has_come(self, prefilled: Prefilled, known: _Request, chain: Chain, most: int) -> bool:
         # Where nothing computes vLLM asks again at once. One of those that wait sleeps, once a step.
@@ -344,8 +376,7 @@ class Scheduler:
         self._adapters.look_again()
         for name in output.preempted_req_ids or ():
             if name in self._requests:
-                # Its blocks are not its own any more.
-                self._requests[name].steps.clear()
+                self._requests[name].begin_anew()
         new = output.scheduled_new_reqs
         cached = output.scheduled_cached_reqs
         before = {scheduled.req_id: scheduled.num_computed_tokens for scheduled in new}
@@ -411,6 +442,7 @@ class Scheduler:
             for known in self._requests.values():
                 if self._advance(known, stepped.step):
                     self._save(known)
+                    self._compare(known)
             self._ending = [ending for ending in self._ending if not self._end(ending, stepped.step)]
         # Nobody waits here for saves: the last answer goes out with this step.
         self._release()
@@ -442,6 +474,15 @@ class Scheduler:
             has_ended = True
         return has_ended
 
+    def _compare(self, known: _Request) -> None:
+        """Has a hit compared that was computed again, once all of it is."""
+        hit = known.shadowed
+        if hit is None or known.computed < hit.end * self._config.block_tokens or self._kv is None:
+            return
+        known.shadowed = None
+        table = self._kv.get_blocks(known.request.request_id).blocks[self._config.groups[0].index]
+        self._shadow.hold(hit, list(table[hit.first : hit.end]), self._ended, self._pool)
+
     # Saves.
 
     def _full(self, known: _Request, computed: int) -> int:
@@ -455,7 +496,7 @@ class Scheduler:
         if full <= known.saved or self._kv is None:
             return
         tables = self._kv.get_blocks(known.request.request_id).blocks
-        prompt = (known.request.num_prompt_tokens - 1) // self._config.block_tokens
+        prompt = self._config.loadable(known.request.num_prompt_tokens)
         if self._config.is_hybrid and known.saved < prompt <= full:
             # Where who asks for the same prompt goes on.
             self._start(known, self._stretches(known, tables, prompt), is_end=True)
@@ -493,7 +534,7 @@ class Scheduler:
         self._saving.append(_Saving(known.number, save, blocks))
 
     def _release(self) -> None:
-        """Gives back the blocks of saves that have ended."""
+        """Gives back the blocks of saves and comparisons that have ended."""
         still = []
         for saving in self._saving:
             if self._has_saved(saving):
@@ -502,6 +543,8 @@ class Scheduler:
             else:
                 still.append(saving)
         self._saving = still
+        if self._shadow:
+            self._shadow.go_on(self._ended, self._pool)
         if self._pinning:
             self._pin()
 
@@ -515,12 +558,19 @@ class Scheduler:
 
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while self._saving and time.monotonic() < until:
+        while (self._saving or self._shadow) and time.monotonic() < until:
             time.sleep(0.0005)
             self._release()
 
     def is_saving(self) -> bool:
-        return bool(self._saving or self._ending)
+        return bool(self._saving or self._ending or self._shadow)
+
+    def frees_blocks_soon(self) -> bool:
+        """Whether blocks become free in a moment that only a save holds: vLLM then waits for them, and preempts nobody."""
+        since = time.monotonic() - _MAX_SAVE
+        return any(
+            block.ref_cnt == 1 for saving in self._saving if saving.since > since for block in saving.blocks
+        )
 
     def events(self) -> "Iterable[KVCacheEvent]":
         """What came to the tiers and left them since the last call."""
@@ -544,7 +594,11 @@ class Scheduler:
         if known.prefilled is not None and known.prefilled.pull is not None:
             known.prefilled.pull.cancel()
         computed = known.steps[-1][1] if known.steps else known.computed
-        full = min(self._full(known, computed), len(tables[self._config.groups[0].index]))
+        table = tables[self._config.groups[0].index]
+        full = min(self._full(known, computed), len(table))
+        if known.shadowed is not None and known.shadowed.end <= full and request.status != RequestStatus.FINISHED_ERROR:
+            again = [self._pool.blocks[block] for block in table[known.shadowed.first : known.shadowed.end]]
+            self._shadow.hold(known.shadowed, again, known.steps[-1][0] if known.steps else self._ended, self._pool)
         # Of a hybrid model a turn leaves a checkpoint.
         is_new = full > known.saved or self._config.is_hybrid and full == known.saved != known.end
         # An error may be one of its blocks.
@@ -625,18 +679,27 @@ class Scheduler:
             # One whose load has ended, or a session, waits too.
             waits = known.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             begins_anew = waits and not known.request.num_computed_tokens
+            if begins_anew:
+                known.begin_anew()
+            known.shadowed = None
             known.salt = self._salt(known.request) if known.salt is not None else None
             known.saved = 0 if begins_anew and known.salt is not None else _ALL
             known.forget_chain()
-        for ending in self._ending:
+        if self._shadow is not None:
+            self._shadow.forget()
+        ended, self._ending = self._ending, []
+        for ending in ended:
             self._let_go(ending)
-        self._ending = []
         self._pinning, self._pinned = [], []
         try:
             self.manager.reset()
         except UnavailableError as error:
             # What was kept before the first reset is of the files' weights, and all since has names that end with this process.
             logger.warning("the new epoch is not noted everywhere yet: %s", error)
+        except KvbmError:
+            # Nothing older is found all the same: all since has other names.
+            logger.exception("the tiers have begun no new epoch")
+            return False
         return True
 
     def shutdown(self) -> None:

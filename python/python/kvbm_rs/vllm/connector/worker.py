@@ -18,11 +18,18 @@ if TYPE_CHECKING:
     import torch
 
 # Of engines whose only worker is in this process: for their schedulers, which vLLM makes later.
-_adopted: dict[str, list[EngineMemory]] = {}
+_adopted: dict[str, "Adopted"] = {}
 
 
-def adopted(engine: str) -> list[EngineMemory]:
-    """The memory that the only worker of `engine` adopted, by cache group."""
+@dataclass(frozen=True)
+class Adopted:
+    """What the only worker of an engine adopted, by cache group: tensors, one for each layer, and the memory that they are."""
+
+    tensors: list[list["torch.Tensor"]]
+    memories: list[EngineMemory]
+
+
+def adopted(engine: str) -> Adopted:
     return _adopted[engine]
 
 
@@ -112,7 +119,7 @@ class Worker:
             for tensors, group in zip(self._tensors, config.groups)
         ]
         if config.is_alone:
-            _adopted[config.engine] = memories
+            _adopted[config.engine] = Adopted(self._tensors, memories)
         else:
             # The leader comes later: the worker must go on.
             self._joining = threading.Thread(target=self._join, args=(memories,), name="kvbm-join", daemon=True)
