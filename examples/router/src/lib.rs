@@ -43,6 +43,8 @@ pub struct RouterOptions {
     pub max_requests: usize,
     /// How long a prefill worker may take before another one is asked.
     pub prefill_limit: Duration,
+    /// How long a worker may say nothing before its answer is given up.
+    pub silence: Duration,
     /// Seconds that a hand-over takes however short the prompt is.
     pub hand_over: f64,
 }
@@ -67,7 +69,10 @@ pub fn router(options: &RouterOptions) -> Result<Router, reqwest::Error> {
     _ = rustls::crypto::ring::default_provider().install_default();
     let workers = |urls: &[Url]| urls.iter().cloned().map(Worker::new).map(Arc::new).collect();
     let shared = Arc::new(Shared {
-        client: reqwest::Client::builder().connect_timeout(Duration::from_secs(2)).build()?,
+        client: reqwest::Client::builder()
+            .connect_timeout(Duration::from_secs(2))
+            .read_timeout(options.silence)
+            .build()?,
         prefill: workers(&options.prefill),
         decode: workers(&options.decode),
         room: Arc::new(Semaphore::new(options.max_requests)),

@@ -27,6 +27,9 @@ struct Cli {
     /// Seconds that a prefill worker may take before another one is asked
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     prefill_limit: u64,
+    /// Seconds that an engine may say nothing before its answer is given up; of one that is not streamed, all of them
+    #[arg(long, value_name = "SECONDS", default_value_t = 300)]
+    silence: u64,
     /// Milliseconds that a hand-over takes however short the prompt is
     #[arg(long, value_name = "MS", default_value_t = 10)]
     hand_over_ms: u32,
@@ -41,6 +44,7 @@ async fn main() -> ExitCode {
         decode: cli.decode,
         max_requests: cli.max_requests,
         prefill_limit: Duration::from_secs(cli.prefill_limit),
+        silence: Duration::from_secs(cli.silence),
         hand_over: f64::from(cli.hand_over_ms) / 1e3,
     };
     match serve(cli.listen, &options).await {

@@ -110,6 +110,15 @@ struct Front {
 
 impl Front {
     async fn of(prefill: &[&Arc<Engine>], decode: &[&Arc<Engine>], max_requests: usize) -> Self {
+        Self::impatient(prefill, decode, max_requests, Duration::from_mins(1)).await
+    }
+
+    async fn impatient(
+        prefill: &[&Arc<Engine>],
+        decode: &[&Arc<Engine>],
+        max_requests: usize,
+        silence: Duration,
+    ) -> Self {
         let urls =
             |engines: &[&Arc<Engine>]| engines.iter().map(|engine| engine.url.clone()).collect();
         let options = RouterOptions {
@@ -117,6 +126,7 @@ impl Front {
             decode: urls(decode),
             max_requests,
             prefill_limit: Duration::from_mins(1),
+            silence,
             // A stand-in is never busy, so that a prompt would never leave.
             hand_over: -1e6,
         };
@@ -232,6 +242,20 @@ async fn pieces_come_as_they_are_made_and_one_too_many_waits() {
     assert!(pieces.next().await.is_none());
     *here.behaviour.lock() = Behaviour::Well;
     // The room is free as soon as the server has seen the end.
+    while front.post(&prompt()).await.status() == 429 {
+        tokio::task::yield_now().await;
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_falls_silent_keeps_no_room() {
+    let here = Engine::start(Behaviour::Streams).await;
+    let front = Front::impatient(&[], &[&here], 1, Duration::from_millis(100)).await;
+    let answer = front.post(&json!({"prompt": "p", "stream": true})).await;
+    let mut pieces = answer.bytes_stream();
+    assert_eq!(pieces.next().await.expect("a piece").expect("whole"), "data: one\n\n");
+    assert!(pieces.next().await.expect("an end").is_err(), "it never goes on");
+    *here.behaviour.lock() = Behaviour::Well;
     while front.post(&prompt()).await.status() == 429 {
         tokio::task::yield_now().await;
     }
