@@ -249,12 +249,12 @@ fn read_each_other_and_outlive_each_other(way: &'static str) {
 }
 
 #[test]
-fn a_frozen_holder_costs_a_miss_and_goes_on_when_it_thaws() {
+fn a_frozen_holder_costs_a_miss_until_it_thaws() {
     holder_freezes_and_thaws("memory");
 }
 
 #[test]
-fn a_frozen_holder_with_nixl_costs_a_miss_and_goes_on_when_it_thaws() {
+fn a_frozen_holder_with_nixl_costs_misses_until_it_thaws() {
     if has_nixl() {
         holder_freezes_and_thaws("nixl");
     }
@@ -274,7 +274,7 @@ fn holder_freezes_and_thaws(way: &'static str) {
 }
 
 #[test]
-fn a_frozen_reader_keeps_no_block_beyond_the_time_of_its_lease() {
+fn a_frozen_reader_keeps_no_block_beyond_its_lease() {
     let mut a = Worker::start(0, "", "tcp");
     let mut c = Worker::start(0, &a.address, "tcp");
     a.ask("compute 1 64");
@@ -302,7 +302,7 @@ fn either_worker_is_killed_or_frozen_at_any_point() {
 }
 
 #[test]
-fn either_worker_with_nixl_is_killed_or_frozen_at_any_point() {
+fn either_worker_with_nixl_dies_or_freezes_anywhere() {
     if has_nixl() {
         // Where a read does not end, the next ones go by TCP.
         either_side_is_killed_or_frozen_at_any_point("auto");

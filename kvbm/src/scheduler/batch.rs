@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn a_medium_that_gets_on_makes_nothing_overdue_however_long_its_queue() {
+    fn nothing_is_overdue_at_a_medium_that_gets_on() {
         let batches = BatchesInFlight::default();
         let queue: Vec<_> = (0..20).map(|_| start(&batches, READ, 0)).collect();
         for (turn, batch) in (1..).zip(&queue) {

@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_after_the_end_of_its_transfer_is_in_vain() {
+    fn tasks_after_the_end_of_their_transfer_are_dropped() {
         let mut orders = EngineOrders::new(true);
         orders.open(ID, EngineOrder::after(&Fence::Host(HostFence::new())), Duration::ZERO);
         let mut queued = 0;

@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rest_of_a_load_in_layers_does_not_wait_for_its_beginning_and_another_load_does() {
+    fn a_load_in_layers_does_not_wait_for_its_beginning() {
         let mut queues =
             RouteQueues::new(QueueLimits { batches: 1, batch_blocks: 8, segment_blocks: 8 });
         let (first, other) = (order(), order());

@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_file_that_cannot_be_read_changes_nothing_until_it_can() {
+    async fn an_unreadable_file_changes_nothing_until_it_is_readable() {
         let bench = Bench::new();
         let whole = entries(&TWO);
         let large = format!("[{}]", " ".repeat(MAX_BYTES as usize));
