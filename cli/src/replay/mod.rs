@@ -134,7 +134,7 @@ fn replay(
     let recovery = trouble
         .map(|trouble| Ok::<_, CommandFailure>((trouble, trouble.heal(engine)?)))
         .transpose()?;
-    let settled = engine.settle();
+    let audited = engine.drain_and_audit();
     if let Some((trouble, _)) = &recovery {
         engine.wait_for_late_copies(trouble.never_completing());
     }
@@ -142,7 +142,7 @@ fn replay(
     let chaos = recovery.map(|(trouble, recovery)| {
         ChaosReport::new(trouble, &recovery, (tally.mismatches, tally.hangs), engine)
     });
-    Ok(ReplayReport::new(trace, &tally, settled, engine, seconds).with(chaos))
+    Ok(ReplayReport::new(trace, &tally, audited, engine, seconds).with(chaos))
 }
 
 /// Reads a trace to its end before anything is made, so that a bad line spoils no half-done run.

@@ -431,7 +431,7 @@ impl Core {
         if error.is_none() && op.to.tier == Tier::Disk {
             return self.try_copy(dir, (op.to, op.from), staging);
         }
-        self.sending.staging.lock().settle(staging);
+        self.sending.staging.lock().return_lent(staging);
         self.directory_tried(dir, error);
     }
 

@@ -135,7 +135,7 @@ mod tests {
     }
 
     /// Does, in holds, what follows from a change.
-    fn settle(table: &mut Table, mut effects: Effects) -> Effects {
+    fn publish_all(table: &mut Table, mut effects: Effects) -> Effects {
         let mut all = Effects::default();
         loop {
             all.tasks.append(&mut effects.tasks);
@@ -167,7 +167,7 @@ mod tests {
             let step = reserved.frames.len().min(64);
             let effects =
                 hold(|_| table.fill(reserved.transfer, first, reserved.frames.drain(..step)));
-            drop(settle(table, effects));
+            drop(publish_all(table, effects));
             first += step;
         }
         table.end_plan(reserved.transfer, None);
@@ -208,7 +208,7 @@ mod tests {
             let tasks = table.take_effects().tasks;
             let effects =
                 hold(|_| table.land(tasks.iter().map(|task| task.ended(failed)), Duration::ZERO));
-            drop(settle(&mut table, effects));
+            drop(publish_all(&mut table, effects));
         }
         hold(|_| table.end_pauses(Tier::Host));
         flush_all(&mut table);
@@ -312,7 +312,7 @@ mod tests {
             let tasks = table.take_effects().tasks;
             let effects =
                 hold(|_| table.land(tasks.iter().map(|task| task.ended(failed)), Duration::ZERO));
-            drop(settle(table, effects));
+            drop(publish_all(table, effects));
         };
         assert_eq!(save(&mut table, Tier::Host, &chain(0, 2)), 2);
         fail(&mut table);
@@ -367,7 +367,7 @@ mod tests {
             assert!(!tasks.is_empty(), "nothing goes down");
             let landed = tasks.iter().map(|task| task.ended(Outcome::Arrived));
             let effects = hold(|_| table.land(landed, Duration::ZERO));
-            drop(settle(table, effects));
+            drop(publish_all(table, effects));
         }
     }
 
@@ -412,7 +412,7 @@ mod tests {
         while let Some(from) = next {
             next = hold(|hold| table.end_forgotten(from, hold));
             let effects = table.take_effects();
-            drop(settle(&mut table, effects));
+            drop(publish_all(&mut table, effects));
         }
         let mut next = Some(0);
         while let Some(from) = next {
@@ -512,12 +512,12 @@ mod tests {
         let behind = table.reserved(&mut second);
         let effects = hold(|_| table.cancel(reserved.transfer));
         assert!(effects.has_more, "it is too long for one hold");
-        drop(settle(&mut table, effects));
+        drop(publish_all(&mut table, effects));
         assert!(table.is_empty(), "{} records are left", table.len());
         for mut reserved in [reserved, behind] {
             let all = reserved.frames.drain(..);
             let effects = table.abandon(reserved.transfer, 0, all);
-            drop(settle(&mut table, effects));
+            drop(publish_all(&mut table, effects));
             table.end_plan(reserved.transfer, None);
             drop(table.take_effects());
         }
@@ -546,7 +546,7 @@ mod tests {
         while let Some(from) = next {
             next = hold(|hold| table.end_next(from, hold));
             let effects = table.take_effects();
-            ended += settle(&mut table, effects).ended.len();
+            ended += publish_all(&mut table, effects).ended.len();
         }
         assert_eq!(ended, 1, "its caller is answered");
     }
@@ -644,7 +644,7 @@ mod tests {
                 let tasks = table.take_effects().tasks;
                 let landed = tasks.iter().map(|task| task.ended(Outcome::Arrived));
                 let effects = table.land(landed, Duration::ZERO);
-                drop(settle(&mut table, effects));
+                drop(publish_all(&mut table, effects));
             }
             assert!(is_left(&table), "nothing leaves of {length} blocks");
         }
@@ -675,7 +675,7 @@ mod tests {
             let tasks = table.take_effects().tasks;
             let effects =
                 table.land(tasks.iter().map(|task| task.ended(Outcome::Arrived)), Duration::ZERO);
-            drop(settle(&mut table, effects));
+            drop(publish_all(&mut table, effects));
             holds += 1;
             assert!(holds < 1_000, "the beginning of the chain is not found");
         }

@@ -211,7 +211,7 @@ impl World {
             }
             Step::Evict { tier, blocks } => _ = self.table.evict(TIERS[tier].0, blocks),
         }
-        self.settle();
+        self.apply_all();
         if !self.table.is_dropping() && self.forgetting.is_none() {
             self.dead.extend(self.dying.drain());
         }
@@ -310,7 +310,7 @@ impl World {
     fn plan_all(&mut self) {
         while !self.plans.is_empty() {
             self.step_plan(0);
-            self.settle();
+            self.apply_all();
         }
     }
 
@@ -377,11 +377,11 @@ impl World {
     fn finish_forgetting(&mut self) {
         while self.forgetting.is_some() {
             self.forget_some();
-            self.settle();
+            self.apply_all();
         }
     }
 
-    fn settle(&mut self) {
+    fn apply_all(&mut self) {
         let mut effects = self.table.take_effects();
         while effects.has_more {
             self.apply(effects);
@@ -455,7 +455,7 @@ impl World {
         while !(self.plans.is_empty() && self.copies.is_empty()) || self.table.is_dropping() {
             self.step_plan(0);
             self.table.drop_more();
-            self.settle();
+            self.apply_all();
             self.land(0, 9);
         }
         self.dead.extend(std::mem::take(&mut self.dying));
@@ -490,7 +490,7 @@ impl World {
     fn finish_plans(&mut self) {
         while !(self.plans.is_empty() && self.copies.is_empty()) {
             self.step_plan(0);
-            self.settle();
+            self.apply_all();
             self.land(0, 9);
         }
     }
@@ -637,7 +637,7 @@ fn loading() -> (World, Vec<BlockHash>, TransferId) {
     world.load(1, 0, (0, 4));
     while !world.plans.is_empty() {
         world.step_plan(0);
-        world.settle();
+        world.apply_all();
     }
     let id = *world.loads.keys().next().expect("it is under way");
     (world, hashes, id)

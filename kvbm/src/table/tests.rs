@@ -141,7 +141,7 @@ impl History {
                 let key = self.table.enter(Chain::from(&hashes)).key(depth.min(hashes.len() - 1));
                 let defect = if depth % 2 == 0 { Defect::Corrupt } else { Defect::Unreadable };
                 quarantine(&mut self.table, Tier::ALL[tier], key, defect);
-                self.settle();
+                self.apply_now();
             }
             Step::Flush { tier, blocks } => {
                 self.table.take_flush(
@@ -150,11 +150,11 @@ impl History {
                     Trigger::Used,
                     &mut Budget::of_a_hold(),
                 );
-                self.settle();
+                self.apply_now();
             }
             Step::Headroom { tier, slots } => {
                 self.table.make_headroom(Tier::ALL[tier], slots, 4, &mut Budget::of_a_hold());
-                self.settle();
+                self.apply_now();
             }
             Step::Block { tier, blocked } => {
                 self.table.block_flushes(Tier::ALL[tier], blocked);
@@ -183,11 +183,11 @@ impl History {
         let mut from = Some(0);
         while let Some(place) = from {
             from = end_next(&mut self.table, place);
-            self.settle();
+            self.apply_now();
         }
     }
 
-    fn settle(&mut self) {
+    fn apply_now(&mut self) {
         let effects = self.table.take_effects();
         self.apply(effects);
     }
@@ -230,7 +230,7 @@ impl History {
         if self.filling.iter().all(|&(other, ..)| other != id) {
             self.table.end_plan(id, None);
         }
-        self.settle();
+        self.apply_now();
     }
 
     fn fill(&mut self, which: usize, fails: bool) {
@@ -258,7 +258,7 @@ impl History {
         self.awaited.extend(plan.transfer());
         self.begun += 1;
         self.table.finish_plan(&mut plan, Reply::new(drop), Duration::ZERO);
-        self.settle();
+        self.apply_now();
     }
 
     fn land(&mut self, which: usize, outcome: u8) {
@@ -313,7 +313,7 @@ impl History {
             let mut from = Some(0);
             while let Some(place) = from {
                 from = self.table.end_next(place, &mut Budget::of_a_hold());
-                self.settle();
+                self.apply_now();
             }
             assert_eq!(self.ended, self.begun, "closing answers everybody");
         }

@@ -151,16 +151,16 @@ impl BudgetAccount {
     }
 
     fn left(&self) -> f64 {
-        self.settle(0.0)
+        self.charge(0.0)
     }
 
     fn pay(&self, amount: f64) {
-        self.settle(amount);
+        self.charge(amount);
     }
 
     /// The balance after the refill up to now and an expense. No debt exceeds a period's budget:
     /// else, where the budget is too small for the manifests, it would never end.
-    fn settle(&self, expense: f64) -> f64 {
+    fn charge(&self, expense: f64) -> f64 {
         let (mut balance, now) = (self.balance.lock(), clock::now());
         let earned =
             now.saturating_duration_since(balance.1).as_secs_f64() * self.most / self.period;
