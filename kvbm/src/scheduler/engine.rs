@@ -171,7 +171,7 @@ impl Core {
             return Transfer::failed(Error::closed());
         }
         let LoadInto { lease, blocks, slots, after, layers, with_media, part_of } = load;
-        let (first, wanted) = (blocks.start, blocks.len());
+        let wanted = blocks.len();
         // No layer comes of blocks that are not held: an engine that goes on with a layer must have
         // it of all the blocks that it asked for.
         let count = Arc::new(LayerCount::new(layers.get(), wanted));
@@ -193,7 +193,7 @@ impl Core {
         let ends = EndsLayers(Arc::clone(&count));
         let (reply, transfer) = self.reply_with(move |ended: &TransferEnd, lease| {
             ends.0.end(ended.copied == wanted);
-            Loaded::new((first, wanted), ended.copied, lease, writers)
+            Loaded::new(blocks, ended.copied, lease, writers)
         });
         self.hand_over(plan, reply, turn);
         self.go_after(id, after);
