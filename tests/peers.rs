@@ -302,7 +302,7 @@ fn either_worker_is_killed_or_frozen_at_any_point() {
 }
 
 #[test]
-fn either_worker_with_nixl_dies_or_freezes_anywhere() {
+fn either_with_nixl_is_killed_or_frozen_at_any_point() {
     if has_nixl() {
         // Where a read does not end, the next ones go by TCP.
         either_side_is_killed_or_frozen_at_any_point("auto");

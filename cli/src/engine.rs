@@ -246,7 +246,7 @@ impl SimulatedEngine {
             hints: Hints { tenant, ..Hints::default() },
             ..RequestInfo::default()
         };
-        self.manager.tick();
+        self.manager.admin().tick();
         Ok(Some(RequestArrival { request, info, hashes, room }))
     }
 
@@ -432,7 +432,7 @@ impl SimulatedEngine {
 
     fn wait_for_room(&self, tally: &mut ServedTally) -> Result<(), CommandFailure> {
         tally.full_waits += 1;
-        self.manager.tick();
+        self.manager.admin().tick();
         self.stop.pause(PAUSE)
     }
 

@@ -111,8 +111,7 @@ pub(crate) fn run(args: ReplayArgs, global: &GlobalOptions) -> Result<(), Comman
         Some(speed) => Box::new(PacedIter::new(requests, speed, stop)),
         None => Box::new(requests),
     };
-    let report =
-        replay(&engine, &trace, (requests, expected), concurrency.into(), trouble.as_ref())?;
+    let report = replay(&engine, &trace, requests, expected, concurrency.into(), trouble.as_ref())?;
     let report = report.with_acknowledged(acknowledged).with_object_requests(&registry);
     global.show(&report, ReplayReport::to_text)?;
     report.verdict()
@@ -121,7 +120,8 @@ pub(crate) fn run(args: ReplayArgs, global: &GlobalOptions) -> Result<(), Comman
 fn replay(
     engine: &SimulatedEngine,
     trace: &Path,
-    (requests, expected): (impl Iterator<Item = Result<Request, TraceError>> + Send, Option<u64>),
+    requests: impl Iterator<Item = Result<Request, TraceError>> + Send,
+    expected: Option<u64>,
     concurrency: usize,
     trouble: Option<&ChaosTrouble>,
 ) -> Result<ReplayReport, CommandFailure> {
@@ -140,7 +140,7 @@ fn replay(
     }
     engine.check_stop()?;
     let chaos = recovery.map(|(trouble, recovery)| {
-        ChaosReport::new(trouble, &recovery, (tally.mismatches, tally.hangs), engine)
+        ChaosReport::new(trouble, &recovery, tally.mismatches, tally.hangs, engine)
     });
     Ok(ReplayReport::new(trace, &tally, audited, engine, seconds).with(chaos))
 }

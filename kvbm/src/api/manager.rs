@@ -27,7 +27,7 @@ use crate::names::fingerprint::Fingerprint;
 use crate::names::hash::Chain;
 use crate::observe::events::Events;
 use crate::observe::shadow::Shadow;
-use crate::observe::state::{ObservedState, Why};
+use crate::observe::state::ObservedState;
 use crate::peers::{HostBytes, PeerListener, Peers, sealed_peers};
 use crate::scheduler::{Core, Drained};
 use crate::serve::{Listener, Server};
@@ -177,7 +177,7 @@ impl Manager {
         let shadow = Shadow::new(settings.transfer.shadow_share);
         let observed = settings.clone();
         let assembled = assemble::open(settings, options, suffix).await?;
-        assemble::export(&options.registry, &assembled.core, (&observed, options.block_tokens))?;
+        assemble::export(&options.registry, &assembled.core, &observed, options.block_tokens)?;
         let device = assembled.device.as_ref().map(|device| device.name());
         let observed = ObservedState::new(
             &assembled.core,
@@ -485,11 +485,6 @@ impl Manager {
         self.core.table().epoch()
     }
 
-    /// Does the background work that is due: call it after moving a manual clock.
-    pub fn tick(&self) {
-        self.cores().for_each(|core| core.wake());
-    }
-
     /// Flushes all dirty blocks and waits until nothing is in flight, at most for `limit`. Tells
     /// what was not flushed: it waits for a tier that is away until then, unless the manager is
     /// closed. The next process finds what reached a tier that outlives this one.
@@ -518,11 +513,6 @@ impl Manager {
     /// Whether blocks lie encrypted in the host tier, so that they cannot be shown there.
     pub(crate) const fn is_host_sealed(&self) -> bool {
         self.is_host_sealed
-    }
-
-    /// How much of `chain` each tier holds, and why not more. It has no side effect.
-    pub fn why<'a>(&self, chain: impl Into<Chain<'a>>) -> Why {
-        self.observed.why(chain.into()).expect("the manager holds what is observed")
     }
 
     /// Stops everything: background work ends, queued copies are dropped, and every [`Transfer`]

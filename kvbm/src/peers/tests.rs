@@ -396,7 +396,7 @@ impl Pair {
         let epoch = 1 + self.there.manager().epoch().max(self.here.manager().epoch());
         for worker in [&self.there, &self.here] {
             worker.reset(epoch, Some("healed"));
-            worker.manager().tick();
+            worker.manager().admin().tick();
         }
         let wanted = chain(3, 12);
         self.there.compute(&wanted);

@@ -162,7 +162,8 @@ struct BatchRegister {
 impl BatchesInFlight {
     pub(super) fn start(
         &self,
-        (route, class): (Route, Class),
+        route: Route,
+        class: Class,
         tasks: Vec<RoutedTask>,
         now: Duration,
         span: Span,
@@ -286,7 +287,7 @@ mod tests {
     }
 
     fn start(batches: &BatchesInFlight, route: Route, now: u64) -> Arc<TaskBatch> {
-        batches.start((route, Class::Load), Vec::new(), at(now), Span::none())
+        batches.start(route, Class::Load, Vec::new(), at(now), Span::none())
     }
 
     #[test]

@@ -409,12 +409,12 @@ impl Core {
                 return self.health.directories.try_later(dir, now);
             };
             let here = staging.slot_ref();
-            self.try_copy(dir, (here, slot), staging);
+            self.try_copy(dir, here, slot, staging);
         }
     }
 
     /// Writes to the directory, and reads that back, which verifies it.
-    fn try_copy(self: &Arc<Self>, dir: usize, (from, to): (SlotRef, SlotRef), staging: Frame) {
+    fn try_copy(self: &Arc<Self>, dir: usize, from: SlotRef, to: SlotRef, staging: Frame) {
         let block = BlockKey { hash: 0, group: 0 };
         let op = CopyOp { block, parent: None, owner: None, from, to };
         self.run_errand(op, staging, CopyPurpose::Trial(dir));
@@ -429,7 +429,7 @@ impl Core {
         error: Option<&CopyError>,
     ) {
         if error.is_none() && op.to.tier == Tier::Disk {
-            return self.try_copy(dir, (op.to, op.from), staging);
+            return self.try_copy(dir, op.to, op.from, staging);
         }
         self.sending.staging.lock().return_lent(staging);
         self.directory_tried(dir, error);

@@ -63,12 +63,12 @@ impl Core {
             }
             tracing::error!(%tier, blocks, ?defect, "a block and its descendants are dropped");
         }
-        for rest in cancelled {
-            let cancelled = self.sending.queues.lock().cancel(rest);
+        for (id, from) in cancelled {
+            let cancelled = self.sending.queues.lock().cancel(id, from);
             self.drop_tasks(cancelled);
-            let held = self.engine.orders.lock().cancel(rest);
+            let held = self.engine.orders.lock().cancel(id, from);
             self.drop_held(held);
-            let effects = self.table.lock().cancellation_made(rest.0);
+            let effects = self.table.lock().cancellation_made(id);
             self.apply(effects);
         }
         if !awaited.is_empty() {
@@ -161,7 +161,7 @@ impl Core {
         let fences = order.map_or_else(Fences::default, |order| order.fences());
         let backend = self.sending.executor.backend(route).map_or("none", |backend| backend.name());
         let span = spans::of_batch(class, route, backend, tasks.len());
-        let batch = self.health.batches.start((route, class), tasks, self.clock.uptime(), span);
+        let batch = self.health.batches.start(route, class, tasks, self.clock.uptime(), span);
         let report = self.report(&batch);
         let done = Done::new(move |completions| report.copies_ended(completions));
         let executor = Arc::clone(&self.sending.executor);

@@ -110,7 +110,7 @@ impl Core {
         let mut table = self.table();
         let chain = table.enter(chain);
         let pins = table.lease(chain, info);
-        let mut plan = table.plan_saving(to, chain, (first, &slots), pins);
+        let mut plan = table.plan_saving(to, chain, first, &slots, pins);
         drop(table);
         self.send(Class::Save, to, &mut plan, Some(EngineOrder::after(&ready).part_of(part_of)));
         let (id, orphans) = (plan.transfer(), plan.orphans());
@@ -460,7 +460,7 @@ impl EngineOrders {
     }
 
     /// Takes out the held-back tasks of a transfer for its blocks from `block` on.
-    pub(super) fn cancel(&mut self, (id, block): (TransferId, u32)) -> Vec<CopyTask> {
+    pub(super) fn cancel(&mut self, id: TransferId, block: u32) -> Vec<CopyTask> {
         let Some(ordered) = self.transfers.get_mut(&id) else { return Vec::new() };
         let held = std::mem::take(&mut ordered.held);
         let (in_vain, others) = held.into_iter().partition(|task| task.id.block >= block);

@@ -111,7 +111,7 @@ impl RouteQueues {
     }
 
     /// Takes out the tasks of a transfer for its blocks from `block` on, which are useless now.
-    pub(super) fn cancel(&mut self, (transfer, block): (TransferId, u32)) -> Vec<RoutedTask> {
+    pub(super) fn cancel(&mut self, transfer: TransferId, block: u32) -> Vec<RoutedTask> {
         let is_in_vain =
             |task: &RoutedTask| task.task.id.transfer == transfer && task.task.id.block >= block;
         let mut cancelled = Vec::new();

@@ -281,7 +281,7 @@ impl World {
         let chain = self.table.enter(Chain::from(&hashes));
         let end = first.saturating_add(blocks).min(hashes.len());
         let slots = self.computed((first..end).map(|at| chain.key(at)));
-        let plan = self.table.plan_saving(Tier::Host, chain, (first, &slots), pins);
+        let plan = self.table.plan_saving(Tier::Host, chain, first, &slots, pins);
         self.plans.push(OpenPlan { plan, is_traced: true, wanted: Vec::new() });
     }
 

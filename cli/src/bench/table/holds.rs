@@ -310,13 +310,13 @@ impl Mix {
     fn pass_time(&self, ms: u64) {
         let clock = self.ours.clock();
         clock.advance_to(kvbm::Clock::now_ms(clock.as_ref()) + ms);
-        self.ours.manager().tick();
+        self.ours.manager().admin().tick();
     }
 
     /// Gives the background thread some rounds.
     fn run_background(&self) {
         for _ in 0..40 {
-            self.ours.manager().tick();
+            self.ours.manager().admin().tick();
             std::thread::sleep(Duration::from_millis(5));
         }
     }
