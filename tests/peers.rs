@@ -1,4 +1,4 @@
-//! Workers that read each other's host tier, as processes: every byte checked, whoever is killed,
+//! Workers that read each other's host tier, as processes: every byte checked, whichever is killed,
 //! frozen or comes back. `tests/peers.sh` runs those that it takes long, root or a trace to run.
 
 mod network;
