@@ -38,7 +38,7 @@ fn serve_fully(manager: &Manager, chain: &[BlockHash]) {
         if served.saved == chain.len() {
             return;
         }
-        manager.tick();
+        manager.admin().tick();
         std::thread::sleep(Duration::from_millis(2));
     }
     panic!("no room came up: {:?}", manager.admin().counts(Tier::Host));
@@ -139,7 +139,7 @@ fn a_pin_keeps_a_chain_until_it_expires() {
     manager.pin(manager.lease(&brief), 0).unwrap();
     let deadline = Instant::now() + LIMIT;
     while manager.matches(&brief).longest() > 0 && Instant::now() < deadline {
-        manager.tick();
+        manager.admin().tick();
         std::thread::sleep(Duration::from_millis(5));
         manager.admin().evict(Tier::Device, 8);
         manager.admin().evict(Tier::Host, 16);

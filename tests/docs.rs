@@ -331,7 +331,7 @@ fn spent() -> Registry {
     manager.admin().evict(Tier::Device, 8);
     let lease = manager.lease(&chain(3));
     let sample = manager.admin().shadow_sample(&lease).swap_remove(0);
-    manager.admin().shadow_compare(&chain(3), &sample, Elements::F32, (&[0; 4], &[0; 4])).unwrap();
+    manager.admin().shadow_compare(&chain(3), &sample, Elements::F32, &[0; 4], &[0; 4]).unwrap();
     registry.gather();
     registry
 }

@@ -336,7 +336,7 @@ fn where_all_directories_hang_the_tier_rests_and_then_heals() {
     assert_eq!(manager.admin().counts(Tier::Disk).total, 400);
     chaos.heal();
     wait_until(LIMIT, "it is used again", || {
-        manager.tick();
+        manager.admin().tick();
         served_whole(&manager, 0..40) == 40
     });
     wait_until(LIMIT, "what hung has come back", || {

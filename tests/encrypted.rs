@@ -60,14 +60,14 @@ fn chain() -> Vec<BlockHash> {
     (1..=BLOCKS).map(hash).collect()
 }
 
-fn settle(manager: &Manager) {
+fn drain(manager: &Manager) {
     assert!(manager.drain(Duration::from_secs(20)).is_complete());
 }
 
 /// Computed, flushed, gone from the upper tiers, and then asked for again.
 fn down_and_up(manager: &Manager) -> Served {
     serve(manager, &chain());
-    settle(manager);
+    drain(manager);
     push_down(manager, &chain());
     serve(manager, &chain())
 }
@@ -129,7 +129,7 @@ fn a_flipped_bit_is_a_miss_and_then_it_heals() {
     settings.encryption.key = Some(first_key());
     let manager = manager(settings);
     serve(&manager, &chain());
-    settle(&manager);
+    drain(&manager);
     push_down(&manager, &chain());
     assert_eq!(manager.matches(&chain()).blocks(Tier::Disk), BLOCKS as usize);
     for path in files(&dir.path().join("disk")) {
@@ -139,10 +139,10 @@ fn a_flipped_bit_is_a_miss_and_then_it_heals() {
     // A load ends with its first bad block, and others may still be on their way to their slots:
     // what is missing then is computed next time.
     assert_eq!((served.hit, served.wrong), (0, 0), "{served:?}");
-    settle(&manager);
+    drain(&manager);
     let served = serve(&manager, &chain());
     assert_eq!(served.wrong, 0, "{served:?}");
-    settle(&manager);
+    drain(&manager);
     push_down(&manager, &chain());
     let served = serve(&manager, &chain());
     assert_eq!((served.hit, served.wrong), (BLOCKS as usize, 0), "{served:?}");
@@ -284,7 +284,7 @@ fn try_restart(dir: &Path, keys: &str) -> kvbm::Result<Manager> {
 }
 
 fn stopped(manager: Manager) {
-    settle(&manager);
+    drain(&manager);
     assert!(manager.close(Duration::from_secs(20)).is_complete());
     drop(manager);
 }

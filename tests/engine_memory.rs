@@ -233,7 +233,7 @@ fn two_saves_of_one_chain_copy_each_block_once() {
 
 /// The first saver's engine goes away; the second has the same blocks in slots of its own.
 #[test]
-fn a_save_brings_what_another_was_to_bring_and_could_not() {
+fn a_save_brings_what_another_failed_to_bring() {
     let engine = Engine::new();
     let (all, fence) = (chain(1, 12), HostFence::new());
     engine.compute(&all, &slots(0..12));
@@ -259,7 +259,7 @@ fn a_save_brings_what_another_was_to_bring_and_could_not() {
 }
 
 #[test]
-fn a_copy_that_fails_fails_no_save_of_the_same_blocks() {
+fn a_failed_copy_fails_no_save_of_the_same_blocks() {
     let faults = chaos(&["memory.write:eio@0s+1h x1"]);
     let engine = Engine::with(settings(), Some(&faults));
     let (all, fence) = (chain(1, 8), HostFence::new());

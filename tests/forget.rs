@@ -57,12 +57,12 @@ fn open(settings: Settings) -> Manager {
     engine::block_on(Manager::open(settings, options)).unwrap()
 }
 
-fn settle(manager: &Manager) {
+fn drain(manager: &Manager) {
     assert!(manager.drain(Duration::from_secs(30)).is_complete());
 }
 
 fn stop(manager: Manager) {
-    settle(&manager);
+    drain(&manager);
     assert!(manager.close(Duration::from_secs(20)).is_complete());
     drop(manager);
 }
@@ -94,7 +94,7 @@ fn the_forgotten_are_never_found_again_and_others_are() {
         for tenant in [ONE, OTHER] {
             assert_served(&manager, tenant, 0);
         }
-        settle(&manager);
+        drain(&manager);
         let before = backup(dir.path());
         manager.forget(ONE).unwrap();
         let held = manager.matches(&chain(ONE));
@@ -111,7 +111,7 @@ fn the_forgotten_are_never_found_again_and_others_are() {
             }
             let again = open(lower(dir.path(), lowest));
             assert_served(&again, ONE, 0);
-            settle(&again);
+            drain(&again);
             assert_served(&again, OTHER, BLOCKS);
             // It comes back, and is found.
             push_down(&again, &chain(ONE));
@@ -198,13 +198,13 @@ fn what_is_on_its_way_lands_nowhere() {
         let held = manager.matches(&chain(ONE));
         assert!(Tier::ALL.iter().all(|&tier| held.blocks(tier) == 0), "{held:?}");
     }
-    settle(&manager);
+    drain(&manager);
     let held = manager.matches(&chain(ONE));
     assert!(Tier::ALL.iter().all(|&tier| held.blocks(tier) == 0), "{held:?}");
     assert!(manager.admin().audit().is_empty(), "{:?}", manager.admin().audit());
     assert_eq!(manager.admin().counts(Tier::Disk).resident, 0);
     assert_served(&manager, ONE, 0);
-    settle(&manager);
+    drain(&manager);
     push_down(&manager, &chain(ONE));
     assert_served(&manager, ONE, BLOCKS);
 }
@@ -214,7 +214,7 @@ fn listeners_hear_of_each_block_that_is_forgotten() {
     let dir = tempfile::tempdir().unwrap();
     let manager = open(lower(dir.path(), Lowest::Disk));
     [ONE, OTHER].into_iter().for_each(|tenant| assert_served(&manager, tenant, 0));
-    settle(&manager);
+    drain(&manager);
     let mut gone: Vec<_> = Tier::ALL
         .into_iter()
         .flat_map(|tier| chain(ONE)[..manager.matches(&chain(ONE)).blocks(tier)].to_vec())
@@ -222,7 +222,7 @@ fn listeners_hear_of_each_block_that_is_forgotten() {
     assert_eq!(gone.len(), 3 * BLOCKS as usize, "on the device, in memory and on disk");
     let mut events = manager.events();
     manager.forget(ONE).unwrap();
-    settle(&manager);
+    drain(&manager);
     let removed = |event| match event {
         CacheEvent::Removed { block, reason: RemoveReason::Forgotten } => block.hash,
         other => panic!("nothing else happens: {other:?}"),
@@ -238,7 +238,7 @@ fn a_lease_from_before_may_end_its_reading() {
     let dir = tempfile::tempdir().unwrap();
     let manager = open(lower(dir.path(), Lowest::Disk));
     assert_served(&manager, ONE, 0);
-    settle(&manager);
+    drain(&manager);
     let lease = manager.lease(&chain(ONE));
     let read = |position| manager.read_device(&lease, &chain(ONE), position, <[u8]>::to_vec);
     assert!(read(0).is_some());
@@ -267,7 +267,7 @@ fn where_nobody_knows_whose_blocks_are_it_is_refused() {
     settings.disk.keep = false;
     let manager = open(settings);
     assert_served(&manager, ONE, 0);
-    settle(&manager);
+    drain(&manager);
     manager.forget(ONE).unwrap();
     assert_served(&manager, ONE, 0);
 }

@@ -174,7 +174,7 @@ fn an_old_lease_keeps_its_blocks_and_does_nothing_else() {
     // What is asked for in between does not wait for it.
     seed(&core, Tier::Device, Chain::from(&chain(1, 4)));
     assert_eq!(blocks(&core, Tier::Device, &chain(1, 4)), 4);
-    assert_eq!(core.table().counts(Tier::Device).forgotten, 4, "the reader has his own");
+    assert_eq!(core.table().counts(Tier::Device).forgotten, 4, "the reader has its own");
     drop(reader);
     core.tick();
     assert_eq!(core.table().counts(Tier::Device).forgotten, 0);

@@ -297,7 +297,7 @@ fn closing_waits_for_what_the_media_have() {
     assert_eq!(
         system.rig.core.wait_for_media(Duration::ZERO),
         3,
-        "whoever does not wait is told what is left"
+        "a caller that does not wait is told what is left"
     );
     assert_eq!(system.rig.core.wait_for_media(SOON), 0);
     assert!(began.elapsed() >= slow, "the copies cannot have ended before");

@@ -127,7 +127,7 @@ fn an_engine_loads_what_a_peer_holds_into_its_slots() {
 }
 
 #[test]
-fn what_a_peer_gives_no_more_is_a_miss_and_then_all_works_again() {
+fn what_a_peer_refuses_is_a_miss_until_it_heals() {
     let there = Worker::new(0, None, false);
     let address = there.address();
     let here = Worker::new(0, Some(address), false);
@@ -162,7 +162,7 @@ fn what_a_peer_gives_no_more_is_a_miss_and_then_all_works_again() {
 }
 
 #[test]
-fn a_load_from_a_peer_that_makes_no_sense_is_refused() {
+fn a_senseless_load_from_a_peer_is_refused() {
     let there = Worker::new(0, None, true);
     let here = Worker::new(0, Some(there.address()), true);
     let prompt = chain(1, 2);
@@ -219,7 +219,7 @@ fn one_call_moves_blocks_and_calls_back() {
 }
 
 #[test]
-fn a_close_amid_a_load_says_what_became_of_the_slots() {
+fn a_close_amid_a_load_accounts_for_the_slots() {
     let there = Worker::new(0, None, false);
     let prompt = chain(1, 36);
     there.compute(&prompt, 0);

@@ -132,7 +132,7 @@ impl Pair {
 }
 
 #[test]
-fn each_rank_has_its_own_slices_of_what_the_other_worker_computed() {
+fn each_rank_gets_its_slices_of_the_other_worker() {
     let mut pair = Pair::open();
     for n in 1..4 {
         assert_eq!(pair.there.serve(&chain(n)).saved, 6);
@@ -209,7 +209,7 @@ fn killed_ranks_cost_misses_and_then_it_heals() {
 }
 
 #[test]
-fn frozen_ranks_cost_the_time_of_a_lease_and_then_it_heals() {
+fn frozen_ranks_cost_one_lease_time_then_it_heals() {
     let mut pair = Pair::open();
     assert_eq!(pair.there.serve(&chain(1)).saved, 6);
     let signal = |fleet: &Fleet, signal: &str| fleet.ranks[1].as_ref().unwrap().signal(signal);
@@ -282,7 +282,7 @@ fn four_ranks_read_at_two() {
 }
 
 #[test]
-fn a_number_of_ranks_that_does_not_divide_is_refused_and_named() {
+fn an_indivisible_number_of_ranks_is_refused_and_named() {
     let home = tempfile::tempdir().unwrap();
     let mut there = open(home.path(), "holder", 2, "");
     let address = address(&there);

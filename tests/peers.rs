@@ -1,4 +1,4 @@
-//! Workers that read each other's host tier, as processes: every byte checked, whoever is killed,
+//! Workers that read each other's host tier, as processes: every byte checked, whichever is killed,
 //! frozen or comes back. `tests/peers.sh` runs those that it takes long, root or a trace to run.
 
 mod network;
@@ -260,12 +260,12 @@ fn read_each_other_and_outlive_each_other(way: &'static str) {
 }
 
 #[test]
-fn a_frozen_holder_costs_a_miss_and_goes_on_when_it_thaws() {
+fn a_frozen_holder_costs_a_miss_until_it_thaws() {
     holder_freezes_and_thaws("memory");
 }
 
 #[test]
-fn a_frozen_holder_with_nixl_costs_a_miss_and_goes_on_when_it_thaws() {
+fn a_frozen_holder_with_nixl_costs_misses_until_it_thaws() {
     if has_nixl() {
         holder_freezes_and_thaws("nixl");
     }
@@ -285,7 +285,7 @@ fn holder_freezes_and_thaws(way: &'static str) {
 }
 
 #[test]
-fn a_frozen_reader_keeps_no_block_beyond_the_time_of_its_lease() {
+fn a_frozen_reader_keeps_no_block_beyond_its_lease() {
     let mut a = Worker::start(0, "", "tcp");
     let mut c = Worker::start(0, &a.address, "tcp");
     a.ask("compute 1 64");
@@ -313,7 +313,7 @@ fn either_worker_is_killed_or_frozen_at_any_point() {
 }
 
 #[test]
-fn either_worker_with_nixl_is_killed_or_frozen_at_any_point() {
+fn either_with_nixl_is_killed_or_frozen_at_any_point() {
     if has_nixl() {
         // Where a read does not end, the next ones go by TCP.
         either_side_is_killed_or_frozen_at_any_point("auto");

@@ -304,7 +304,7 @@ impl World {
         let hashes: Vec<_> = (0..3).map(|i| hash(77_000 + i)).collect();
         let fresh = Chain::from(&hashes);
         self.compute_and_save(fresh);
-        self.settle("a save");
+        self.answer_all("a save");
         self.bring_all(Class::Save, Tier::Host, fresh);
         let drained = self.drain();
         assert!(drained, "what was flushed: {:?}", self.rig.core.table().matches(fresh));
@@ -324,7 +324,7 @@ impl World {
     fn bring_all(&mut self, class: Class, to: Tier, chain: Chain<'_>) {
         for _ in 0..20 {
             self.transfer(class, to, chain);
-            self.settle("a transfer");
+            self.answer_all("a transfer");
             if self.held(chain, to) == chain.len() {
                 return;
             }
@@ -352,7 +352,7 @@ impl World {
         self.rig.core.table().matches(chain).blocks(tier)
     }
 
-    fn settle(&mut self, what: &str) {
+    fn answer_all(&mut self, what: &str) {
         for _ in 0..1_000 {
             self.pass(Duration::from_millis(1));
             if self.waiting.is_empty() {

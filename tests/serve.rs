@@ -554,7 +554,7 @@ fn worker(peer: Option<&str>) -> (Blocks, SocketAddr) {
 }
 
 #[test]
-fn peers_are_shown_with_what_is_open_and_what_a_request_took() {
+fn peers_show_what_is_open_and_what_requests_took() {
     let (there, holder_page) = worker(None);
     let wanted: Vec<BlockHash> = (0..6).map(hash).collect();
     let fill = |at: usize, slot: &mut [u8]| {

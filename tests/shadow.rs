@@ -73,7 +73,7 @@ fn verify(manager: &Manager, number: u32, noise: f32) -> (usize, Vec<usize>) {
         let again = computed(100 * number + sample.position as u32, noise);
         match manager
             .admin()
-            .shadow_compare(&chain, sample, Elements::F32, (&served, &again))
+            .shadow_compare(&chain, sample, Elements::F32, &served, &again)
             .unwrap()
         {
             ShadowVerdict::Same => {}
@@ -180,7 +180,7 @@ fn withdraw(manager: &Manager, tier: Tier) {
     let (one, other) = (computed(1, 0.0), computed(2, 0.0));
     let sample = ShadowSample { position: 0, tier };
     while !manager.admin().shadow_counts(tier).is_withdrawn {
-        manager.admin().shadow_compare(&chain(99), &sample, Elements::F32, (&one, &other)).unwrap();
+        manager.admin().shadow_compare(&chain(99), &sample, Elements::F32, &one, &other).unwrap();
     }
 }
 
@@ -219,7 +219,7 @@ fn a_withdrawn_host_gives_nothing_anywhere_until_a_reset() {
     withdraw(&manager, Tier::Host);
     assert_eq!(manager.matches(&up).longest(), 0);
     assert_eq!(manager.lease(&up).held().longest(), 0);
-    let miss = manager.why(&up).next.unwrap();
+    let miss = manager.admin().why(&up).next.unwrap();
     assert_eq!((miss.reason, miss.tier), ("withdrawn", Some(Tier::Host)));
     let loaded = manager.load(early).wait().unwrap();
     assert_eq!((loaded.copied, loaded.lease.held().longest()), (0, 0), "a lease from before");

@@ -246,7 +246,7 @@ impl SimulatedEngine {
             hints: Hints { tenant, ..Hints::default() },
             ..RequestInfo::default()
         };
-        self.manager.tick();
+        self.manager.admin().tick();
         Ok(Some(RequestArrival { request, info, hashes, room }))
     }
 
@@ -432,7 +432,7 @@ impl SimulatedEngine {
 
     fn wait_for_room(&self, tally: &mut ServedTally) -> Result<(), CommandFailure> {
         tally.full_waits += 1;
-        self.manager.tick();
+        self.manager.admin().tick();
         self.stop.pause(PAUSE)
     }
 
@@ -529,7 +529,7 @@ impl SimulatedEngine {
     }
 
     /// Flushes what is dirty, waits for all copies and checks the table's invariants.
-    pub(crate) fn settle(&self) -> SettledState {
+    pub(crate) fn drain_and_audit(&self) -> DrainedAudit {
         /// For the slowest of stores.
         const LIMIT: Duration = Duration::from_mins(1);
         let deadline = clock::now() + LIMIT;
@@ -538,7 +538,7 @@ impl SimulatedEngine {
             drained = self.manager.drain(Duration::from_millis(200)).is_complete();
         }
         let drift = self.manager.admin().audit();
-        SettledState { drained, drift: drift.iter().map(|drift| format!("{drift:?}")).collect() }
+        DrainedAudit { drained, drift: drift.iter().map(|drift| format!("{drift:?}")).collect() }
     }
 
     /// Waits until no more copies than `never` are overdue. A busy machine may keep a healthy
@@ -626,7 +626,7 @@ pub(crate) struct RecoveryTally {
 
 /// The state after the last request.
 #[derive(Debug)]
-pub(crate) struct SettledState {
+pub(crate) struct DrainedAudit {
     /// Whether everything dirty was flushed in time.
     pub(crate) drained: bool,
     /// Invariants of the table that do not hold.
@@ -804,7 +804,7 @@ mod tests {
         assert_eq!((tally.requests, tally.hangs), (1, 1));
         engine.chaos.iter().for_each(Chaos::heal);
         engine.longest_wait = Some(Duration::from_mins(1));
-        assert!(engine.settle().drained);
+        assert!(engine.drain_and_audit().drained);
         assert_eq!(engine.run(std::iter::once(Ok(request)), 1, |_, _| ()).unwrap().hangs, 0);
     }
 

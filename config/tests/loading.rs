@@ -498,7 +498,7 @@ fn upstream_variables_without_effect_are_checked_and_reported() {
 }
 
 #[test]
-fn variables_of_dynamo_count_where_nothing_else_says_how_peers_are_found() {
+fn dynamo_variables_count_where_no_setting_names_a_discovery() {
     let peers = |more: &[(&str, &str)]| {
         let dynamo = [("ETCD_ENDPOINTS", "http://etcd:2379"), ("DYN_NAMESPACE", "dynamo")];
         let host = [("DYN_KVBM_BLOCK_BYTES", "4096"), ("DYN_KVBM_CPU_CACHE_GB", "1")];
@@ -522,7 +522,7 @@ fn variables_of_dynamo_count_where_nothing_else_says_how_peers_are_found() {
 }
 
 #[test]
-fn names_of_others_that_nothing_follows_are_told_what_to_use() {
+fn foreign_names_are_told_which_setting_to_use() {
     let variables = [
         ("DYN_KVBM_PEERS", "true"),
         ("DYN_KVBM_BLOCK_BYTES", "4096"),

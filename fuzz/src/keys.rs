@@ -121,14 +121,14 @@ fn open(bytes: &[u8]) {
     let before = all();
     files.add(&wrapped(TENANT)).expect("room");
     let after = all();
-    let (his, others): (Vec<_>, Vec<_>) =
+    let (destroyed, others): (Vec<_>, Vec<_>) =
         after.iter().partition(|key| key.tenant() == Some(TENANT));
     files.destroy(TENANT, &[]).expect("it can be written");
     let left = all();
     assert!(left.iter().all(|key| key.tenant() != Some(TENANT)), "a destroyed key is there");
     // A name is one key's, and goes with it.
-    let is_his = |key: &WrappedKey| his.iter().any(|other| other.id() == key.id());
-    assert!(others.iter().all(|key| left.contains(key) || is_his(key)), "a key is lost");
+    let is_destroyed = |key: &WrappedKey| destroyed.iter().any(|other| other.id() == key.id());
+    assert!(others.iter().all(|key| left.contains(key) || is_destroyed(key)), "a key is lost");
     assert!(after.len() <= before.len() + 1);
 }
 

@@ -65,7 +65,7 @@ def test_an_error_of_the_native_side_is_logged(tmp_path: Path) -> None:
     leave_corrupt(tmp_path, 1)
     lines = logged(tmp_path, "blocks = open_blocks(place); miss(blocks, 0); blocks.close(30.0)")
     (error,) = [line for line in lines if WRONG in line]
-    assert f"ERROR kvbm_rs effects.rs {WRONG} tier=disk" in error
+    assert f"ERROR kvbm_rs dispatch.rs {WRONG} tier=disk" in error
     assert any("INFO kvbm_rs" in line and "blocks of an earlier process" in line for line in lines)
 
 

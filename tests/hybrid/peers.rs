@@ -131,7 +131,7 @@ fn a_checkpoint_that_a_peer_lacks_shortens_what_it_leases() {
 }
 
 #[test]
-fn a_reset_amid_a_pull_leaves_nothing_wrong_in_any_group() {
+fn a_reset_amid_a_pull_leaves_every_group_right() {
     let pair = Pair::open(6);
     for number in 1..4 {
         let all = chain(number, 16);
@@ -176,7 +176,7 @@ fn other_cache_groups_are_refused_and_named() {
 }
 
 #[test]
-fn a_load_of_all_groups_at_once_from_a_peer_says_what_to_do() {
+fn loading_all_groups_from_a_peer_says_what_to_do() {
     let pair = Pair::open(3);
     let all = chain(1, 8);
     pair.there.prefill(&all, 4);

@@ -45,7 +45,7 @@ impl Checksums {
     pub fn record(&self, slot: SlotId, crc: u32) {
         let mut known = self.known.lock();
         known.set(slot, crc);
-        self.settle(&mut known, slot);
+        self.mark_own(&mut known, slot);
     }
 
     /// From here on nothing is known about the bytes in `slot`.
@@ -54,7 +54,7 @@ impl Checksums {
         if let Some(place) = known.place(slot) {
             *place = 0;
         }
-        self.settle(&mut known, slot);
+        self.mark_own(&mut known, slot);
     }
 
     /// Notes the checksum that the block in `slot` has if it is what an earlier process left there.
@@ -91,12 +91,12 @@ impl Checksums {
         if expected != Some(actual) {
             return Err((expected, actual));
         }
-        self.settle(&mut self.known.lock(), slot);
+        self.mark_own(&mut self.known.lock(), slot);
         Ok(())
     }
 
     /// The checksum of a slot is this process's own.
-    fn settle(&self, known: &mut SlotChecksums, slot: SlotId) {
+    fn mark_own(&self, known: &mut SlotChecksums, slot: SlotId) {
         if self.inherited() > 0 && known.unmark(slot) {
             self.inherited.fetch_sub(1, Ordering::Relaxed);
         }

@@ -144,7 +144,7 @@ impl SlotEntry {
 /// The right to read one resident slot. While it is out, the slot's slot handle cannot be
 /// withdrawn.
 #[derive(Debug)]
-#[must_use = "a loan that is not settled keeps its slot from being evicted"]
+#[must_use = "a loan that is not ended keeps its slot from being evicted"]
 pub struct Loan {
     pool: PoolId,
     slot: SlotRef,
@@ -336,7 +336,7 @@ impl FramePool {
     }
 
     /// Lends a resident slot for reading; `None`: it is not resident. End it with
-    /// [`settle`](Self::settle).
+    /// [`end_loan`](Self::end_loan).
     pub fn lend(&mut self, slot: SlotId) -> Option<Loan> {
         let lent = self.resident_ref(slot)?;
         self.loans.push(slot);
@@ -348,7 +348,7 @@ impl FramePool {
     /// # Panics
     /// If the loan is another pool's.
     #[expect(clippy::needless_pass_by_value, reason = "the loan ends here")]
-    pub fn settle(&mut self, loan: Loan) {
+    pub fn end_loan(&mut self, loan: Loan) {
         assert_eq!(loan.pool, self.id, "slot {} was lent by another pool", loan.slot().0);
         // A list and no count per slot: few loans exist at a time, and four bytes a slot would be
         // paid by all.
@@ -647,9 +647,9 @@ mod tests {
         assert!(pool.lend(frame.slot()).is_none());
         let slot = pool.deposit(frame);
         let (one, two) = (pool.lend(slot).unwrap(), pool.lend(slot).unwrap());
-        pool.settle(one);
+        pool.end_loan(one);
         assert!(pool.withdraw(slot).is_none());
-        pool.settle(two);
+        pool.end_loan(two);
         let frame = pool.withdraw(slot).unwrap();
         pool.give_back(frame);
     }

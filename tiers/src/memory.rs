@@ -126,11 +126,12 @@ enum CopyEnd<I> {
 
 /// What a copy of this many bytes comes down to.
 fn for_each_piece<I: Iterator<Item = Segment>>(
-    ends: (CopyEnd<I>, CopyEnd<I>),
+    from: CopyEnd<I>,
+    to: CopyEnd<I>,
     bytes: usize,
     mut copy: impl FnMut(Piece),
 ) {
-    match ends {
+    match (from, to) {
         (CopyEnd::Whole(from), CopyEnd::Whole(to)) => copy(Piece { from, to, bytes }),
         // The pieces of the one end are those of the copy: a block has dozens, of a few KiB each.
         (CopyEnd::Whole(mut from), CopyEnd::InPieces(to)) => {
@@ -239,14 +240,14 @@ impl CpuMemories {
         match self.checksums(op.to.tier) {
             Some(checksums) => {
                 let mut copy = SummedCopy::new();
-                for_each_piece((from, to), bytes, |piece| {
+                for_each_piece(from, to, bytes, |piece| {
                     let (from, to) = open(piece);
                     copy.piece(from, to);
                 });
                 checksums.record(op.to.slot, copy.finish());
             }
             None => {
-                for_each_piece((from, to), bytes, |piece| {
+                for_each_piece(from, to, bytes, |piece| {
                     let (from, to) = open(piece);
                     stream::copy(from, to);
                 });

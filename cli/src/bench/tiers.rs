@@ -209,10 +209,10 @@ impl Contest {
 /// One round: both write, both read.
 fn play(bed: &mut Bed<'_>, raw: &mut Raw, raw_first: bool) -> Result<[Round; 2], CommandFailure> {
     bed.prepare_write()?;
-    raw.settle()?;
+    raw.sync()?;
     let write = in_turns(raw_first, || bed.write(), || raw.write())?;
     bed.prepare_read()?;
-    raw.settle()?;
+    raw.sync()?;
     let read = in_turns(raw_first, || bed.read(), || raw.read())?;
     Ok([write, read])
 }

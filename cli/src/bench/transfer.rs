@@ -65,7 +65,7 @@ pub(crate) struct TransferArgs {
 /// How blocks come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-enum Way {
+enum PeerPath {
     SharedMemory,
     Nixl,
     Tcp,
@@ -80,7 +80,7 @@ pub(crate) struct TransferReport {
 
 #[derive(Debug, Serialize)]
 struct Row {
-    way: Way,
+    way: PeerPath,
     size: u64,
     gb_s: Spread,
     memcpy_gb_s: Spread,
@@ -137,9 +137,9 @@ pub(crate) fn run(
         let size = args.only_size()?;
         let mut settings = settings(args, size);
         share_secret(&mut settings, peers);
-        for way in [Way::Nixl, Way::Tcp].into_iter().filter(|way| ways().contains(way)) {
+        for way in [PeerPath::Nixl, PeerPath::Tcp].into_iter().filter(|way| ways().contains(way)) {
             match measure(args, (way, size), settings.clone(), (holder, None)) {
-                Err(why) if way == Way::Nixl => eprintln!("SKIPPED: NIXL: {why}"),
+                Err(why) if way == PeerPath::Nixl => eprintln!("SKIPPED: NIXL: {why}"),
                 row => rows.push(row?),
             }
         }
@@ -149,7 +149,7 @@ pub(crate) fn run(
             let holder = Holder::start(args, size)?;
             for way in ways() {
                 let place = holder.home.path().join(INTRODUCTION);
-                let place = (way == Way::Nixl).then_some(&*place);
+                let place = (way == PeerPath::Nixl).then_some(&*place);
                 let holder = (&*holder.address, place);
                 rows.push(measure(args, (way, size), settings(args, size), holder)?);
             }
@@ -159,15 +159,15 @@ pub(crate) fn run(
 }
 
 /// NIXL where it is installed, and works here; what is missing is said.
-fn ways() -> Vec<Way> {
+fn ways() -> Vec<PeerPath> {
     static WHY_NOT: LazyLock<Option<String>> = LazyLock::new(|| {
         let found = kvbm::probe_nixl(&Settings::default());
         let why = found.plugins.into_iter().find_map(|plugin| plugin.state.err());
         why.inspect(|why| eprintln!("SKIPPED: no NIXL here: {why}"))
     });
     match *WHY_NOT {
-        None => vec![Way::SharedMemory, Way::Nixl, Way::Tcp],
-        Some(_) => vec![Way::SharedMemory, Way::Tcp],
+        None => vec![PeerPath::SharedMemory, PeerPath::Nixl, PeerPath::Tcp],
+        Some(_) => vec![PeerPath::SharedMemory, PeerPath::Tcp],
     }
 }
 
@@ -228,7 +228,7 @@ fn hold(args: &TransferArgs, settings: Settings) -> Result<(), CommandFailure> {
     let _held = args
         .introduction
         .as_ref()
-        .filter(|_| ways().contains(&Way::Nixl))
+        .filter(|_| ways().contains(&PeerPath::Nixl))
         .map(|place| direct::hold(chain.len(), args.only_size()?, place))
         .transpose()?;
     let address = blocks.manager().peers().map(kvbm::Peers::address);
@@ -280,7 +280,7 @@ impl Drop for Holder {
 
 fn measure(
     args: &TransferArgs,
-    (way, size): (Way, u64),
+    (way, size): (PeerPath, u64),
     settings: Settings,
     (holder, place): (&str, Option<&Path>),
 ) -> Result<Row, CommandFailure> {
@@ -353,10 +353,11 @@ struct Reader {
 }
 
 impl Reader {
-    fn open(mut settings: Settings, way: Way, holder: &str) -> Result<Self, CommandFailure> {
+    fn open(mut settings: Settings, way: PeerPath, holder: &str) -> Result<Self, CommandFailure> {
         settings.peers.addresses = Some(holder.to_owned());
-        settings.peers.shared_memory = way == Way::SharedMemory;
-        settings.peers.nixl = if way == Way::Nixl { PeerNixl::Required } else { PeerNixl::Off };
+        settings.peers.shared_memory = way == PeerPath::SharedMemory;
+        settings.peers.nixl =
+            if way == PeerPath::Nixl { PeerNixl::Required } else { PeerNixl::Off };
         let manager = Arc::clone(open(settings)?.manager());
         let known = manager.peers().ok_or_else(no_peers)?.known();
         let peer = known.into_iter().map(|(name, _)| name).next().unwrap_or_default();
@@ -407,9 +408,9 @@ impl TransferReport {
         let mut table = output::table(&titles, 1);
         for row in &self.rows {
             let way = match row.way {
-                Way::SharedMemory => "shared memory",
-                Way::Nixl => "NIXL",
-                Way::Tcp => "TCP",
+                PeerPath::SharedMemory => "shared memory",
+                PeerPath::Nixl => "NIXL",
+                PeerPath::Tcp => "TCP",
             };
             let direct =
                 |figure: fn(&Direct) -> String| row.direct.as_ref().map(figure).unwrap_or_default();

@@ -118,9 +118,9 @@ fn play(engine: &SimulatedEngine) -> Result<DemoRecord, CommandFailure> {
     })?;
     let seconds = started.elapsed().as_secs_f64();
     progress.finishing("flushing what is dirty");
-    let settled = engine.settle();
+    let audited = engine.drain_and_audit();
     engine.check_stop()?;
-    Ok(recorder.finish(&tally, &settled, seconds))
+    Ok(recorder.finish(&tally, &audited, seconds))
 }
 
 /// Chats that go on, to be watched. An interrupt ends them.

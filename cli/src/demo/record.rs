@@ -6,7 +6,7 @@ use kvbm::SlotCounts;
 use kvbm::Tier;
 use serde::Serialize;
 
-use crate::engine::{HitTokens, ServedTally, SettledState, SimulatedEngine};
+use crate::engine::{DrainedAudit, HitTokens, ServedTally, SimulatedEngine};
 use crate::output;
 
 /// What a GPU is assumed to compute, in prompt tokens per second; it prices the tokens that were
@@ -99,7 +99,7 @@ impl<'e> DemoRecorder<'e> {
     pub(super) fn finish(
         self,
         tally: &ServedTally,
-        settled: &SettledState,
+        audited: &DrainedAudit,
         seconds: f64,
     ) -> DemoRecord {
         let bytes = self.engine.manager().admin().bytes().into_iter();
@@ -119,7 +119,7 @@ impl<'e> DemoRecorder<'e> {
             seconds,
         };
         let samples = self.samples.into_inner().unwrap_or_else(PoisonError::into_inner);
-        DemoRecord { summary, samples, slots: self.engine.slots(), drift: settled.drift.len() }
+        DemoRecord { summary, samples, slots: self.engine.slots(), drift: audited.drift.len() }
     }
 }
 

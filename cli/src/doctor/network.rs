@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn peers_that_answer_and_an_address_that_is_taken_are_told() {
+    fn peers_that_answer_and_taken_addresses_are_told() {
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut settings = Settings::default();
         settings.peers.enabled = true;

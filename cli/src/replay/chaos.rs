@@ -115,7 +115,8 @@ impl ChaosReport {
     pub(super) fn new(
         trouble: &ChaosTrouble,
         recovery: &RecoveryTally,
-        (mismatches, hangs): (u64, u64),
+        mismatches: u64,
+        hangs: u64,
         engine: &SimulatedEngine,
     ) -> Self {
         let injected = trouble.chaos.injected().into_iter();

@@ -111,8 +111,7 @@ pub(crate) fn run(args: ReplayArgs, global: &GlobalOptions) -> Result<(), Comman
         Some(speed) => Box::new(PacedIter::new(requests, speed, stop)),
         None => Box::new(requests),
     };
-    let report =
-        replay(&engine, &trace, (requests, expected), concurrency.into(), trouble.as_ref())?;
+    let report = replay(&engine, &trace, requests, expected, concurrency.into(), trouble.as_ref())?;
     let report = report.with_acknowledged(acknowledged).with_object_requests(&registry);
     global.show(&report, ReplayReport::to_text)?;
     report.verdict()
@@ -121,7 +120,8 @@ pub(crate) fn run(args: ReplayArgs, global: &GlobalOptions) -> Result<(), Comman
 fn replay(
     engine: &SimulatedEngine,
     trace: &Path,
-    (requests, expected): (impl Iterator<Item = Result<Request, TraceError>> + Send, Option<u64>),
+    requests: impl Iterator<Item = Result<Request, TraceError>> + Send,
+    expected: Option<u64>,
     concurrency: usize,
     trouble: Option<&ChaosTrouble>,
 ) -> Result<ReplayReport, CommandFailure> {
@@ -134,15 +134,15 @@ fn replay(
     let recovery = trouble
         .map(|trouble| Ok::<_, CommandFailure>((trouble, trouble.heal(engine)?)))
         .transpose()?;
-    let settled = engine.settle();
+    let audited = engine.drain_and_audit();
     if let Some((trouble, _)) = &recovery {
         engine.wait_for_late_copies(trouble.never_completing());
     }
     engine.check_stop()?;
     let chaos = recovery.map(|(trouble, recovery)| {
-        ChaosReport::new(trouble, &recovery, (tally.mismatches, tally.hangs), engine)
+        ChaosReport::new(trouble, &recovery, tally.mismatches, tally.hangs, engine)
     });
-    Ok(ReplayReport::new(trace, &tally, settled, engine, seconds).with(chaos))
+    Ok(ReplayReport::new(trace, &tally, audited, engine, seconds).with(chaos))
 }
 
 /// Reads a trace to its end before anything is made, so that a bad line spoils no half-done run.

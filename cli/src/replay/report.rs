@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use super::acknowledged::FoundBlocks;
 use super::chaos::ChaosReport;
-use crate::engine::{HitTokens, ServedTally, SettledState, SimulatedEngine};
+use crate::engine::{DrainedAudit, HitTokens, ServedTally, SimulatedEngine};
 use crate::output::{self, CommandFailure};
 
 /// Serialises to the command's JSON.
@@ -58,7 +58,7 @@ impl ReplayReport {
     pub(super) fn new(
         trace: &Path,
         tally: &ServedTally,
-        settled: SettledState,
+        audited: DrainedAudit,
         engine: &SimulatedEngine,
         seconds: f64,
     ) -> Self {
@@ -81,8 +81,8 @@ impl ReplayReport {
             object_requests: None,
             slots: engine.slots().into_iter().map(|(tier, counts)| (tier.name(), counts)).collect(),
             device: engine.manager().admin().device().unwrap_or("none"),
-            drained: settled.drained,
-            drift: settled.drift,
+            drained: audited.drained,
+            drift: audited.drift,
             seconds: (seconds * 1e3).round() / 1e3,
             recovered: engine.manager().admin().recovered().to_vec(),
             acknowledged: None,

@@ -94,7 +94,7 @@ fn a_loaded_beginning_is_as_good_as_the_engines_own() {
 }
 
 #[test]
-fn a_prompt_that_is_known_is_computed_from_its_last_chunk_on() {
+fn a_known_prompt_is_computed_from_its_last_chunk() {
     let engine = engine(|_| {});
     for tokens in [1, 15, CHUNK_TOKENS, CHUNK_TOKENS + 1, 4 * CHUNK_TOKENS, 4 * CHUNK_TOKENS + 17] {
         let prompt = prompt(tokens as u32, tokens);

@@ -226,7 +226,7 @@ async fn what_is_wrong_in_itself_is_told_at_once() {
 }
 
 #[tokio::test]
-async fn pieces_come_as_they_are_made_and_one_too_many_waits() {
+async fn pieces_arrive_as_made_and_one_too_many_waits() {
     let here = Engine::start(Behaviour::Streams).await;
     let front = Front::of(&[], &[&here], 1).await;
     let answer = front.post(&json!({"prompt": "p", "stream": true})).await;

@@ -35,6 +35,11 @@ impl<'a> Admin<'a> {
         self.0.observed.readiness()
     }
 
+    /// How much of `chain` each tier holds, and why not more. It has no side effect.
+    pub fn why<'c>(self, chain: impl Into<Chain<'c>>) -> Why {
+        self.0.observed.why(chain.into()).expect("the manager holds what is observed")
+    }
+
     /// What a request found when it last asked; `None`: it is not among the recent ones, or
     /// requests are not remembered (they are from [`remember_requests`](Self::remember_requests)
     /// on).
@@ -46,6 +51,11 @@ impl<'a> Admin<'a> {
     /// (`metrics.enabled`) always does.
     pub fn remember_requests(self) {
         self.0.observed.remember_requests();
+    }
+
+    /// Does the background work that is due: call it after moving a manual clock.
+    pub fn tick(self) {
+        self.0.cores().for_each(|core| core.wake());
     }
 
     /// The address where it serves HTTP; `None`: it does not (`metrics.enabled`).
@@ -166,7 +176,8 @@ impl<'a> Admin<'a> {
         chain: impl Into<Chain<'c>>,
         sample: &ShadowSample,
         elements: Elements,
-        (served, recomputed): (&[u8], &[u8]),
+        served: &[u8],
+        recomputed: &[u8],
     ) -> Result<ShadowVerdict> {
         let (chain, tier) = (chain.into(), sample.tier);
         if sample.position >= chain.len() {

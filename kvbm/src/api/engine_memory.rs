@@ -6,17 +6,13 @@
 //! back goes to the slot that it chose.
 
 use std::num::NonZeroU16;
-use std::ops::Range;
 use std::sync::Arc;
 
 use kvbm_settings::Settings;
-use kvbm_tiers::{DeviceRegion, Fence, SlotId, Tier};
+use kvbm_tiers::{DeviceRegion, SlotId};
 
-use crate::api::lease::Lease;
 use crate::api::manager::Manager;
-use crate::api::transfer::{Loaded, Saved, Transfer};
 use crate::error::{Error, Result};
-use crate::scheduler::{JoinedTransfer, LoadInto, SaveFrom};
 use crate::task::TransferId;
 
 /// An engine's KV cache: where its blocks lie, and how many layers each has. A clone is a handle to
@@ -142,46 +138,6 @@ fn layers_of(bytes: u64, layers: u16) -> Result<NonZeroU16> {
 }
 
 impl Manager {
-    /// [`save_from`](Self::save_from), perhaps as a part of a larger transfer.
-    pub(crate) fn begin_save(&self, save: SaveFrom<'_>) -> Transfer<Saved> {
-        let (chain, first, slots) = (save.chain, save.first, save.slots);
-        let is_long_enough = first.checked_add(slots.len()).is_some_and(|end| end <= chain.len());
-        let checked = self.engine().and_then(|engine| engine.check(slots)).and_then(|()| {
-            let blocks = (slots.len(), chain.len());
-            if is_long_enough { self.uppermost() } else { Err(too_short(first, blocks)) }
-        });
-        match checked {
-            Ok(to) => self.core().save_from(to, save),
-            Err(error) => Transfer::failed(error),
-        }
-    }
-
-    /// [`load_into`](Self::load_into), perhaps as a part of a larger transfer.
-    pub(crate) fn begin_load(
-        &self,
-        lease: Lease,
-        (blocks, slots): (Range<usize>, &[SlotId]),
-        after: Fence,
-        (with_media, part_of): (Arc<()>, Option<Arc<JoinedTransfer>>),
-    ) -> Transfer<Loaded> {
-        let checked = self.engine().and_then(|engine| {
-            engine.check_load(slots)?;
-            self.core().check_lease(&lease)?;
-            if blocks.len() == slots.len() {
-                Ok(engine.layers())
-            } else {
-                Err(too_short(0, (blocks.len(), slots.len())))
-            }
-        });
-        match checked {
-            Ok(layers) => {
-                let load = LoadInto { lease, blocks, slots, after, layers, with_media, part_of };
-                self.core().load_into(load)
-            }
-            Err(error) => Transfer::failed(error),
-        }
-    }
-
     /// Adds the names of the saves from and loads into the engine's memory that have ended since
     /// the last call, successfully or not: for an engine that polls. A transfer of all cache groups
     /// is named once, when its last group has ended. They are noted from the first call on, the
@@ -189,19 +145,6 @@ impl Manager {
     pub fn completions(&self, out: &mut Vec<TransferId>) {
         self.core().completions(out);
     }
-
-    fn uppermost(&self) -> Result<Tier> {
-        self.below_device().ok_or_else(|| {
-            Error::invalid("there is no tier to save to: set host.capacity, or a lower tier")
-        })
-    }
-}
-
-fn too_short(first: usize, (wanted, there): (usize, usize)) -> Error {
-    let message = format!(
-        "{wanted} blocks from position {first} on, of {there}: name one slot for each block"
-    );
-    Error::invalid(message)
 }
 
 pub(crate) fn check_distinct(slots: &[SlotId]) -> Result<()> {

@@ -27,7 +27,7 @@ use crate::names::fingerprint::Fingerprint;
 use crate::names::hash::Chain;
 use crate::observe::events::Events;
 use crate::observe::shadow::Shadow;
-use crate::observe::state::{ObservedState, Why};
+use crate::observe::state::ObservedState;
 use crate::peers::{HostBytes, PeerListener, Peers, sealed_peers};
 use crate::scheduler::{Core, Drained};
 use crate::serve::{Listener, Server};
@@ -39,7 +39,7 @@ use crate::traces;
 /// A new epoch is on the medium within this time, or it is an error.
 const MAX_RESET: Duration = Duration::from_secs(30);
 /// Local files are written in milliseconds: even a caller with a shorter limit waits for them.
-const MIN_SETTLE: Duration = Duration::from_secs(1);
+const MIN_FLUSH: Duration = Duration::from_secs(1);
 /// A close has no second chance.
 const MIN_CLOSE: Duration = Duration::from_secs(5);
 /// Events that wait for a receiver: some 5 MB, allocated as they come.
@@ -177,7 +177,7 @@ impl Manager {
         let shadow = Shadow::new(settings.transfer.shadow_share);
         let observed = settings.clone();
         let assembled = assemble::open(settings, options, suffix).await?;
-        assemble::export(&options.registry, &assembled.core, (&observed, options.block_tokens))?;
+        assemble::export(&options.registry, &assembled.core, &observed, options.block_tokens)?;
         let device = assembled.device.as_ref().map(|device| device.name());
         let observed = ObservedState::new(
             &assembled.core,
@@ -430,18 +430,18 @@ impl Manager {
         self.shadow.reset();
         self.pinned.end_past(self.core.namespace());
         let left = countdown(MAX_RESET);
-        let settled = self.tell_epoch(epoch.number, left());
+        let told = self.tell_epoch(epoch.number, left());
         // All of them, even if one cannot be told: that is retried.
         self.checkpoints
             .managers()
             .map(|group| group.tell_epoch(epoch.number, left()))
-            .fold(settled, Result::and)
+            .fold(told, Result::and)
     }
 
     /// Tells tiers that outlive the process, and processes that share them.
     fn tell_epoch(&self, epoch: u64, limit: Duration) -> Result<()> {
         let told = self.store.begin_epoch(epoch, 0);
-        self.durable.settle(limit.max(MIN_SETTLE)).and(told)
+        self.durable.flush(limit.max(MIN_FLUSH)).and(told)
     }
 
     /// Forgets what a tenant stored, in every tier and for good: the blocks of requests that named
@@ -476,7 +476,7 @@ impl Manager {
         self.tenants.begin_forgetting(tenant, life);
         self.store.forget_tenant(tenant, life);
         let destroyed = self.tenants.destroy_keys(tenant, life);
-        destroyed.and(self.durable.settle(MAX_RESET))
+        destroyed.and(self.durable.flush(MAX_RESET))
     }
 
     /// The present epoch: that of the [fingerprint](Options::fingerprint), or 0, until the first
@@ -485,18 +485,13 @@ impl Manager {
         self.core.table().epoch()
     }
 
-    /// Does the background work that is due: call it after moving a manual clock.
-    pub fn tick(&self) {
-        self.cores().for_each(|core| core.wake());
-    }
-
     /// Flushes all dirty blocks and waits until nothing is in flight, at most for `limit`. Tells
     /// what was not flushed: it waits for a tier that is away until then, unless the manager is
     /// closed. The next process finds what reached a tier that outlives this one.
     pub fn drain(&self, limit: Duration) -> Drained {
         let left = countdown(limit);
         let drained = self.core.drain(limit);
-        if let Err(error) = self.durable.settle(left().max(MIN_SETTLE)) {
+        if let Err(error) = self.durable.flush(left().max(MIN_FLUSH)) {
             tracing::error!(%error, "what was drained may not be found after a restart");
         }
         self.checkpoints.managers().map(|group| group.drain(left())).fold(drained, Drained::and)
@@ -520,11 +515,6 @@ impl Manager {
         self.is_host_sealed
     }
 
-    /// How much of `chain` each tier holds, and why not more. It has no side effect.
-    pub fn why<'a>(&self, chain: impl Into<Chain<'a>>) -> Why {
-        self.observed.why(chain.into()).expect("the manager holds what is observed")
-    }
-
     /// Stops everything: background work ends, queued copies are dropped, and every [`Transfer`]
     /// gets its answer soon. Later calls fail with [`ErrorKind::Closed`]. It waits for copies that
     /// a medium works on, at most for `limit`; they end by themselves and keep their memory until
@@ -546,7 +536,7 @@ impl Manager {
         self.core.close();
         self.pinned.clear();
         let copies_left = self.core.wait_for_media(left());
-        self.durable.close(left_to_write().max(MIN_SETTLE));
+        self.durable.close(left_to_write().max(MIN_FLUSH));
         let of_groups = self
             .checkpoints
             .managers()

@@ -290,7 +290,7 @@ impl DeviceSlots {
     fn read(&self, slot: SlotId, read: &mut dyn FnMut(&[u8])) -> bool {
         let Some(loan) = self.pool.lock().lend(slot) else { return false };
         let is_shown = catch_unwind(AssertUnwindSafe(|| self.device.read(&loan, read)));
-        self.pool.lock().settle(loan);
+        self.pool.lock().end_loan(loan);
         is_shown.unwrap_or_else(|panic| resume_unwind(panic))
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::future::Future;
+use std::ops::Range;
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Wake, Waker, ready};
@@ -123,14 +124,14 @@ pub struct Loaded {
 }
 
 impl Loaded {
-    /// Of the `wanted` blocks from position `first` on, `arrived` came.
-    pub(crate) const fn new(
-        (first, wanted): (usize, usize),
+    /// Of the blocks at the `wanted` positions, `arrived` came.
+    pub(crate) fn new(
+        wanted: Range<usize>,
         arrived: usize,
         lease: Lease,
         writers: Writers,
     ) -> Self {
-        let (failed, usable) = (wanted - arrived, first + arrived);
+        let (failed, usable) = (wanted.len() - arrived, wanted.start + arrived);
         Self { lease, arrived, failed, is_whole: failed == 0, usable, writers }
     }
 }

@@ -83,7 +83,8 @@ impl OpenedRegions {
     pub(super) fn keep_disk(
         &mut self,
         options: &DiskOptions,
-        (new, away): (&[bool], &mut [bool]),
+        new: &[bool],
+        away: &mut [bool],
         checksums: &Arc<Checksums>,
     ) -> Result<()> {
         let Some(identity) = self.namespace.identity.filter(|_| options.keep.is_some()) else {
@@ -248,7 +249,8 @@ pub(super) fn warn_of_cold_start(settings: &Settings, fingerprint: Option<&Finge
 /// Makes resident again what an earlier process left, and notes from here on what comes and leaves.
 pub(super) fn resume(
     table: Table,
-    (mut kept, objects): (Vec<KeptTier>, Option<ObjectTier>),
+    mut kept: Vec<KeptTier>,
+    objects: Option<ObjectTier>,
     on_durable: Option<&OnDurable>,
     metrics: &Metrics,
 ) -> Result<(Table, DurableTiers)> {
@@ -328,7 +330,7 @@ impl SlotJournal for RankJournal {
 
     fn arrived(&self, op: &CopyOp) {
         if op.to.slot.0 < self.slots {
-            self.journal.stored(op.to, (op.block, op.parent), op.owner.map(|owner| owner.tenant));
+            self.journal.stored(op.to, op.block, op.parent, op.owner.map(|owner| owner.tenant));
         }
     }
 }

@@ -61,7 +61,8 @@ pub(super) fn connect(
 /// say where to write and where to read, and only the engine knows what it meant.
 pub(super) fn try_out(
     engine: &DeviceRegion,
-    (backend, limit): (&Arc<dyn Backend>, Duration),
+    backend: &Arc<dyn Backend>,
+    limit: Duration,
     host: &DramRegion,
     pool: Option<&mut FramePool>,
     staging: &mut Vec<Frame>,

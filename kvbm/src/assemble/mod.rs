@@ -163,7 +163,7 @@ pub(crate) async fn open(
             memory: host.clone().filter(|host| host.persists().is_some()),
         };
         let (table, durable) =
-            durable::resume(table, (kept, objects), on_durable.as_ref(), &metrics)?;
+            durable::resume(table, kept, objects, on_durable.as_ref(), &metrics)?;
         let core =
             Core::new(Parts { table, executor, staging, trials, scrub, clock, metrics, tuning });
         on_loss.set(&core);
@@ -357,15 +357,15 @@ impl OpenedRegions {
         let end = self.host_end(sealed::device_run(settings), settings)?;
         let backend = engine::connect(&engine, Arc::clone(&end.memory), threads)?;
         let backend = self.with_layer(backend, &end.memory)?;
-        let tried = (&backend, Duration::from_millis(settings.transfer.timeout_ms));
+        let limit = Duration::from_millis(settings.transfer.timeout_ms);
         if let Some((region, frame)) = end.borrow_slot() {
             let mut slots = vec![frame];
-            engine::try_out(&engine, tried, &region, None, &mut slots)?;
+            engine::try_out(&engine, &backend, limit, &region, None, &mut slots)?;
             slots.into_iter().for_each(|frame| end.return_slot(frame));
         } else {
             let pool = self.specs.iter_mut().find(|spec| spec.pool.tier() == Tier::Host);
             let pool = pool.map(|spec| &mut spec.pool);
-            engine::try_out(&engine, tried, &host, pool, &mut self.staging)?;
+            engine::try_out(&engine, &backend, limit, &host, pool, &mut self.staging)?;
         }
         self.connect_host(backend, end)
     }
@@ -374,7 +374,7 @@ impl OpenedRegions {
         let Some(capacity) = settings.disk.capacity else { return Ok(()) };
         let kept = settings.disk.keep && self.namespace.identity.is_some();
         let keys = sealed::KeyPlace::in_files(&settings.disk.dirs, kept);
-        let end = self.memory_end((Tier::Disk, 1), keys, settings)?;
+        let end = self.memory_end(Tier::Disk, 1, keys, settings)?;
         let block_bytes = end.memory.block_bytes();
         let dirs = settings.disk.dirs.len() as u32;
         // Each of several directories has one more slot, for its trials after a failure.
@@ -393,7 +393,7 @@ impl OpenedRegions {
         let checksums = Arc::new(Checksums::new());
         let mut away = vec![false; options.dirs.len()];
         region.absent().for_each(|dir| away[dir] = true);
-        self.keep_disk(&options, (&new, &mut away), &checksums)?;
+        self.keep_disk(&options, &new, &mut away, &checksums)?;
         let ends = DiskEnds { end, region, depth: settings.disk.queue_depth, checksums };
         self.connect_disk(ends, settings.disk.backend, nixl)?;
         let mut pool = FramePool::sharded(Tier::Disk, geometry.slots(), dirs);
@@ -496,10 +496,10 @@ impl OpenedRegions {
                 self.connect_objects(store, settings)?;
             }
             ObjectChoice::Nixl => {
-                let end =
-                    self.memory_end((Tier::Object, 1), sealed::KeyPlace::Nowhere, settings)?;
-                let place = (self.namespace.name.clone(), object.concurrency);
-                let backend = nixl.objects(Arc::clone(&end.memory), store, slots, place)?;
+                let end = self.memory_end(Tier::Object, 1, sealed::KeyPlace::Nowhere, settings)?;
+                let namespace = self.namespace.name.clone();
+                let memory = Arc::clone(&end.memory);
+                let backend = nixl.objects(memory, store, slots, namespace, object.concurrency)?;
                 self.connect_verified_aside(backend, end, Arc::default())?;
             }
         }
@@ -511,14 +511,15 @@ impl OpenedRegions {
         let segment_blocks = segment_blocks(settings);
         let is_shared = self.namespace.identity.is_some();
         let keys = if is_shared { sealed::KeyPlace::In(&store) } else { sealed::KeyPlace::Nowhere };
-        let end = self.memory_end((Tier::Object, segment_blocks), keys, settings)?;
-        let sizes = (segment_blocks, end.memory.block_bytes());
+        let end = self.memory_end(Tier::Object, segment_blocks, keys, settings)?;
         let kept_epoch = self.kept.iter().flat_map(KeptTier::epochs).map(|(epoch, _)| epoch).max();
         let keys = self.keys.as_ref();
         let options = objects::options(
             &settings.object,
-            (&self.namespace, keys),
-            sizes,
+            &self.namespace,
+            keys,
+            segment_blocks,
+            end.memory.block_bytes(),
             kept_epoch.unwrap_or_default(),
         );
         let checksums = Arc::new(Checksums::new());
@@ -529,7 +530,7 @@ impl OpenedRegions {
         let backend = Arc::new(backend);
         let (slots, is_shared) = (object_slots(settings)?, options.sharing.is_some());
         let found =
-            ObjectTier::find(Arc::clone(&backend), (slots, is_shared), self.keys_of(Tier::Object))?;
+            ObjectTier::find(Arc::clone(&backend), slots, is_shared, self.keys_of(Tier::Object))?;
         self.objects = Some(found);
         self.connect_verified(backend, end, checksums)
     }
@@ -756,7 +757,8 @@ fn setup(error: SetupError) -> Error {
 pub(crate) fn export(
     registry: &Registry,
     core: &Arc<Core>,
-    (settings, block_tokens): (&Settings, u64),
+    settings: &Settings,
+    block_tokens: u64,
 ) -> Result<()> {
     let refused =
         |error| Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error);

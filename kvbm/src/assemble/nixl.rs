@@ -64,14 +64,14 @@ trait NixlPlugin: fmt::Debug {
         depth: u32,
     ) -> Result<Arc<dyn Backend>>;
 
-    /// Between `memory` and `slots` objects of `store`. `place`: their namespace, and how many
-    /// requests run at a time.
+    /// Between `memory` and `slots` objects of `store`, `concurrency` requests at a time.
     fn objects(
         &self,
         memory: Arc<dyn Memory>,
         store: Store,
         slots: u32,
-        place: (String, u32),
+        namespace: String,
+        concurrency: u32,
     ) -> Result<Arc<dyn Backend>>;
 }
 
@@ -123,9 +123,10 @@ impl NixlChoice {
         memory: Arc<dyn Memory>,
         store: Store,
         slots: u32,
-        place: (String, u32),
+        namespace: String,
+        concurrency: u32,
     ) -> Result<Arc<dyn Backend>> {
-        self.plugin("OBJ")?.objects(memory, store, slots, place)
+        self.plugin("OBJ")?.objects(memory, store, slots, namespace, concurrency)
     }
 
     fn plugin(&self, name: &str) -> Result<&dyn NixlPlugin> {

@@ -39,8 +39,10 @@ pub(crate) struct SharedStore(Weak<ObjectBackend>);
 /// says.
 pub(super) fn options(
     object: &ObjectSettings,
-    (namespace, ring): (&NamespaceNames, Option<&Arc<KeyRing>>),
-    (segment_blocks, block_bytes): (usize, usize),
+    namespace: &NamespaceNames,
+    ring: Option<&Arc<KeyRing>>,
+    segment_blocks: usize,
+    block_bytes: usize,
     kept_epoch: u64,
 ) -> ObjectOptions {
     let bytes =
@@ -93,7 +95,8 @@ impl ObjectTier {
     /// to do.
     pub(super) fn find(
         backend: Arc<ObjectBackend>,
-        (slots, is_shared): (u32, bool),
+        slots: u32,
+        is_shared: bool,
         tenants: Option<Arc<TenantKeys>>,
     ) -> Result<Self> {
         let began = clock::now();

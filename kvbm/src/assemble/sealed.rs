@@ -76,7 +76,8 @@ impl OpenedRegions {
     /// For a lower tier whose backend gets up to `run_blocks` blocks together.
     pub(super) fn memory_end(
         &mut self,
-        (tier, run_blocks): (Tier, usize),
+        tier: Tier,
+        run_blocks: usize,
         kept: KeyPlace<'_>,
         settings: &Settings,
     ) -> Result<MemoryEnd> {

@@ -102,13 +102,13 @@ impl DurableTiers {
     /// # Errors
     /// `Unavailable`: one of them cannot be written, or takes longer. It is retried in the
     /// background.
-    pub(crate) fn settle(&self, limit: Duration) -> Result<()> {
+    pub(crate) fn flush(&self, limit: Duration) -> Result<()> {
         let began = clock::now();
-        let settling: Vec<_> = self.writers.lock().iter().map(IndexWriter::settle).collect();
-        settling.into_iter().try_for_each(|end| end.wait(limit.saturating_sub(began.elapsed())))
+        let flushes: Vec<_> = self.writers.lock().iter().map(IndexWriter::flush).collect();
+        flushes.into_iter().try_for_each(|end| end.wait(limit.saturating_sub(began.elapsed())))
     }
 
-    /// [`settle`](Self::settle), on the medium itself; then closes the files.
+    /// [`flush`](Self::flush), on the medium itself; then closes the files.
     pub(crate) fn close(&self, limit: Duration) {
         let began = clock::now();
         let writers = std::mem::take(&mut *self.writers.lock());

@@ -96,7 +96,7 @@ impl IndexWriter {
     }
 
     /// Requests that all notes made so far are written.
-    pub(super) fn settle(&self) -> WriterFlush {
+    pub(super) fn flush(&self) -> WriterFlush {
         let (ask, answer) = sync_channel(1);
         // If the thread is gone or hangs, no answer comes.
         drop(self.asks.try_send(Some(ask)));

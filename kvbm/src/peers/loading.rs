@@ -192,7 +192,7 @@ impl<'a> EngineLoads<'a> {
             held = loaded.map(|loaded| loaded.lease).or(held);
         }
         match held {
-            Some(lease) => Ok(Loaded::new((wanted.start, wanted.len()), arrived, lease, writers)),
+            Some(lease) => Ok(Loaded::new(wanted, arrived, lease, writers)),
             None => Err(failure.unwrap_or_else(Error::closed)),
         }
     }

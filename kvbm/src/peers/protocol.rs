@@ -419,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_takes_four_bytes_a_block_and_eight_a_run() {
+    fn an_answer_takes_few_bytes_a_block_and_a_run() {
         let answer = |blocks: u32| {
             let checksums = vec![[255; 4]; blocks as usize];
             let slots = SlotRun::all((0..blocks).map(|n| SlotId((1 << 30) - 2 * n)));
@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_message_comes_back_as_it_was_sent_and_a_long_one_is_refused() {
+    async fn messages_come_back_as_sent_and_long_ones_are_refused() {
         let (mut here, mut there) = tokio::io::duplex(64);
         let sent = request(MAX_PROBES);
         let (told, heard) = tokio::join!(send(&mut here, &sent), receive::<ToHolder>(&mut there));

@@ -410,7 +410,7 @@ impl Pair {
         let epoch = 1 + self.there.manager().epoch().max(self.here.manager().epoch());
         for worker in [&self.there, &self.here] {
             worker.reset(epoch, Some("healed"));
-            worker.manager().tick();
+            worker.manager().admin().tick();
         }
         let wanted = chain(3, 12);
         self.there.compute(&wanted);
@@ -438,7 +438,7 @@ fn cases() -> u32 {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases()))]
     #[test]
-    fn a_reader_never_has_a_wrong_byte_and_everything_works_again(
+    fn a_reader_never_has_a_wrong_byte_and_recovers(
         steps in steps(),
         are_neighbours: bool,
     ) {
@@ -469,7 +469,7 @@ fn blocks_that_only_a_peer_has_come_from_there() {
 }
 
 #[test]
-fn a_chain_that_is_held_in_part_is_leased_in_part() {
+fn a_chain_held_in_part_is_leased_in_part() {
     simulated(async {
         let mut pair = Pair::new().await;
         for held in 0..=12 {
@@ -483,7 +483,7 @@ fn a_chain_that_is_held_in_part_is_leased_in_part() {
 }
 
 #[test]
-fn leased_blocks_stay_until_the_lease_is_over_and_not_longer() {
+fn leased_blocks_stay_until_their_lease_ends_and_no_longer() {
     simulated(async {
         let mut pair = Pair::new().await;
         let wanted = chain(0, 10);
@@ -536,7 +536,7 @@ fn workers_of_different_epochs_give_each_other_nothing() {
 }
 
 #[test]
-fn workers_that_count_to_one_epoch_with_other_weights_give_each_other_nothing() {
+fn equal_epochs_with_other_weights_share_nothing() {
     simulated(async {
         let mut pair = Pair::new().await;
         let wanted = chain(0, 8);
@@ -556,7 +556,7 @@ fn workers_that_count_to_one_epoch_with_other_weights_give_each_other_nothing() 
 /// What deployed systems answer with wrong tokens: the lease is over, the holder gave its blocks'
 /// slots to others, and then the reader reads.
 #[test]
-fn blocks_that_were_reused_after_their_lease_are_not_taken_for_those_that_it_named() {
+fn blocks_reused_after_a_lease_are_not_taken_for_its() {
     simulated(async {
         let mut pair = Pair { are_neighbours: true, ..Pair::new().await };
         for n in 0..1_000 {

@@ -162,7 +162,8 @@ struct BatchRegister {
 impl BatchesInFlight {
     pub(super) fn start(
         &self,
-        (route, class): (Route, Class),
+        route: Route,
+        class: Class,
         tasks: Vec<RoutedTask>,
         now: Duration,
         span: Span,
@@ -286,11 +287,11 @@ mod tests {
     }
 
     fn start(batches: &BatchesInFlight, route: Route, now: u64) -> Arc<TaskBatch> {
-        batches.start((route, Class::Load), Vec::new(), at(now), Span::none())
+        batches.start(route, Class::Load, Vec::new(), at(now), Span::none())
     }
 
     #[test]
-    fn a_medium_that_gets_on_makes_nothing_overdue_however_long_its_queue() {
+    fn nothing_is_overdue_at_a_medium_that_gets_on() {
         let batches = BatchesInFlight::default();
         let queue: Vec<_> = (0..20).map(|_| start(&batches, READ, 0)).collect();
         for (turn, batch) in (1..).zip(&queue) {

@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_can_be_read_and_a_store_that_is_away_cannot() {
+    fn a_full_disk_is_read_and_an_absent_store_not() {
         let breakers = breakers();
         breakers.failed(WRITE, CopyErrorKind::NoSpace, true, at(0));
         assert_eq!(breakers.pass(WRITE, VERDICT, at(1)), RoutePassage::Blocked);
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_that_succeed_do_not_have_a_full_disk_tried_all_the_time() {
+    fn reads_do_not_have_a_full_disk_tried_constantly() {
         let breakers = breakers();
         breakers.failed(WRITE, CopyErrorKind::NoSpace, true, at(0));
         let probes = (1..1_000).filter(|&now| {
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_sent_before_it_opened_neither_closes_it_nor_doubles_its_pause() {
+    fn earlier_copies_neither_close_it_nor_double_its_pause() {
         let breakers = breakers();
         breakers.failed(READ, CopyErrorKind::TimedOut, false, at(0));
         breakers.succeeded(READ, false, at(1));
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probe_that_was_never_sent_does_not_keep_the_breaker_open() {
+    fn an_unsent_probe_does_not_keep_the_breaker_open() {
         let breakers = breakers();
         breakers.failed(READ, CopyErrorKind::Unavailable, true, at(0));
         assert_eq!(breakers.pass(READ, VERDICT, at(500)), RoutePassage::Probe);
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_in_a_row_open_it_and_single_ones_do_not() {
+    fn errors_in_a_row_open_it_single_ones_not() {
         let breakers = breakers();
         for _ in 0..10 {
             breakers.failed(READ, CopyErrorKind::Io, true, at(0));

@@ -409,12 +409,12 @@ impl Core {
                 return self.health.directories.try_later(dir, now);
             };
             let here = staging.slot_ref();
-            self.try_copy(dir, (here, slot), staging);
+            self.try_copy(dir, here, slot, staging);
         }
     }
 
     /// Writes to the directory, and reads that back, which verifies it.
-    fn try_copy(self: &Arc<Self>, dir: usize, (from, to): (SlotRef, SlotRef), staging: Frame) {
+    fn try_copy(self: &Arc<Self>, dir: usize, from: SlotRef, to: SlotRef, staging: Frame) {
         let block = BlockKey { hash: 0, group: 0 };
         let op = CopyOp { block, parent: None, owner: None, from, to };
         self.run_errand(op, staging, CopyPurpose::Trial(dir));
@@ -429,9 +429,9 @@ impl Core {
         error: Option<&CopyError>,
     ) {
         if error.is_none() && op.to.tier == Tier::Disk {
-            return self.try_copy(dir, (op.to, op.from), staging);
+            return self.try_copy(dir, op.to, op.from, staging);
         }
-        self.sending.staging.lock().settle(staging);
+        self.sending.staging.lock().return_lent(staging);
         self.directory_tried(dir, error);
     }
 
@@ -483,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_in_a_row_have_one_left_alone_and_a_trial_brings_it_back() {
+    fn errors_have_one_left_alone_until_a_trial_succeeds() {
         let two = directories(&[true, true]);
         for _ in 0..2 {
             assert_eq!(two.failed(1, at(0)), Some(false));
@@ -502,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn a_few_trials_that_fail_have_it_lost_once_and_it_is_tried_all_the_same() {
+    fn failed_trials_lose_it_once_and_trials_go_on() {
         let two = directories(&[true, true]);
         (0..3).for_each(|_| _ = two.failed(0, at(0)));
         let mut now = 0;
@@ -537,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_hung_when_nobody_asked_another_is_left_alone_when_that_answers() {
+    fn one_that_hung_is_left_alone_when_another_answers() {
         let two = directories(&[true, true]);
         assert_eq!(two.hang(&[1], at(60), at(200)), None);
         assert!(!two.is_left_alone(two.all[1].trial.slot_ref()));
@@ -548,7 +548,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trial_that_hangs_keeps_its_slot_and_those_after_it_fail_unsent() {
+    fn a_hanging_trial_keeps_its_slot_and_later_ones_fail() {
         let two = directories(&[true, true]);
         assert!(two.leave_alone(1, at(0)));
         assert!(matches!(two.due(at(500)), Some((1, DueTrial::Trial(_)))));
@@ -580,7 +580,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_one_that_is_well_is_the_affair_of_the_breakers() {
+    fn the_last_healthy_one_is_left_to_the_breakers() {
         let two = directories(&[true, false]);
         assert_eq!(two.failed(0, at(0)), None);
         let two = directories(&[true, true]);

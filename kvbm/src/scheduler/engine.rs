@@ -110,7 +110,7 @@ impl Core {
         let mut table = self.table();
         let chain = table.enter(chain);
         let pins = table.lease(chain, info);
-        let mut plan = table.plan_saving(to, chain, (first, &slots), pins);
+        let mut plan = table.plan_saving(to, chain, first, &slots, pins);
         drop(table);
         self.send(Class::Save, to, &mut plan, Some(EngineOrder::after(&ready).part_of(part_of)));
         let (id, orphans) = (plan.transfer(), plan.orphans());
@@ -171,7 +171,7 @@ impl Core {
             return Transfer::failed(Error::closed());
         }
         let LoadInto { lease, blocks, slots, after, layers, with_media, part_of } = load;
-        let (first, wanted) = (blocks.start, blocks.len());
+        let wanted = blocks.len();
         // No layer comes of blocks that are not held: an engine that goes on with a layer must have
         // it of all the blocks that it asked for.
         let count = Arc::new(LayerCount::new(layers.get(), wanted));
@@ -193,7 +193,7 @@ impl Core {
         let ends = EndsLayers(Arc::clone(&count));
         let (reply, transfer) = self.reply_with(move |ended: &TransferEnd, lease| {
             ends.0.end(ended.copied == wanted);
-            Loaded::new((first, wanted), ended.copied, lease, writers)
+            Loaded::new(blocks, ended.copied, lease, writers)
         });
         self.hand_over(plan, reply, turn);
         self.go_after(id, after);
@@ -460,7 +460,7 @@ impl EngineOrders {
     }
 
     /// Takes out the held-back tasks of a transfer for its blocks from `block` on.
-    pub(super) fn cancel(&mut self, (id, block): (TransferId, u32)) -> Vec<CopyTask> {
+    pub(super) fn cancel(&mut self, id: TransferId, block: u32) -> Vec<CopyTask> {
         let Some(ordered) = self.transfers.get_mut(&id) else { return Vec::new() };
         let held = std::mem::take(&mut ordered.held);
         let (in_vain, others) = held.into_iter().partition(|task| task.id.block >= block);
@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_after_the_end_of_its_transfer_is_in_vain() {
+    fn tasks_after_the_end_of_their_transfer_are_dropped() {
         let mut orders = EngineOrders::new(true);
         orders.open(ID, EngineOrder::after(&Fence::Host(HostFence::new())), Duration::ZERO);
         let mut queued = 0;

@@ -189,7 +189,8 @@ mod tests {
     fn a_success_between_errors_keeps_the_breaker_closed() {
         let core = core_of(Table::new([]));
         let batch = core.health.batches.start(
-            (WRITE, Class::Flush),
+            WRITE,
+            Class::Flush,
             Vec::new(),
             Duration::ZERO,
             Span::none(),

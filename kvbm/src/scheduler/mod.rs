@@ -11,10 +11,9 @@
 //! | `send` | how a transfer is planned and sent: which blocks may go now |
 //! | `engine` | transfers between the tiers and an engine's own memory, and what they wait for |
 //! | `queue` | queues per route and class; what goes next |
-//! | `dispatch` | from the queues to the backends: routes, and tasks with one leg or two |
+//! | `dispatch` | what follows from a change of the table: answers, and copies with one leg or two |
 //! | `batch` | what the media work on; which copies are overdue |
 //! | `landing` | what happens when a copy ends |
-//! | `effects` | what follows from a change of the table |
 //! | `health` | judges the media by their progress |
 //! | `breaker` | media that are away, full or hanging are left alone for a while |
 //! | `directories` | a failing one of several directories of the disk tier is left alone |
@@ -35,7 +34,6 @@ mod batch;
 mod breaker;
 mod directories;
 mod dispatch;
-mod effects;
 mod engine;
 mod errand;
 mod health;

@@ -111,7 +111,7 @@ impl RouteQueues {
     }
 
     /// Takes out the tasks of a transfer for its blocks from `block` on, which are useless now.
-    pub(super) fn cancel(&mut self, (transfer, block): (TransferId, u32)) -> Vec<RoutedTask> {
+    pub(super) fn cancel(&mut self, transfer: TransferId, block: u32) -> Vec<RoutedTask> {
         let is_in_vain =
             |task: &RoutedTask| task.task.id.transfer == transfer && task.task.id.block >= block;
         let mut cancelled = Vec::new();
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rest_of_a_load_in_layers_does_not_wait_for_its_beginning_and_another_load_does() {
+    fn a_load_in_layers_does_not_wait_for_its_beginning() {
         let mut queues =
             RouteQueues::new(QueueLimits { batches: 1, batch_blocks: 8, segment_blocks: 8 });
         let (first, other) = (order(), order());

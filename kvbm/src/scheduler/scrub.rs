@@ -127,11 +127,11 @@ impl Core {
         }
         let Some(staging) = self.sending.staging.lock().lend() else { return false };
         let Some(scrubbed) = self.next_to_scrub(Tier::Disk) else {
-            self.sending.staging.lock().settle(staging);
+            self.sending.staging.lock().return_lent(staging);
             return false;
         };
         if self.health.directories.is_left_alone(scrubbed.slot) {
-            self.sending.staging.lock().settle(staging);
+            self.sending.staging.lock().return_lent(staging);
             self.scrubbed(scrubbed, None);
             return true;
         }
@@ -157,7 +157,7 @@ impl Core {
         error: Option<&CopyError>,
     ) {
         let now = self.clock.uptime();
-        self.sending.staging.lock().settle(staging);
+        self.sending.staging.lock().return_lent(staging);
         let defect = match error.map(CopyError::kind) {
             Some(CopyErrorKind::Corrupt) => Some(Defect::Corrupt),
             Some(CopyErrorKind::Io) => {

@@ -56,7 +56,7 @@ impl StagingSlots {
     }
 
     /// Ends a loan.
-    pub(super) fn settle(&mut self, frame: Frame) {
+    pub(super) fn return_lent(&mut self, frame: Frame) {
         self.lent -= 1;
         self.idle.push(frame);
     }

@@ -135,7 +135,7 @@ mod tests {
     }
 
     /// Does, in holds, what follows from a change.
-    fn settle(table: &mut Table, mut effects: Effects) -> Effects {
+    fn publish_all(table: &mut Table, mut effects: Effects) -> Effects {
         let mut all = Effects::default();
         loop {
             all.tasks.append(&mut effects.tasks);
@@ -167,7 +167,7 @@ mod tests {
             let step = reserved.frames.len().min(64);
             let effects =
                 hold(|_| table.fill(reserved.transfer, first, reserved.frames.drain(..step)));
-            drop(settle(table, effects));
+            drop(publish_all(table, effects));
             first += step;
         }
         table.end_plan(reserved.transfer, None);
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn an_outage_of_the_disk_costs_no_long_hold_and_heals() {
+    fn a_disk_outage_costs_no_long_hold_and_heals() {
         let mut table = host_above_disk();
         table.block_flushes(Tier::Host, true);
         for n in 0..4 * SLOTS / 64 {
@@ -208,7 +208,7 @@ mod tests {
             let tasks = table.take_effects().tasks;
             let effects =
                 hold(|_| table.land(tasks.iter().map(|task| task.ended(failed)), Duration::ZERO));
-            drop(settle(&mut table, effects));
+            drop(publish_all(&mut table, effects));
         }
         hold(|_| table.end_pauses(Tier::Host));
         flush_all(&mut table);
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_that_takes_nothing_leaves_no_long_prompt_waiting() {
+    fn a_full_disk_leaves_no_long_prompt_waiting() {
         let mut table = Table::new([
             spec(Tier::Host, EvictionKind::Lru, Some(Tier::Disk)),
             TierSpec {
@@ -312,7 +312,7 @@ mod tests {
             let tasks = table.take_effects().tasks;
             let effects =
                 hold(|_| table.land(tasks.iter().map(|task| task.ended(failed)), Duration::ZERO));
-            drop(settle(table, effects));
+            drop(publish_all(table, effects));
         };
         assert_eq!(save(&mut table, Tier::Host, &chain(0, 2)), 2);
         fail(&mut table);
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rule_that_refuses_a_long_prompt_is_soon_done_with_it() {
+    fn a_long_prompt_is_refused_in_few_holds() {
         for trigger in [Trigger::Used, Trigger::Leaving] {
             let host = TierSpec {
                 admission: Some(Box::new(RefusesAll)),
@@ -367,12 +367,12 @@ mod tests {
             assert!(!tasks.is_empty(), "nothing goes down");
             let landed = tasks.iter().map(|task| task.ended(Outcome::Arrived));
             let effects = hold(|_| table.land(landed, Duration::ZERO));
-            drop(settle(table, effects));
+            drop(publish_all(table, effects));
         }
     }
 
     #[test]
-    fn no_search_for_room_passes_over_all_leaves_that_wait_for_the_disk() {
+    fn no_search_for_room_passes_all_leaves_that_wait() {
         for eviction in EvictionKind::ALL {
             let mut table = Table::new([
                 spec(Tier::Host, eviction, Some(Tier::Disk)),
@@ -412,7 +412,7 @@ mod tests {
         while let Some(from) = next {
             next = hold(|hold| table.end_forgotten(from, hold));
             let effects = table.take_effects();
-            drop(settle(&mut table, effects));
+            drop(publish_all(&mut table, effects));
         }
         let mut next = Some(0);
         while let Some(from) = next {
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_block_is_dropped_without_a_look_at_what_follows_it_elsewhere() {
+    fn a_dropped_block_costs_no_look_at_descendants_elsewhere() {
         let mut table = host_above_disk();
         let root = chain(0, 1);
         for n in 1..SLOTS {
@@ -451,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_last_tier_weighs_a_long_prompt_in_bounded_holds() {
+    fn a_full_last_tier_weighs_prompts_in_bounded_holds() {
         let mut table = Table::new([spec(Tier::Host, EvictionKind::Hazard, None)]);
         (0..SLOTS / 50).for_each(|n| _ = save(&mut table, Tier::Host, &chain(n, 50)));
         for n in 0..4 {
@@ -463,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_waits_in_bounded_holds_for_room_in_its_own_directory() {
+    fn a_chain_awaits_room_in_its_directory_in_bounded_holds() {
         // One in 32 of a directory's slots may be free while a chain of the other waits: 2,500.
         let slots = 8 * SLOTS;
         let pool = FramePool::sharded(Tier::Disk, slots, 2);
@@ -483,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_load_stays_in_a_full_host_all_of_it() {
+    fn a_long_load_stays_whole_in_a_full_host() {
         let tiers = [Tier::Device, Tier::Host, Tier::Disk];
         let mut table = Table::new(tiers.map(|tier| spec(tier, EvictionKind::Lru, None)));
         for n in 0..SLOTS / 50 {
@@ -501,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_long_transfer_leaves_is_given_up_in_bounded_holds() {
+    fn the_rest_of_a_long_transfer_ends_in_bounded_holds() {
         let mut table = Table::new([spec(Tier::Host, EvictionKind::Lru, None)]);
         let hashes = chain(0, SLOTS - 1_000);
         let mut first = plan(&mut table, Tier::Host, &hashes, RequestInfo::default());
@@ -512,12 +512,12 @@ mod tests {
         let behind = table.reserved(&mut second);
         let effects = hold(|_| table.cancel(reserved.transfer));
         assert!(effects.has_more, "it is too long for one hold");
-        drop(settle(&mut table, effects));
+        drop(publish_all(&mut table, effects));
         assert!(table.is_empty(), "{} records are left", table.len());
         for mut reserved in [reserved, behind] {
             let all = reserved.frames.drain(..);
             let effects = table.abandon(reserved.transfer, 0, all);
-            drop(settle(&mut table, effects));
+            drop(publish_all(&mut table, effects));
             table.end_plan(reserved.transfer, None);
             drop(table.take_effects());
         }
@@ -546,13 +546,13 @@ mod tests {
         while let Some(from) = next {
             next = hold(|hold| table.end_next(from, hold));
             let effects = table.take_effects();
-            ended += settle(&mut table, effects).ended.len();
+            ended += publish_all(&mut table, effects).ended.len();
         }
         assert_eq!(ended, 1, "its caller is answered");
     }
 
     #[test]
-    fn nothing_that_a_reset_left_is_looked_at_for_longer_than_a_hold() {
+    fn what_a_reset_left_goes_in_bounded_holds() {
         let mut table = Table::new([spec(Tier::Host, EvictionKind::Lru, None)]);
         let hashes = chain(0, SLOTS);
         save(&mut table, Tier::Host, &hashes);
@@ -644,7 +644,7 @@ mod tests {
                 let tasks = table.take_effects().tasks;
                 let landed = tasks.iter().map(|task| task.ended(Outcome::Arrived));
                 let effects = table.land(landed, Duration::ZERO);
-                drop(settle(&mut table, effects));
+                drop(publish_all(&mut table, effects));
             }
             assert!(is_left(&table), "nothing leaves of {length} blocks");
         }
@@ -652,7 +652,7 @@ mod tests {
 
     /// Others send down the block that the search for its ancestors has reached.
     #[test]
-    fn a_leaf_whose_ancestors_went_down_is_not_taken_for_refused() {
+    fn a_leaf_behind_flushed_ancestors_is_not_taken_for_refused() {
         let mut table = by_write_back(EvictionKind::Lru);
         let hashes = chain(0, SLOTS);
         save(&mut table, Tier::Host, &hashes);
@@ -665,7 +665,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_before_a_leaf_is_looked_for_in_bounded_holds() {
+    fn ancestors_of_a_leaf_are_sought_in_bounded_holds() {
         let mut table = by_write_back(EvictionKind::Lru);
         let hashes = chain(0, SLOTS);
         save(&mut table, Tier::Host, &hashes);
@@ -675,7 +675,7 @@ mod tests {
             let tasks = table.take_effects().tasks;
             let effects =
                 table.land(tasks.iter().map(|task| task.ended(Outcome::Arrived)), Duration::ZERO);
-            drop(settle(&mut table, effects));
+            drop(publish_all(&mut table, effects));
             holds += 1;
             assert!(holds < 1_000, "the beginning of the chain is not found");
         }

@@ -211,7 +211,7 @@ impl World {
             }
             Step::Evict { tier, blocks } => _ = self.table.evict(TIERS[tier].0, blocks),
         }
-        self.settle();
+        self.apply_all();
         if !self.table.is_dropping() && self.forgetting.is_none() {
             self.dead.extend(self.dying.drain());
         }
@@ -281,7 +281,7 @@ impl World {
         let chain = self.table.enter(Chain::from(&hashes));
         let end = first.saturating_add(blocks).min(hashes.len());
         let slots = self.computed((first..end).map(|at| chain.key(at)));
-        let plan = self.table.plan_saving(Tier::Host, chain, (first, &slots), pins);
+        let plan = self.table.plan_saving(Tier::Host, chain, first, &slots, pins);
         self.plans.push(OpenPlan { plan, is_traced: true, wanted: Vec::new() });
     }
 
@@ -310,7 +310,7 @@ impl World {
     fn plan_all(&mut self) {
         while !self.plans.is_empty() {
             self.step_plan(0);
-            self.settle();
+            self.apply_all();
         }
     }
 
@@ -377,11 +377,11 @@ impl World {
     fn finish_forgetting(&mut self) {
         while self.forgetting.is_some() {
             self.forget_some();
-            self.settle();
+            self.apply_all();
         }
     }
 
-    fn settle(&mut self) {
+    fn apply_all(&mut self) {
         let mut effects = self.table.take_effects();
         while effects.has_more {
             self.apply(effects);
@@ -455,7 +455,7 @@ impl World {
         while !(self.plans.is_empty() && self.copies.is_empty()) || self.table.is_dropping() {
             self.step_plan(0);
             self.table.drop_more();
-            self.settle();
+            self.apply_all();
             self.land(0, 9);
         }
         self.dead.extend(std::mem::take(&mut self.dying));
@@ -490,7 +490,7 @@ impl World {
     fn finish_plans(&mut self) {
         while !(self.plans.is_empty() && self.copies.is_empty()) {
             self.step_plan(0);
-            self.settle();
+            self.apply_all();
             self.land(0, 9);
         }
     }
@@ -501,7 +501,7 @@ impl World {
 }
 
 #[test]
-fn what_is_forgotten_before_the_first_step_of_its_copy_stays_so() {
+fn a_block_forgotten_before_its_copy_begins_stays_forgotten() {
     let (mut world, hashes) = traced();
     world.take(&Step::Forget(1));
     world.finish_forgetting();
@@ -512,7 +512,7 @@ fn what_is_forgotten_before_the_first_step_of_its_copy_stays_so() {
 }
 
 #[test]
-fn what_is_found_wrong_before_the_first_step_of_its_copy_stays_gone() {
+fn a_block_found_wrong_before_its_copy_stays_gone() {
     for at in 0..3 {
         let (mut world, hashes) = traced();
         world.take(&Step::Wrong { chain: 1, at });
@@ -536,7 +536,7 @@ fn saved_twice(n: u8) -> (World, Vec<BlockHash>) {
 }
 
 #[test]
-fn a_save_that_relied_on_a_failed_copy_stores_its_own() {
+fn a_save_relying_on_a_failed_copy_stores_its_own() {
     let blocks = chain(0).len();
     for fails in 0..blocks {
         let (mut world, hashes) = saved_twice(0);
@@ -599,7 +599,7 @@ fn all_chunks_of_a_save_let_down_are_stored() {
 }
 
 #[test]
-fn what_is_found_wrong_before_a_new_plan_comes_from_nobody() {
+fn a_block_found_wrong_before_a_new_plan_never_comes() {
     let (mut world, hashes) = saved_twice(0);
     world.land(0, 0);
     world.take(&Step::Wrong { chain: 0, at: 1 });
@@ -637,7 +637,7 @@ fn loading() -> (World, Vec<BlockHash>, TransferId) {
     world.load(1, 0, (0, 4));
     while !world.plans.is_empty() {
         world.step_plan(0);
-        world.settle();
+        world.apply_all();
     }
     let id = *world.loads.keys().next().expect("it is under way");
     (world, hashes, id)
@@ -656,7 +656,7 @@ fn an_engine_is_not_given_what_was_found_wrong_meanwhile() {
 }
 
 #[test]
-fn the_end_of_a_load_is_given_although_its_blocks_leave_meanwhile() {
+fn a_load_ends_although_its_blocks_leave_meanwhile() {
     let (mut world, hashes, id) = loading();
     let copies = std::mem::take(&mut world.copies);
     let mut given = 0;
@@ -694,7 +694,7 @@ fn a_lease_of_more_than_there_is_gives_nothing() {
 /// What others stored is listed, and then its tenant is forgotten: whether it was stored before is
 /// unknown.
 #[test]
-fn what_was_listed_before_its_tenant_was_forgotten_is_not_taken_in() {
+fn blocks_listed_before_their_tenant_was_forgotten_are_refused() {
     let mut world = World::new();
     let found = |n| {
         let (hashes, tenant) = (chain(n), tenant_of(n));
@@ -718,7 +718,7 @@ fn what_was_listed_before_its_tenant_was_forgotten_is_not_taken_in() {
 
 /// A record here tells no depth beyond three.
 #[test]
-fn a_chain_without_its_beginning_is_not_the_whole_however_long() {
+fn a_long_chain_without_its_beginning_is_not_whole() {
     let hashes = chain(6);
     for skip in 1..hashes.len() {
         let mut world = World::new();

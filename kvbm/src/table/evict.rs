@@ -309,7 +309,7 @@ impl Table {
         // From the last one up, as leaves leave. When they come, they are told under their slot
         // numbers.
         for left in (0..kept.blocks).rev() {
-            self.reject_new(tier, (BlockId(first + left as u32), &keys[left]), left, parent);
+            self.reject_new(tier, BlockId(first + left as u32), &keys[left], left, parent);
         }
         self.tier_mut(tier).stats.declined += (keys.len() - kept.blocks) as u64;
         kept
@@ -331,7 +331,7 @@ impl Table {
                     // Only the last one: those before it have children.
                     kept -= 1;
                     budget.change();
-                    self.reject_new(tier, (block, &keys[kept]), kept, parent);
+                    self.reject_new(tier, block, &keys[kept], kept, parent);
                 }
                 Some(block) => self.evict_leaf(tier, SlotId(block.0), budget),
                 None if budget.is_spent() => return Admitted { blocks: kept, has_more: true },
@@ -346,7 +346,8 @@ impl Table {
     fn reject_new(
         &mut self,
         tier: Tier,
-        (newcomer, key): (BlockId, &BlockKey),
+        newcomer: BlockId,
+        key: &BlockKey,
         left: usize,
         parent: Option<BlockId>,
     ) {

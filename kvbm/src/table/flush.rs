@@ -118,7 +118,7 @@ impl Table {
         trigger: Trigger,
         budget: &mut Budget,
     ) -> FlushStep {
-        self.take_group(tier, blocks, FlushGroup::default(), (trigger, budget))
+        self.take_group(tier, blocks, FlushGroup::default(), trigger, budget)
     }
 
     /// Sends one block down, to test whether the tier below is well again.
@@ -127,7 +127,8 @@ impl Table {
             tier,
             1,
             FlushGroup { is_probe: true, ..FlushGroup::default() },
-            (trigger, budget),
+            trigger,
+            budget,
         )
     }
 
@@ -136,7 +137,8 @@ impl Table {
         tier: Tier,
         blocks: usize,
         mut group: FlushGroup,
-        (trigger, budget): (Trigger, &mut Budget),
+        trigger: Trigger,
+        budget: &mut Budget,
     ) -> FlushStep {
         let Some(to) = self.flushes_to(tier) else { return FlushStep::Done };
         let (mut taken, mut step) = (0, FlushStep::Done);
@@ -187,7 +189,7 @@ impl Table {
             }
             group.info = next.info;
             if group.blocks.len() > MAX_SENT {
-                return self.launch_first((tier, to), &mut group, next, (trigger, budget));
+                return self.launch_first((tier, to), &mut group, next, trigger, budget);
             }
         }
         let is_launched = self.launch_admitted((tier, to), &mut group, trigger, budget);
@@ -203,7 +205,8 @@ impl Table {
         (tier, to): Route,
         group: &mut FlushGroup,
         last: DirtyBlock,
-        (trigger, budget): (Trigger, &mut Budget),
+        trigger: Trigger,
+        budget: &mut Budget,
     ) -> FlushStep {
         group.blocks.truncate(MAX_SENT);
         let is_launched = self.launch_admitted((tier, to), group, trigger, budget);
@@ -224,7 +227,7 @@ impl Table {
         if self.tier(tier).policies.has_admission() {
             let path = std::mem::take(&mut group.blocks);
             let (asked, last) = (path.len(), path.last().copied());
-            group.blocks = self.admitted_above(tier, path, (trigger, group.info), budget);
+            group.blocks = self.admitted_above(tier, path, trigger, group.info, budget);
             if let Some(last) = last.filter(|_| group.blocks.len() < asked) {
                 self.turn_away(tier, last);
             }
@@ -241,7 +244,8 @@ impl Table {
         &mut self,
         tier: Tier,
         mut path: Vec<RecordId>,
-        (trigger, info): (Trigger, RequestInfo),
+        trigger: Trigger,
+        info: RequestInfo,
         budget: &mut Budget,
     ) -> Vec<RecordId> {
         while !path.is_empty() {
@@ -362,7 +366,7 @@ impl Table {
             self.tier_mut(tier).refund(group.len() + rest.len());
             return [taken, &rest].concat();
         }
-        let placed = self.send_down((source, to), taken, (parent, pins), is_probe, budget);
+        let placed = self.send_down((source, to), taken, parent, pins, is_probe, budget);
         self.tier_mut(tier).refund(group.len() + rest.len() - placed);
         [&taken[placed..], &rest].concat()
     }

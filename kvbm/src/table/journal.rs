@@ -206,12 +206,7 @@ impl Journal {
 
     /// A block, perhaps a tenant's, has come to a slot. Without a checksum its bytes could not be
     /// told from others later: then it is not noted.
-    pub fn stored(
-        &self,
-        at: SlotRef,
-        (block, parent): (BlockKey, Option<u128>),
-        tenant: Option<u32>,
-    ) {
+    pub fn stored(&self, at: SlotRef, block: BlockKey, parent: Option<u128>, tenant: Option<u32>) {
         let known = self.checksums.as_ref().map_or(Some(0), |checksums| checksums.get(at.slot));
         if let Some(checksum) = known {
             let SlotRef { slot, generation, .. } = at;
@@ -311,7 +306,7 @@ impl Table {
         let at = held.pool.resident_ref(self.records.at(record).slot(tier));
         if let (Some(journal), Some(at)) = (&held.journal, at) {
             let tenant = self.owners.of(record).map(|owner| owner.tenant);
-            journal.stored(at, (block, parent), tenant);
+            journal.stored(at, block, parent, tenant);
         }
     }
 

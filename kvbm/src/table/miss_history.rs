@@ -101,7 +101,7 @@ impl Table {
 }
 
 /// Most notes that are remembered, 8 bytes each.
-const MAX: usize = 1 << 18;
+const MAX_NOTES: usize = 1 << 18;
 
 /// A table with one place for each hash: a later note displaces an earlier one.
 #[derive(Debug)]
@@ -117,7 +117,7 @@ const TIME: u64 = (1 << TIME_BITS) - 1;
 impl MissHistory {
     /// For tiers of `blocks` blocks.
     pub(super) fn with_room_for(blocks: usize) -> Self {
-        Self { notes: vec![0; blocks.next_power_of_two().clamp(64, MAX)].into_boxed_slice() }
+        Self { notes: vec![0; blocks.next_power_of_two().clamp(64, MAX_NOTES)].into_boxed_slice() }
     }
 
     pub(super) fn note(&mut self, key: BlockKey, reason: MissReason, tier: Tier, now_ms: u64) {
@@ -177,8 +177,8 @@ mod tests {
         let mut miss_history = MissHistory::with_room_for(usize::MAX >> 1);
         (0..1_000_000).for_each(|n| miss_history.note(key(n), MissReason::Corrupt, Tier::Host, 0));
         let known = |n: &u128| miss_history.find(key(*n), 0).reason == MissReason::Corrupt;
-        assert_eq!(miss_history.notes.len(), MAX);
-        assert!((0..1_000_000).filter(known).count() <= MAX);
+        assert_eq!(miss_history.notes.len(), MAX_NOTES);
+        assert!((0..1_000_000).filter(known).count() <= MAX_NOTES);
     }
 
     #[test]

@@ -290,7 +290,7 @@ impl Table {
     /// Ends a loan of a slot of `tier`.
     pub fn return_loan(&mut self, tier: Tier, loan: Loan) {
         let slot = loan.slot();
-        self.tier_mut(tier).pool.settle(loan);
+        self.tier_mut(tier).pool.end_loan(loan);
         self.unpin(tier, slot);
     }
 
@@ -326,7 +326,7 @@ impl Table {
     /// there anew if the tier above has it.
     pub fn scrubbed(&mut self, scrubbed: Scrubbed, defect: Option<Defect>) {
         let Scrubbed { block, slot, loan, .. } = scrubbed;
-        self.tier_mut(slot.tier).pool.settle(loan);
+        self.tier_mut(slot.tier).pool.end_loan(loan);
         if let Some(defect) = defect {
             self.quarantine(block, slot, defect);
         }

@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_that_has_grown_is_known_again_and_another_is_not() {
+    fn a_grown_chain_is_known_again_another_is_not() {
         let mut hints = BoundaryHints::with_room_for(1_000_000);
         let (before, after, other) = (chain(1, 300), chain(1, 500), chain(2, 300));
         hints.note(Chain::from(&before), [7, 250, 0, 0]);

@@ -246,14 +246,14 @@ impl BlockRecords {
         debug_assert!(self.at(id).is_nowhere(), "a record left while a tier held it");
         let mut orphan = some(self.at(id).first_child);
         while let Some(child) = orphan {
-            let child = self.at_mut(child);
+            let orphaned = self.at_mut(child);
             debug_assert!(
-                child.resident() == TierSet::default(),
+                orphaned.resident() == TierSet::default(),
                 "a record left before its children"
             );
-            child.parent = NONE;
-            child.prev_sibling = NONE;
-            orphan = some(std::mem::replace(&mut child.next_sibling, NONE));
+            orphaned.parent = NONE;
+            orphaned.prev_sibling = NONE;
+            orphan = some(std::mem::replace(&mut orphaned.next_sibling, NONE));
         }
         self.unlink(id);
         if self.at(id).depth.known().is_none() {

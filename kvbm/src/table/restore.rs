@@ -112,7 +112,7 @@ impl Table {
         };
         stand_for(frame.slot());
         self.records.at_mut(record).begin(tier, frame.slot());
-        self.publish(record, frame, (RequestInfo::default(), StoreReason::Restored));
+        self.publish(record, frame, RequestInfo::default(), StoreReason::Restored);
         Ok(record)
     }
 
@@ -162,7 +162,7 @@ impl Table {
             return RestoreOutcome::Dropped;
         };
         self.records.at_mut(record).begin(tier, slot);
-        self.publish(record, frame, (RequestInfo::default(), StoreReason::Restored));
+        self.publish(record, frame, RequestInfo::default(), StoreReason::Restored);
         RestoreOutcome::Resident(record)
     }
 

@@ -207,7 +207,7 @@ mod timed {
         use crate::sync::Mutex;
 
         #[test]
-        fn the_longest_hold_is_cpu_time_and_nothing_is_measured_outside() {
+        fn the_longest_hold_is_cpu_time_of_holds_alone() {
             let table = Mutex::new(Table::new([]));
             let spin = |ms| {
                 let _held = watch(table.lock());

@@ -141,7 +141,7 @@ impl History {
                 let key = self.table.enter(Chain::from(&hashes)).key(depth.min(hashes.len() - 1));
                 let defect = if depth % 2 == 0 { Defect::Corrupt } else { Defect::Unreadable };
                 quarantine(&mut self.table, Tier::ALL[tier], key, defect);
-                self.settle();
+                self.apply_now();
             }
             Step::Flush { tier, blocks } => {
                 self.table.take_flush(
@@ -150,11 +150,11 @@ impl History {
                     Trigger::Used,
                     &mut Budget::of_a_hold(),
                 );
-                self.settle();
+                self.apply_now();
             }
             Step::Headroom { tier, slots } => {
                 self.table.make_headroom(Tier::ALL[tier], slots, 4, &mut Budget::of_a_hold());
-                self.settle();
+                self.apply_now();
             }
             Step::Block { tier, blocked } => {
                 self.table.block_flushes(Tier::ALL[tier], blocked);
@@ -183,11 +183,11 @@ impl History {
         let mut from = Some(0);
         while let Some(place) = from {
             from = end_next(&mut self.table, place);
-            self.settle();
+            self.apply_now();
         }
     }
 
-    fn settle(&mut self) {
+    fn apply_now(&mut self) {
         let effects = self.table.take_effects();
         self.apply(effects);
     }
@@ -230,7 +230,7 @@ impl History {
         if self.filling.iter().all(|&(other, ..)| other != id) {
             self.table.end_plan(id, None);
         }
-        self.settle();
+        self.apply_now();
     }
 
     fn fill(&mut self, which: usize, fails: bool) {
@@ -258,7 +258,7 @@ impl History {
         self.awaited.extend(plan.transfer());
         self.begun += 1;
         self.table.finish_plan(&mut plan, Reply::new(drop), Duration::ZERO);
-        self.settle();
+        self.apply_now();
     }
 
     fn land(&mut self, which: usize, outcome: u8) {
@@ -313,7 +313,7 @@ impl History {
             let mut from = Some(0);
             while let Some(place) = from {
                 from = self.table.end_next(place, &mut Budget::of_a_hold());
-                self.settle();
+                self.apply_now();
             }
             assert_eq!(self.ended, self.begun, "closing answers everybody");
         }
@@ -375,7 +375,7 @@ proptest! {
 }
 
 #[test]
-fn a_full_tier_declines_what_is_worth_less_than_what_it_has() {
+fn a_full_tier_declines_blocks_worth_less_than_its_own() {
     let mut table = small_table(EvictionKind::Hazard, None);
     let tier = Tier::Object;
     for n in 0..12 {
@@ -448,7 +448,7 @@ fn table_of_two_directories(eviction: EvictionKind) -> (Table, [Vec<BlockHash>; 
 }
 
 #[test]
-fn what_lies_in_a_closed_directory_does_not_leave_for_room_that_it_cannot_make() {
+fn blocks_in_a_closed_directory_do_not_leave_for_room() {
     for eviction in [EvictionKind::Lru, EvictionKind::Fifo] {
         let (mut table, chains) = table_of_two_directories(eviction);
         let held = |table: &Table| {
@@ -510,7 +510,7 @@ fn a_chain_that_contradicts_itself_or_another_is_refused() {
 /// A trunk of 1,000 blocks, branches of 300 along it, and 400 leaves on one block: far more than
 /// one step drops.
 #[test]
-fn a_bad_block_with_many_descendants_goes_in_steps_and_is_hidden_at_once() {
+fn many_descendants_are_hidden_at_once_and_dropped_in_steps() {
     let eviction = EvictionKind::default();
     let pool = FramePool::new(Tier::Disk, 8_000);
     let mut table = Table::new([TierSpec {
@@ -604,7 +604,7 @@ fn a_long_chain_goes_down_in_steps() {
 }
 
 #[test]
-fn a_table_that_has_lost_count_is_found_out_in_steps() {
+fn a_table_that_lost_count_is_found_in_steps() {
     let (eviction, pool) = (EvictionKind::default(), FramePool::new(Tier::Host, 1_000));
     let mut table = Table::new([TierSpec {
         pool,
@@ -747,7 +747,7 @@ proptest! {
 }
 
 #[test]
-fn notes_that_nobody_writes_are_bounded_and_the_index_begins_anew() {
+fn unwritten_notes_are_bounded_and_the_index_begins_anew() {
     let mut table = small_table(EvictionKind::default(), None);
     let notes = [(); 2].map(|()| Arc::<Notes>::default());
     table.keep_journal(Tier::Object, Journal::of_ranks(notes.clone().map(Some)));
@@ -817,7 +817,7 @@ fn of_two_that_contradict_each_other_the_later_counts() {
 }
 
 #[test]
-fn a_block_is_leased_and_flushed_however_many_pins_it_has() {
+fn many_pins_hinder_neither_lease_nor_flush_of_a_block() {
     let mut table = small_table(EvictionKind::Lru, None);
     let hashes = vec![BlockHash::from_u128(1)];
     let chain = Chain::from(&hashes);
@@ -867,7 +867,7 @@ fn all_slots_come_back_after_a_reset_whatever_their_age() {
 }
 
 #[test]
-fn a_withdrawn_tier_is_like_an_absent_one_until_a_reset() {
+fn a_withdrawn_tier_seems_absent_until_a_reset() {
     let mut table = small_table(EvictionKind::Lru, None);
     let hashes = chain(0);
     let chain = Chain::from(&hashes);

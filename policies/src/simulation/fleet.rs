@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_wait_for_each_other_and_what_is_held_costs_nothing() {
+    fn prompts_queue_and_held_blocks_cost_nothing() {
         let requests = [request(0, &[1, 2]), request(0, &[1, 2]), request(0, &[1, 2, 3])];
         let home = outcome(&requests, OffloadRule::Never);
         assert_eq!(home.first_token.len(), 3);

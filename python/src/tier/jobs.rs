@@ -21,14 +21,14 @@ const STORES_WITH_BEGINNINGS: u64 = 64;
 const LOOK: Duration = Duration::from_millis(1);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum JobDirection {
     Store,
     Load,
 }
 
 /// What is to be copied for one of vLLM's jobs.
 pub(super) struct Transfer {
-    pub(super) way: Way,
+    pub(super) direction: JobDirection,
     pub(super) job: u64,
     pub(super) request: String,
     pub(super) info: RequestInfo,
@@ -39,7 +39,7 @@ pub(super) struct Transfer {
 
 /// How one of vLLM's jobs ended.
 pub(super) struct Finished {
-    pub(super) way: Way,
+    pub(super) direction: JobDirection,
     pub(super) job: u64,
     pub(super) request: String,
     pub(super) is_whole: bool,
@@ -209,7 +209,7 @@ impl Finished {
     fn nothing(transfer: &Transfer) -> Self {
         let failed = transfer.runs.iter().flat_map(|run| run.blocks(0)).collect();
         Self {
-            way: transfer.way,
+            direction: transfer.direction,
             job: transfer.job,
             request: transfer.request.clone(),
             is_whole: false,
@@ -276,9 +276,9 @@ impl Drop for Job {
 impl Job {
     async fn run(mut self, manager: Arc<Manager>, mut transfer: Transfer) {
         let began = clock::now();
-        let outcome = match transfer.way {
-            Way::Store => store(&manager, &transfer, &self.shared.counts).await,
-            Way::Load => load(&manager, &mut transfer, &self.shared.counts).await,
+        let outcome = match transfer.direction {
+            JobDirection::Store => store(&manager, &transfer, &self.shared.counts).await,
+            JobDirection::Load => load(&manager, &mut transfer, &self.shared.counts).await,
         };
         if let Some(ended) = &mut self.ended {
             ended.take(outcome, began, self.shared.chunk_bytes);

@@ -22,7 +22,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use self::jobs::{Finished, Jobs, Transfer, Way};
+use self::jobs::{Finished, JobDirection, Jobs, Transfer};
 use self::opening::Identity;
 use self::requests::{Chunks, Held, Requests, Salt};
 use crate::errors::classes;
@@ -149,7 +149,7 @@ impl Tier {
         keys: &Bound<'_, PyAny>,
         chunks: Vec<u32>,
     ) -> PyResult<()> {
-        self.begin(Way::Store, job, request, positions, (keys, chunks))
+        self.begin(JobDirection::Store, job, request, positions, (keys, chunks))
     }
 
     /// Begins to load chunks. Keys come in any order, each with its chunk.
@@ -161,7 +161,7 @@ impl Tier {
         keys: &Bound<'_, PyAny>,
         chunks: Vec<u32>,
     ) -> PyResult<()> {
-        self.begin(Way::Load, job, request, positions, (keys, chunks))
+        self.begin(JobDirection::Load, job, request, positions, (keys, chunks))
     }
 
     /// The jobs that have ended since the last call: `(job, all done, which keys else, seconds,
@@ -298,7 +298,7 @@ impl Tier {
 
     fn begin(
         &self,
-        way: Way,
+        direction: JobDirection,
         job: u64,
         request: &str,
         positions: &Bound<'_, PyDict>,
@@ -311,15 +311,16 @@ impl Tier {
         let mut requests = self.requests.lock();
         // vLLM loads what a request was promised also when the request was aborted in the same
         // step.
-        let has_ended = way == Way::Load && !requests.has(request);
+        let has_ended = direction == JobDirection::Load && !requests.has(request);
         requests.learn(request, positions)?;
         let (info, runs) = requests.runs(request, positions, keys, chunks)?;
-        let pinned = if way == Way::Load { requests.take_pins(request) } else { None };
+        let pinned =
+            if direction == JobDirection::Load { requests.take_pins(request) } else { None };
         if has_ended {
             requests.end(request);
         }
         drop(requests);
-        jobs.begin(Transfer { way, job, request: request.to_owned(), info, runs, pinned });
+        jobs.begin(Transfer { direction, job, request: request.to_owned(), info, runs, pinned });
         Ok(())
     }
 }
@@ -345,7 +346,7 @@ impl Asked {
 
 /// A finished job, once its request has learnt of it.
 fn told(finished: Finished, requests: &mut Requests) -> Ended {
-    if finished.way == Way::Load && !finished.is_whole {
+    if finished.direction == JobDirection::Load && !finished.is_whole {
         requests.failed(&finished.request, &finished.failed);
     }
     let done = (!finished.is_whole).then_some(finished.done);

@@ -65,7 +65,7 @@ const MANY_PIECES: usize = 4;
 const TABLE_PIECES: usize = 4096;
 /// Flights of a lane at a time. What they need is made at the start: to allocate locked memory
 /// while copies run takes milliseconds, and the driver's locks.
-const DESKS: usize = 32;
+const MAX_FLIGHTS: usize = 32;
 /// How often a thread looks whether copies have ended. The system rounds it up by about 50 µs.
 const POLL: Duration = Duration::from_micros(20);
 
@@ -167,7 +167,7 @@ struct CopyLane {
     kernels: Arc<CopyKernels>,
     /// Copies that were started, in the order of the stream.
     flights: VecDeque<CopyFlight>,
-    idle: Vec<CopyStream>,
+    idle: Vec<FlightScratch>,
     /// Operations that a flight takes.
     grain: usize,
     /// The pieces of a block, if they are rows.
@@ -197,7 +197,7 @@ struct BatchedCall {
 }
 
 /// What a flight needs.
-struct CopyStream {
+struct FlightScratch {
     /// What the kernel reads, if it copies.
     table: KernelTable<Piece>,
     /// Not reported yet, with their places in the batch.
@@ -206,7 +206,7 @@ struct CopyStream {
 
 /// Copies that were started together.
 struct CopyFlight {
-    desk: CopyStream,
+    scratch: FlightScratch,
     event: Arc<StreamEvent>,
     /// The event is behind the copies.
     recorded: bool,
@@ -252,14 +252,14 @@ impl CopyLane {
         kernels: &Arc<CopyKernels>,
     ) -> Result<Self, SetupError> {
         let parts = device.segments().parts().len();
-        let desk = |_| {
-            Ok(CopyStream {
+        let scratch = |_| {
+            Ok(FlightScratch {
                 table: KernelTable::new(gpu, TABLE_PIECES.max(parts))?,
                 indices: Vec::new(),
             })
         };
-        let idle: Result<_, SetupError> = (0..DESKS).map(desk).collect();
-        gpu.reserve_events(DESKS).map_err(|error| failed("no events", error))?;
+        let idle: Result<_, SetupError> = (0..MAX_FLIGHTS).map(scratch).collect();
+        gpu.reserve_events(MAX_FLIGHTS).map_err(|error| failed("no events", error))?;
         Ok(Self {
             way,
             gpu: gpu.clone(),
@@ -267,7 +267,7 @@ impl CopyLane {
             host: Arc::clone(host),
             device: Arc::clone(device),
             kernels: Arc::clone(kernels),
-            flights: VecDeque::with_capacity(DESKS),
+            flights: VecDeque::with_capacity(MAX_FLIGHTS),
             idle: idle?,
             grain: (TABLE_PIECES / parts).max(1),
             rows: rows(device.segments(), |address| gpu.allocation_of(address)),
@@ -341,42 +341,42 @@ impl CopyLane {
     /// Starts copies, of which the first is the `first` of its batch; what names slots that do not
     /// exist is refused at once.
     fn launch_flight(&mut self, first: usize, ops: &[CopyOp], done: &Done, mark: Option<Mark>) {
-        let mut desk = self.desk();
+        let mut scratch = self.take_scratch();
         let mut refused = Vec::new();
         self.blocks.clear();
         for (index, op) in ops.iter().enumerate() {
             match self.ends(op) {
                 Ok(ends) => {
                     self.blocks.push(ends);
-                    desk.indices.push(first + index);
+                    scratch.indices.push(first + index);
                 }
                 Err(error) => refused.push((first + index, Err(error))),
             }
         }
         done.report(refused);
         let event = match StreamEvent::new(&self.gpu) {
-            Ok(event) if !desk.indices.is_empty() => Arc::new(event),
+            Ok(event) if !scratch.indices.is_empty() => Arc::new(event),
             outcome => {
                 // Nothing to start, or nothing that would tell when it ends.
                 let error = outcome.err();
-                done.report(desk.ended(error.map_or(Ok(()), Err)).collect());
-                return self.idle.push(desk);
+                done.report(scratch.ended(error.map_or(Ok(()), Err)).collect());
+                return self.idle.push(scratch);
             }
         };
-        let failure = self.copy(&mut desk.table).err();
+        let failure = self.copy(&mut scratch.table).err();
         let done = done.clone();
         let mut flight =
-            CopyFlight { desk, event, recorded: false, mark, done, failure, doubtful: false };
+            CopyFlight { scratch, event, recorded: false, mark, done, failure, doubtful: false };
         // If it cannot be recorded now it is later, behind more than needs be.
         let _ = flight.record(&self.stream);
         self.flights.push_back(flight);
     }
 
     /// One that no flight uses: waits for one to land if need be.
-    fn desk(&mut self) -> CopyStream {
+    fn take_scratch(&mut self) -> FlightScratch {
         loop {
-            if let Some(desk) = self.idle.pop() {
-                return desk;
+            if let Some(scratch) = self.idle.pop() {
+                return scratch;
             }
             self.land();
             if self.idle.is_empty() {
@@ -509,10 +509,10 @@ impl CopyLane {
             && let Some(mut flight) = self.flights.pop_front()
         {
             flight
-                .desk
+                .scratch
                 .ended(outcome)
                 .for_each(|(index, result)| landed.add(&flight.done, index, result));
-            self.idle.push(flight.desk);
+            self.idle.push(flight.scratch);
         }
         landed.report();
     }
@@ -552,7 +552,7 @@ impl CopyFlight {
     }
 }
 
-impl CopyStream {
+impl FlightScratch {
     /// All of its operations ended so.
     fn ended(&mut self, outcome: Result<(), DriverError>) -> impl Iterator<Item = Completion> {
         self.indices.drain(..).map(move |index| (index, outcome.map_err(failed_copy)))

@@ -21,8 +21,11 @@ pub struct DeviceChecksum {
 #[derive(Debug)]
 struct ChecksumScratch {
     stream: CudaStream,
+    /// The pieces of the block.
     table: KernelTable<ChecksumSummand>,
+    /// Where the GPU adds up the checksums of the pieces.
     sum: DeviceMemory,
+    /// The same for the CPU to read.
     result: Pinned<u32>,
 }
 
@@ -38,10 +41,10 @@ impl DeviceChecksum {
     /// Makes what `callers` callers at a time need for blocks of `pieces` pieces, so that it is not
     /// made while an engine works.
     pub(crate) fn reserve(&self, callers: usize, pieces: usize) -> Result<(), SetupError> {
-        let desks = (0..callers)
+        let scratches = (0..callers)
             .map(|_| ChecksumScratch::new(&self.gpu, pieces))
             .collect::<Result<Vec<_>, _>>()?;
-        self.idle.lock().extend(desks);
+        self.idle.lock().extend(scratches);
         Ok(())
     }
 
@@ -68,11 +71,12 @@ impl DeviceChecksum {
         });
         let summands: Vec<_> = summands.collect();
         let idle = self.idle.lock().pop();
-        let mut desk = idle
+        let mut scratch = idle
             .map_or_else(|| ChecksumScratch::new(&self.gpu, summands.len()), Ok)
             .map_err(|e| broken(&e))?;
-        let sum = desk.sum(&self.gpu, &self.kernels, &summands).map_err(|error| broken(&error))?;
-        self.idle.lock().push(desk);
+        let sum =
+            scratch.sum(&self.gpu, &self.kernels, &summands).map_err(|error| broken(&error))?;
+        self.idle.lock().push(scratch);
         Ok(sum ^ checksum_of_zeroes(region.segments().block_bytes()))
     }
 }
@@ -102,7 +106,7 @@ impl ChecksumScratch {
         self.result.write(&[0]);
         let longest = summands.iter().map(|summand| summand.bytes).max().unwrap_or(0) as usize;
         let (stream, bytes, extent) = (&self.stream, size_of::<u32>(), (summands.len(), longest));
-        // SAFETY: table, sum and result are this desk's, which nothing else has before the wait has
+        // SAFETY: table, sum and result are this scratch's, which nothing else has before the wait has
         // ended. The pieces are of a slot that nothing writes.
         let summed = unsafe {
             stream

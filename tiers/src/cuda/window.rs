@@ -16,7 +16,7 @@ use crate::memory::{DeviceRegion, Space};
 #[derive(Debug)]
 pub struct DeviceWindow {
     region: Arc<DeviceRegion>,
-    desk: Mutex<WindowScratch>,
+    scratch: Mutex<WindowScratch>,
 }
 
 type WindowScratch = (CudaStream, Pinned<u8>);
@@ -42,7 +42,7 @@ impl DeviceWindow {
         let stream = CudaStream::new(gpu)?;
         let buffer = Pinned::new(gpu, region.segments().block_bytes());
         let buffer = buffer.map_err(|error| failed("no locked memory", error))?;
-        Ok(Self { region, desk: Mutex::new((stream, buffer)) })
+        Ok(Self { region, scratch: Mutex::new((stream, buffer)) })
     }
 
     /// The block in a slot that its pool lent; `None`: the loan is not of this region's pool.
@@ -51,11 +51,11 @@ impl DeviceWindow {
     /// `Io`: the GPU failed.
     pub fn read(&self, loan: &Loan) -> Option<Result<Vec<u8>, CopyError>> {
         let slot = self.own(loan.pool(), loan.slot())?;
-        let mut desk = self.desk.lock();
+        let mut scratch = self.scratch.lock();
         let mut block = vec![0; self.block_bytes()];
-        let crossed = self.cross(&mut desk, slot, WindowDirection::Out);
+        let crossed = self.cross(&mut scratch, slot, WindowDirection::Out);
         Some(crossed.map(|()| {
-            desk.1.copy_to(&mut block);
+            scratch.1.copy_to(&mut block);
             block
         }))
     }
@@ -71,9 +71,9 @@ impl DeviceWindow {
                 format!("a block of {} bytes does not fit {:?}", block.len(), self.region);
             return Some(Err(CopyError::refused(message)));
         }
-        let mut desk = self.desk.lock();
-        desk.1.write(block);
-        Some(self.cross(&mut desk, slot, WindowDirection::In))
+        let mut scratch = self.scratch.lock();
+        scratch.1.write(block);
+        Some(self.cross(&mut scratch, slot, WindowDirection::In))
     }
 
     /// Bytes of a block.
@@ -88,13 +88,13 @@ impl DeviceWindow {
     /// Copies between the slot and the buffer. The caller holds a slot handle that allows it.
     fn cross(
         &self,
-        desk: &mut WindowScratch,
+        scratch: &mut WindowScratch,
         slot: SlotId,
         direction: WindowDirection,
     ) -> Result<(), CopyError> {
         let refused = || CopyError::refused(format!("device slot {} does not exist", slot.0));
         let device = self.region.segments().segments(slot).ok_or_else(refused)?;
-        let (stream, buffer) = desk;
+        let (stream, buffer) = scratch;
         let ours = std::iter::once(Segment {
             address: buffer.address() as usize,
             bytes: self.block_bytes(),
@@ -105,7 +105,7 @@ impl DeviceWindow {
                     WindowDirection::Out => (piece.from, piece.to),
                     WindowDirection::In => (piece.to, piece.from),
                 };
-                // SAFETY: the desk is the caller's until the wait below has ended, and so is the
+                // SAFETY: the scratch is the caller's until the wait below has ended, and so is the
                 // slot.
                 unsafe { stream.copy(from, to, piece.bytes) }
             })

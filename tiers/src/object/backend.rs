@@ -302,7 +302,7 @@ impl ObjectBackend {
         let ticket = self.shared.work.ticket();
         let pending = (object.0 < MAX_SLOTS)
             .then(|| {
-                PendingBlock::new((index, done.clone()), (&self.memory, memory), op, object, ticket)
+                PendingBlock::new(index, done.clone(), &self.memory, memory, op, object, ticket)
             })
             .flatten();
         pending.ok_or_else(|| {

@@ -46,8 +46,10 @@ unsafe impl Sync for PendingBlock {}
 impl PendingBlock {
     /// `None`: the region has no slot `memory`.
     pub(super) fn new(
-        (index, done): (usize, Done),
-        (region, memory): (&Arc<dyn Memory>, SlotId),
+        index: usize,
+        done: Done,
+        region: &Arc<dyn Memory>,
+        memory: SlotId,
         op: &CopyOp,
         object: SlotId,
         ticket: WorkTicket,

@@ -151,16 +151,16 @@ impl BudgetAccount {
     }
 
     fn left(&self) -> f64 {
-        self.settle(0.0)
+        self.charge(0.0)
     }
 
     fn pay(&self, amount: f64) {
-        self.settle(amount);
+        self.charge(amount);
     }
 
     /// The balance after the refill up to now and an expense. No debt exceeds a period's budget:
     /// else, where the budget is too small for the manifests, it would never end.
-    fn settle(&self, expense: f64) -> f64 {
+    fn charge(&self, expense: f64) -> f64 {
         let (mut balance, now) = (self.balance.lock(), clock::now());
         let earned =
             now.saturating_duration_since(balance.1).as_secs_f64() * self.most / self.period;
@@ -174,39 +174,39 @@ impl BudgetAccount {
 mod tests {
     use super::*;
 
-    fn purse(puts: u64, period: Duration) -> RequestBudget {
+    fn budget(puts: u64, period: Duration) -> RequestBudget {
         RequestBudget::new(&Budgets { puts: Some(puts), period, ..Budgets::default() })
     }
 
     #[test]
     fn a_budget_is_spent_and_comes_back() {
-        let purse = purse(20, Duration::from_millis(400));
+        let budget = budget(20, Duration::from_millis(400));
         for _ in 0..20 {
-            assert!(purse.affords(&[Expense::Puts, Expense::Bytes]).is_ok());
-            purse.pay_request(RequestKind::Put);
+            assert!(budget.affords(&[Expense::Puts, Expense::Bytes]).is_ok());
+            budget.pay_request(RequestKind::Put);
         }
         // A request is there again after 20 ms.
-        while purse.affords(&[Expense::Puts]).is_ok() {
-            purse.pay_request(RequestKind::List);
+        while budget.affords(&[Expense::Puts]).is_ok() {
+            budget.pay_request(RequestKind::List);
         }
-        assert!(purse.refused(Expense::Puts) > 0);
-        purse.pay_request(RequestKind::Get);
-        purse.pay_request(RequestKind::Delete);
-        assert_eq!((purse.left(Expense::Gets), purse.affords(&[Expense::Gets])), (None, Ok(())));
+        assert!(budget.refused(Expense::Puts) > 0);
+        budget.pay_request(RequestKind::Get);
+        budget.pay_request(RequestKind::Delete);
+        assert_eq!((budget.left(Expense::Gets), budget.affords(&[Expense::Gets])), (None, Ok(())));
         std::thread::sleep(Duration::from_millis(100));
-        assert_eq!(purse.affords(&[Expense::Puts]), Ok(()));
-        assert!(purse.left(Expense::Puts).unwrap() > 0.1);
+        assert_eq!(budget.affords(&[Expense::Puts]), Ok(()));
+        assert!(budget.left(Expense::Puts).unwrap() > 0.1);
     }
 
     #[test]
     fn no_debt_is_forever() {
-        let purse = purse(10, Duration::from_millis(100));
-        purse.pay(Expense::Puts, 1_000_000);
+        let budget = budget(10, Duration::from_millis(100));
+        budget.pay(Expense::Puts, 1_000_000);
         assert_eq!(
-            (purse.left(Expense::Puts), purse.affords(&[Expense::Puts])),
+            (budget.left(Expense::Puts), budget.affords(&[Expense::Puts])),
             (Some(0.0), Err(Expense::Puts))
         );
         std::thread::sleep(Duration::from_millis(250));
-        assert_eq!(purse.affords(&[Expense::Puts]), Ok(()));
+        assert_eq!(budget.affords(&[Expense::Puts]), Ok(()));
     }
 }

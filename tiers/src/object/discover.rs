@@ -270,7 +270,7 @@ impl StoreContext {
     ) -> Result<Footer, FooterError> {
         let (usual, key) =
             (TAIL.max(self.footer_bytes(self.blocks_per_segment)), self.footer_key(name));
-        let footer = fetch_footer(&self.store, meta, (usual, key), deadline).await?;
+        let footer = fetch_footer(&self.store, meta, usual, key, deadline).await?;
         // Blocks are found by their position.
         let lies_well = |(at, entry): (u64, &SegmentEntry)| {
             entry.length == self.block_bytes as u64 && entry.offset == at * self.block_bytes as u64
@@ -341,7 +341,8 @@ impl FooterError {
 pub(super) async fn fetch_footer(
     store: &Store,
     meta: &ObjectMeta,
-    (usual, key): (u64, Option<FooterKey<'_>>),
+    usual: u64,
+    key: Option<FooterKey<'_>>,
     deadline: Instant,
 ) -> Result<Footer, FooterError> {
     match decode(&fetch_tail(store, meta, usual, deadline).await?, meta.size, key) {

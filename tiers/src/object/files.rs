@@ -101,9 +101,8 @@ impl ObjectStore for PrivateFiles {
         let durable_below = is_durable(location).then(|| self.root.clone());
         let wanted = Arc::new(());
         let still_wanted = Arc::downgrade(&wanted);
-        let write = move || {
-            write_whole(&path, &payload, (replaces, durable_below.as_deref()), &still_wanted)
-        };
+        let write =
+            move || write_whole(&path, &payload, replaces, durable_below.as_deref(), &still_wanted);
         tokio::task::spawn_blocking(write).await??;
         drop(wanted);
         Ok(PutResult { e_tag: None, version: None, extensions: Extensions::default() })
@@ -289,7 +288,8 @@ fn sync(path: &FilePath) -> io::Result<()> {
 fn write_whole(
     path: &FilePath,
     payload: &PutPayload,
-    (replaces, durable_below): (bool, Option<&FilePath>),
+    replaces: bool,
+    durable_below: Option<&FilePath>,
     wanted: &Weak<()>,
 ) -> Result<()> {
     let (mut file, staged) = stage(path).map_err(generic)?;
@@ -476,9 +476,9 @@ mod tests {
     fn a_file_that_comes_too_late_goes() {
         let home = tempfile::tempdir().unwrap();
         let path = home.path().join("object");
-        assert!(write_whole(&path, &"text".into(), (false, None), &Weak::new()).is_err());
+        assert!(write_whole(&path, &"text".into(), false, None, &Weak::new()).is_err());
         let wanted = Arc::new(());
-        write_whole(&path, &"text".into(), (false, None), &Arc::downgrade(&wanted)).unwrap();
+        write_whole(&path, &"text".into(), false, None, &Arc::downgrade(&wanted)).unwrap();
         assert!(path.exists());
         assert_eq!(modes(home.path()), [0o600]);
     }
@@ -559,7 +559,7 @@ mod tests {
         let directories: Vec<_> = ["ns/epochs", "ns", ""].map(|name| root.join(name)).into();
         let path = root.join("ns/epochs/9.kvepoch");
         let write =
-            || write_whole(&path, &"kvbm".into(), (false, Some(&root)), &Arc::downgrade(&wanted));
+            || write_whole(&path, &"kvbm".into(), false, Some(&root), &Arc::downgrade(&wanted));
         write().unwrap();
         let mut told = synced();
         assert!(

@@ -146,7 +146,7 @@ impl BlockLocations {
 
     /// Block `position` of a segment of `blocks`, which another worker wrote, is the content of
     /// `slot`, which is vacant.
-    pub(super) fn link(&mut self, slot: SlotId, (id, position): (SegmentId, u32), blocks: u32) {
+    pub(super) fn link(&mut self, slot: SlotId, id: SegmentId, position: u32, blocks: u32) {
         let number = match self.found.get(&id) {
             Some(&number) => number,
             None => self.add(id, vec![NO_SLOT; blocks as usize].into(), true),
@@ -477,7 +477,7 @@ mod tests {
         let mut locations = BlockLocations::default();
         let found = next_id();
         locations.adopt(found, &[Some(SlotId(5)), None, Some(SlotId(6)), None]);
-        locations.link(SlotId(7), (found, 3), 4);
+        locations.link(SlotId(7), found, 3, 4);
         assert_eq!((locations.found_blocks(), locations.blocks()), (3, BlockCounts::default()));
         assert_eq!(locations.read(SlotId(7)).unwrap().location.position, 3);
         assert!(locations.victims(0, 8).is_empty());
@@ -489,7 +489,7 @@ mod tests {
         let vacated = [5, 6, 7].map(|slot| locations.vacate(SlotId(slot)));
         assert_eq!((vacated, locations.release(number)), ([None; 3], None));
         assert_eq!(locations.segments().count(), 0);
-        locations.link(SlotId(8), (found, 0), 4);
+        locations.link(SlotId(8), found, 0, 4);
         assert_eq!(locations.found_blocks(), 1, "it may be found again");
     }
 

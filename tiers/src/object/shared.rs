@@ -138,7 +138,7 @@ impl StoreContext {
         // The same tokens computed elsewhere may differ in their lowest bits: what is read is to
         // match what is there.
         self.checksums.iter().for_each(|checksums| checksums.record(slot, block.crc32c));
-        self.locations.lock().link(slot, (block.segment, block.position), block.blocks);
+        self.locations.lock().link(slot, block.segment, block.position, block.blocks);
         self.linked_blocks.fetch_add(1, Ordering::Relaxed);
     }
 

@@ -237,12 +237,12 @@ fn segments_go_with_their_last_slot() {
     let first = segment_files(dir.path());
     assert!(all_ok(&write(&backend, &heap, &[(0, 5), (1, 6), (2, 7), (3, 8)])));
     assert_eq!(backend.stats().segments, 1);
-    settle(&backend);
+    delete_all_dead(&backend);
     assert!(!first[0].exists());
 }
 
 /// Waits until nothing is left to delete.
-fn settle(backend: &ObjectBackend) {
+fn delete_all_dead(backend: &ObjectBackend) {
     eventually("dead segments are still there", || backend.stats().undeleted == 0);
 }
 
@@ -334,7 +334,7 @@ fn a_lost_object_is_an_error_and_slots_stay_writable() {
     assert_eq!(kinds(&read(&backend, &heap, &[(5, 1)])), [Some(CopyErrorKind::Io)]);
     assert!(all_ok(&write(&backend, &heap, &[(5, 2)])));
     assert!(all_ok(&read(&backend, &heap, &[(5, 2)])));
-    settle(&backend);
+    delete_all_dead(&backend);
 }
 
 #[test]

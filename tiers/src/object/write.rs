@@ -48,7 +48,7 @@ pub(super) async fn upload(
     let slots: Vec<_> = blocks.iter().map(|block| block.object).collect();
     let upload =
         Arc::new(SegmentUpload { blocks, result: OnceLock::new(), request: Arc::new(request) });
-    let result = match prepare(&shared, (provenance, id.name), &upload).await {
+    let result = match prepare(&shared, provenance, id.name, &upload).await {
         Ok((payload, footer)) => create(&shared, id, payload, &footer, deadline).await,
         Err(error) => Err(error),
     };
@@ -168,7 +168,8 @@ impl AsRef<[u8]> for CopiedBlocks {
 /// that takes milliseconds.
 async fn prepare(
     shared: &StoreContext,
-    (provenance, name): (Provenance, SegmentName),
+    provenance: Provenance,
+    name: SegmentName,
     upload: &Arc<SegmentUpload>,
 ) -> Result<(PutPayload, Bytes), CopyError> {
     let (checksums, upload, is_remote) =

@@ -77,7 +77,7 @@ fn blocks_arrive_with_their_checksums() {
 }
 
 #[test]
-fn a_block_arrives_in_slots_with_more_room_and_of_an_emulated_device() {
+fn a_block_arrives_in_wider_slots_of_an_emulated_device() {
     let peer = PeerMemory::map(&handed_over(&holder(1))).unwrap();
     let mut roomy = options(1, BLOCK);
     roomy.geometry = roomy.geometry.with_room(9000).unwrap();
@@ -111,7 +111,7 @@ fn what_cannot_be_copied_is_refused_and_touches_nothing() {
 }
 
 #[test]
-fn only_a_host_tier_that_was_made_for_it_is_shared() {
+fn only_a_host_tier_made_for_sharing_is_shared() {
     assert!(host(1, BLOCK).shareable().is_none());
     assert!(DramRegion::emulated_device(options(1, BLOCK)).unwrap().shareable().is_none());
 }
@@ -224,7 +224,7 @@ fn any_number_of_descriptors_but_one_is_refused_and_closed() {
 }
 
 #[test]
-fn a_message_that_ends_early_is_an_error_and_one_in_pieces_is_whole() {
+fn messages_cut_short_fail_and_those_in_pieces_are_whole() {
     let region = holder(1);
     let memory = region.shareable().unwrap();
     let (mut relay, theirs) = pair();
@@ -310,7 +310,7 @@ fn blocks_stay_readable_when_their_holder_was_killed() {
 }
 
 #[test]
-fn a_block_that_changes_meanwhile_has_the_checksum_of_what_arrived() {
+fn a_changing_block_has_the_checksum_of_what_arrived() {
     const BLOCK: usize = 256 << 10;
     let (stream, child) = in_a_child(|mut stream| {
         let region = DramRegion::shareable_host(options(1, BLOCK)).unwrap();

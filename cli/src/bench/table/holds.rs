@@ -297,26 +297,26 @@ impl Mix {
             let prompts = self.new_prompts();
             self.serve(&prompts);
         }
-        self.settle();
+        self.run_background();
     }
 
     fn let_time_pass(&self) {
         for _ in 0..8 {
             self.pass_time(TURN_MS);
-            self.settle();
+            self.run_background();
         }
     }
 
     fn pass_time(&self, ms: u64) {
         let clock = self.ours.clock();
         clock.advance_to(kvbm::Clock::now_ms(clock.as_ref()) + ms);
-        self.ours.manager().tick();
+        self.ours.manager().admin().tick();
     }
 
     /// Gives the background thread some rounds.
-    fn settle(&self) {
+    fn run_background(&self) {
         for _ in 0..40 {
-            self.ours.manager().tick();
+            self.ours.manager().admin().tick();
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -329,7 +329,7 @@ impl Mix {
         chaos.start();
         let us = micros(|| {
             drop(self.wait(manager.load(manager.lease(&prompt))));
-            self.settle();
+            self.run_background();
         });
         chaos.heal();
         (manager.admin().stats(Tier::Disk).unreadable > 0).then_some(us)

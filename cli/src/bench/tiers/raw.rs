@@ -69,7 +69,7 @@ impl Raw {
 
     /// Waits until what either side left to the page cache has reached the drive, so that neither
     /// pays for the other.
-    pub(super) fn settle(&self) -> Result<(), CommandFailure> {
+    pub(super) fn sync(&self) -> Result<(), CommandFailure> {
         match self {
             Self::Client(client) => client.sync(),
             Self::Copy { .. } | Self::Ring(_) => Ok(()),

@@ -13,7 +13,7 @@ use crate::api::manager::Manager;
 use crate::api::transfer::{LayerCount, Loaded, Transfer, Writers};
 use crate::error::{Error, Result};
 use crate::peers::{EngineSlots, PeerLease};
-use crate::scheduler::JoinedTransfer;
+use crate::scheduler::{JoinedTransfer, LoadInto};
 
 /// What the loads of all groups share.
 struct LoadPart<'a> {
@@ -88,10 +88,7 @@ impl Manager {
         let checkpoints = self.checkpoints();
         if checkpoints.is_empty() {
             return match CheckpointGroups::plain(slots) {
-                Ok(given) => {
-                    let wanted = (given.first..given.end(), given.slots);
-                    self.begin_load(lease, wanted, after.clone(), (Arc::default(), None))
-                }
+                Ok(given) => self.begin_load(lease, given, after.clone(), Arc::default(), None),
                 Err(error) => Transfer::failed(error),
             };
         }
@@ -121,7 +118,7 @@ impl Manager {
             loads.extend(parts.into_iter().map(load));
         }
         Transfer::joined_groups(loads, move |answers| {
-            answer(answers, (first, blocks), nothing, writers)
+            answer(answers, first..blocks, nothing, writers)
         })
     }
 
@@ -141,9 +138,35 @@ impl Manager {
             return nothing_to_load(lease, self.engine().map_or(1, |engine| engine.layers().get()));
         };
         let slots = &given.slots[wanted.start - given.first..wanted.end - given.first];
-        let wanted = wanted.start - base..wanted.end - base;
-        let part = (Arc::clone(&common.with_media), Some(Arc::clone(common.joined)));
-        self.begin_load(lease, (wanted, slots), common.after.clone(), part)
+        let wanted = GroupSlots { group, first: wanted.start - base, slots };
+        let with_media = Arc::clone(&common.with_media);
+        let part_of = Some(Arc::clone(common.joined));
+        self.begin_load(lease, wanted, common.after.clone(), with_media, part_of)
+    }
+
+    /// The part of one cache group. Positions are those in the chain of the lease.
+    fn begin_load(
+        &self,
+        lease: Lease,
+        wanted: GroupSlots<'_>,
+        after: Fence,
+        with_media: Arc<()>,
+        part_of: Option<Arc<JoinedTransfer>>,
+    ) -> Transfer<Loaded> {
+        let (blocks, slots) = (wanted.first..wanted.end(), wanted.slots);
+        let checked = self.engine().and_then(|engine| {
+            engine.check_load(slots)?;
+            self.core().check_lease(&lease)?;
+            wanted.check_within(usize::MAX)?;
+            Ok(engine.layers())
+        });
+        match checked {
+            Ok(layers) => {
+                let load = LoadInto { lease, blocks, slots, after, layers, with_media, part_of };
+                self.core().load_into(load)
+            }
+            Err(error) => Transfer::failed(error),
+        }
     }
 }
 
@@ -152,7 +175,7 @@ fn nothing_to_load(lease: Lease, layers: u16) -> Transfer<Loaded> {
     let layers = Arc::new(LayerCount::new(layers, 0));
     layers.end(true);
     let writers = Writers::new(&Arc::new(()));
-    Transfer::ended(Loaded::new((0, 0), 0, lease, writers)).in_layers(layers)
+    Transfer::ended(Loaded::new(0..0, 0, lease, writers)).in_layers(layers)
 }
 
 impl CheckpointGroups {
@@ -190,7 +213,7 @@ fn of_full_alone() -> Error {
 /// engine's slots.
 fn answer(
     answers: Vec<Result<Loaded>>,
-    (first, blocks): (usize, usize),
+    wanted: Range<usize>,
     nothing: Lease,
     writers: Writers,
 ) -> Result<Loaded> {
@@ -200,8 +223,9 @@ fn answer(
     let is_whole = answers.iter().all(|part| part.as_ref().is_ok_and(|part| part.failed == 0));
     let of_full = answers.into_iter().next().and_then(Result::ok);
     let (arrived, lease) = of_full.map_or((0, nothing), |full| (full.arrived, full.lease));
-    let usable = if is_whole { blocks } else { (first + arrived).min(blocks.saturating_sub(1)) };
-    Ok(Loaded { lease, arrived, failed: blocks - first - arrived, is_whole, usable, writers })
+    let Range { start, end } = wanted;
+    let usable = if is_whole { end } else { (start + arrived).min(end.saturating_sub(1)) };
+    Ok(Loaded { lease, arrived, failed: end - start - arrived, is_whole, usable, writers })
 }
 
 #[cfg(test)]
@@ -218,7 +242,7 @@ mod tests {
 
     fn loaded(arrived: usize, failed: usize) -> Loaded {
         let writers = Writers::new(&Arc::new(()));
-        Loaded::new((0, arrived + failed), arrived, nothing(), writers)
+        Loaded::new(0..arrived + failed, arrived, nothing(), writers)
     }
 
     /// A group closes while another's medium still writes.
@@ -231,13 +255,13 @@ mod tests {
             vec![Ok(loaded(3, 1)), Err(Error::closed())],
         ] {
             let of_full = answers[0].as_ref().map_or(0, |full| full.arrived);
-            let told = answer(answers, (4, 8), nothing(), writers.clone()).expect("it was begun");
+            let told = answer(answers, 4..8, nothing(), writers.clone()).expect("it was begun");
             assert_eq!((told.is_whole, told.usable), (false, 4 + of_full));
             assert!(!told.writers.are_gone());
         }
         drop(medium);
         assert!(writers.are_gone());
         let none = vec![Err(Error::closed()), Err(Error::stale())];
-        assert!(answer(none, (4, 8), nothing(), writers).is_err(), "nothing was begun");
+        assert!(answer(none, 4..8, nothing(), writers).is_err(), "nothing was begun");
     }
 }

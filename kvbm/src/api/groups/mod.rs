@@ -66,6 +66,18 @@ impl<'a> GroupSlots<'a> {
     const fn end(&self) -> usize {
         self.first.saturating_add(self.slots.len())
     }
+
+    /// # Errors
+    /// `Invalid`: the chain, of `blocks` blocks, ends before.
+    fn check_within(&self, blocks: usize) -> Result<()> {
+        if self.first.checked_add(self.slots.len()).is_some_and(|end| end <= blocks) {
+            return Ok(());
+        }
+        let (first, wanted) = (self.first, self.slots.len());
+        Err(Error::invalid(format!(
+            "{wanted} blocks from position {first} on, of {blocks}: name one slot for each block"
+        )))
+    }
 }
 
 /// A manager's groups other than full attention: none, unless its model is hybrid.

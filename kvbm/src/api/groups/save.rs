@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-use kvbm_tiers::{Fence, SlotId};
+use kvbm_tiers::{Fence, Tier};
 
 use super::{CheckpointGroups, FULL, GroupFollower, GroupSlots, GroupTable, find};
 use crate::api::manager::Manager;
@@ -102,7 +102,7 @@ impl<'a> SaveRequest<'a> {
     fn part<'b>(
         &self,
         chain: Chain<'b>,
-        (first, slots): (usize, &'b [SlotId]),
+        GroupSlots { first, slots, .. }: GroupSlots<'b>,
         joined: Option<&Arc<JoinedTransfer>>,
     ) -> SaveFrom<'b> {
         let (info, ready) = (self.info, self.ready.clone());
@@ -126,7 +126,7 @@ impl Manager {
     pub fn save_from(&self, save: &SaveRequest<'_>) -> Transfer<Saved> {
         let checkpoints = self.checkpoints();
         let full = match checkpoints.check_save(self, save) {
-            Ok(full) => (full.first, full.slots),
+            Ok(full) => full,
             Err(error) => return Transfer::failed(error),
         };
         if checkpoints.is_empty() {
@@ -152,6 +152,26 @@ impl Manager {
             // must find it so.
             saved.tidy();
             told
+        })
+    }
+
+    /// The part of one cache group.
+    fn begin_save(&self, save: SaveFrom<'_>) -> Transfer<Saved> {
+        let given = GroupSlots::full(save.first, save.slots);
+        let checked = self
+            .engine()
+            .and_then(|engine| engine.check(given.slots))
+            .and_then(|()| given.check_within(save.chain.len()))
+            .and_then(|()| self.uppermost());
+        match checked {
+            Ok(to) => self.core().save_from(to, save),
+            Err(error) => Transfer::failed(error),
+        }
+    }
+
+    fn uppermost(&self) -> Result<Tier> {
+        self.below_device().ok_or_else(|| {
+            Error::invalid("there is no tier to save to: set host.capacity, or a lower tier")
         })
     }
 }
@@ -205,7 +225,8 @@ impl CheckpointGroups {
         };
         let names = GroupTable::names(planned.hash, planned.kept);
         let slots = &given.slots[planned.at - planned.kept - given.first..planned.at - given.first];
-        group.manager.begin_save(save.part(group.chain(&names), (0, slots), Some(joined)))
+        let given = GroupSlots { first: 0, slots, ..given };
+        group.manager.begin_save(save.part(group.chain(&names), given, Some(joined)))
     }
 }
 

@@ -92,7 +92,8 @@ impl NixlPlugin for RunningPlugin {
         memory: Arc<dyn Memory>,
         store: Store,
         slots: u32,
-        (namespace, concurrency): (String, u32),
+        namespace: String,
+        concurrency: u32,
     ) -> Result<Arc<dyn Backend>> {
         let options = NixlObjectOptions { namespace, slots, concurrency };
         Ok(Arc::new(NixlBackend::objects(&self.0, memory, store, &options).map_err(setup)?))

@@ -53,12 +53,12 @@ struct WatchedFile {
     path: PathBuf,
     stamp: Option<Stamp>,
     /// It is read again even if its stamp stays.
-    is_unsettled: bool,
+    must_read_again: bool,
 }
 
 impl WatchedFile {
     const fn new(path: PathBuf) -> Self {
-        Self { path, stamp: None, is_unsettled: true }
+        Self { path, stamp: None, must_read_again: true }
     }
 
     /// What the file says, or why it cannot be told. `None`: what it said before.
@@ -66,14 +66,14 @@ impl WatchedFile {
         let file = fs::metadata(&self.path).ok().filter(Metadata::is_file);
         let stamp = file.as_ref().map(Stamp::of);
         let has_changed = stamp != self.stamp;
-        if !has_changed && !self.is_unsettled {
+        if !has_changed && !self.must_read_again {
             return None;
         }
         self.stamp = stamp;
         let read = read(&self.path).map_err(|error| error.to_string());
         let contents = read.and_then(|bytes| parsed(&bytes));
         // A write within the same tick of the file system's clock leaves the stamp as it is.
-        self.is_unsettled = has_changed || contents.is_err();
+        self.must_read_again = has_changed || contents.is_err();
         Some(contents)
     }
 }
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_file_that_cannot_be_read_changes_nothing_until_it_can() {
+    async fn an_unreadable_file_changes_nothing_until_it_is_readable() {
         let bench = Bench::new();
         let whole = entries(&TWO);
         let large = format!("[{}]", " ".repeat(MAX_BYTES as usize));

@@ -251,7 +251,7 @@ mod tests {
     use crate::error::ErrorKind;
 
     #[tokio::test]
-    async fn a_fixed_list_is_there_at_once_and_ends_with_its_watch() {
+    async fn a_fixed_list_comes_whole_and_ends_with_its_watch() {
         let source = PeerSource::Static(vec!["node-1:80".into(), "[fd00::1]:81".into()]);
         let watch = source.watch(&Handle::current()).unwrap();
         let mut peers = watch.peers();

@@ -192,7 +192,7 @@ fn blocks_come_by_nixl_with_one_agent_for_all_links() {
 }
 
 #[test]
-fn a_read_that_does_not_end_is_ended_and_its_slots_come_back() {
+fn a_hanging_read_is_ended_and_its_slots_come_back() {
     simulated(async {
         let (mut pair, double) = pair().await;
         let wanted = chain(0, 10);
@@ -220,7 +220,7 @@ fn a_read_that_does_not_end_is_ended_and_its_slots_come_back() {
 }
 
 #[test]
-fn slots_that_do_not_come_back_are_lost_until_they_do() {
+fn slots_that_stay_away_are_lost_until_they_return() {
     simulated(async {
         let (mut pair, double) = pair().await;
         let wanted = chain(0, 10);
@@ -290,7 +290,7 @@ fn what_is_required_is_not_replaced_by_tcp() {
 
 /// What deployed systems answer with wrong tokens.
 #[test]
-fn slots_that_were_reused_after_their_lease_are_not_taken_for_those_that_it_named() {
+fn slots_reused_after_a_lease_are_not_taken_for_its() {
     simulated(async {
         let (mut pair, _) = pair().await;
         pair.leased = Arc::new(LeasedBlocks::new(SLOTS as usize));
@@ -313,7 +313,7 @@ fn slots_that_were_reused_after_their_lease_are_not_taken_for_those_that_it_name
 }
 
 #[test]
-fn a_flipped_bit_of_what_is_said_of_nixl_is_noticed() {
+fn a_flipped_bit_in_a_nixl_message_is_noticed() {
     let place = HolderPlace { metadata: vec![7; 400], base: 1 << 40, stride: 4096, slots: 9 };
     let said = NixlMessage::new(&place).unwrap();
     assert_eq!(said.content::<HolderPlace>().unwrap(), place);

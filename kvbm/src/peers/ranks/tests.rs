@@ -82,7 +82,7 @@ async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin, of: impl Fn(SlotId) 
 }
 
 #[tokio::test]
-async fn slices_come_as_they_are_and_those_of_other_lives_do_not() {
+async fn slices_arrive_whole_and_not_those_of_other_lives() {
     // Requests fit in it, as they do in what a socket holds.
     let (mut here, there) = duplex(1 << 14);
     let (mut wanted, ends) = slots(|slot| if slot % 100 == 0 { LIFE + 1 } else { LIFE });
@@ -100,7 +100,7 @@ async fn slices_come_as_they_are_and_those_of_other_lives_do_not() {
 }
 
 #[tokio::test]
-async fn a_slice_that_is_not_what_its_checksum_says_is_corrupt() {
+async fn a_slice_that_differs_from_its_checksum_is_corrupt() {
     // Requests fit in it, as they do in what a socket holds.
     let (mut here, there) = duplex(1 << 14);
     let (mut wanted, ends) = slots(|_| LIFE);
@@ -151,7 +151,7 @@ async fn what_is_no_slice_ends_it() {
 
 /// Two ranks of another worker have the heads of each slice, one of which has another slot by now.
 #[tokio::test]
-async fn a_slice_comes_in_shares_from_ranks_that_have_fewer_heads() {
+async fn a_slice_comes_in_shares_from_ranks_with_fewer_heads() {
     let heads = HeadLayout::new(8, 2, BYTES).unwrap();
     let (mut wanted, ends) = slots(|_| LIFE);
     wanted.heads = Some(heads);

@@ -12,7 +12,7 @@ use crate::peers::reader::Pulled;
 use crate::peers::{MAX_READERS, accept};
 
 #[test]
-fn a_pull_waits_for_what_others_bring_no_longer_than_its_limit() {
+fn a_pull_waits_for_others_no_longer_than_its_limit() {
     simulated(async {
         let mut pair = Pair::new().await;
         let wanted = chain(0, 10);

@@ -152,7 +152,7 @@ async fn expired_certificates_are_refused() {
 }
 
 #[tokio::test]
-async fn a_holder_has_the_name_that_was_dialled_and_a_reader_any() {
+async fn holders_need_the_dialled_name_and_readers_any() {
     let ca = Ca::new("a");
     let elsewhere = || proofs(ca.sign("node-9", 4000));
     assert_says(&meet(elsewhere(), proofs(ca.worker())).await, ["", ""]);
@@ -203,7 +203,7 @@ async fn stranger(files: TlsFiles, version: &'static SupportedProtocolVersion) -
 }
 
 #[tokio::test]
-async fn who_shows_no_certificate_or_speaks_an_old_version_is_not_let_in() {
+async fn no_certificate_or_an_old_version_is_refused() {
     let ca = Ca::new("a");
     let said = stranger(ca.worker(), &TLS13).await;
     assert!(said.contains("shows no certificate"), "{said}");
@@ -212,7 +212,7 @@ async fn who_shows_no_certificate_or_speaks_an_old_version_is_not_let_in() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_is_silent_in_the_midst_of_tls_is_let_go() {
+async fn a_client_silent_amid_tls_is_let_go() {
     let tls = PeerTls::new(Ca::new("a").worker()).unwrap();
     let holder = Worker::new("there", 1).await.holder(&Arc::new(LeasedBlocks::new(1)));
     let (socket, address) = listening().await;

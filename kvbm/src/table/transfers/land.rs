@@ -303,7 +303,7 @@ impl Table {
             return self.fail(id, 0);
         }
         let (tier, parent, before) = (transfer.to, transfer.parent, transfer.published);
-        let told = (transfer.context.info, transfer.reason);
+        let (info, reason) = (transfer.context.info, transfer.reason);
         let mut is_dropped = false;
         while !budget.is_spent()
             && let Some(transfer) = self.transfers.at_mut(id)
@@ -324,7 +324,7 @@ impl Table {
                 }
             };
             let Some(frame) = transfer.take_ready() else { continue };
-            self.publish(record, frame, told);
+            self.publish(record, frame, info, reason);
             for waiter in self.transfers.take_waiting_for(tier, record) {
                 match waiter {
                     BlockWaiter::Transfer(waiting) => {
@@ -400,7 +400,8 @@ impl Table {
         &mut self,
         record: RecordId,
         frame: Frame,
-        (info, reason): (RequestInfo, StoreReason),
+        info: RequestInfo,
+        reason: StoreReason,
     ) {
         let tier = frame.tier();
         let known = self.records.at_mut(record);
@@ -670,7 +671,7 @@ impl Table {
             return false;
         };
         (transfer.is_open, transfer.cut) = (true, TransferCut::Whole);
-        let plan = TransferPlan::again((id, transfer.to), own, pins);
+        let plan = TransferPlan::again(id, transfer.to, own, pins);
         self.transfers.effects.again.push(SaveAgain { plan, reply });
         true
     }

@@ -316,8 +316,8 @@ impl OpenTransfers {
         let (life, held) = &mut self.places[place as usize];
         *held = Some(transfer);
         let id = TransferId { place, life: *life };
-        if let Some(block) = awaited {
-            self.wait_for(block, BlockWaiter::Transfer(id));
+        if let Some((tier, record)) = awaited {
+            self.wait_for(tier, record, BlockWaiter::Transfer(id));
         }
         id
     }
@@ -329,8 +329,8 @@ impl OpenTransfers {
         let old = std::mem::replace(held, transfer);
         let was_cut = old.is_cut();
         self.effects.spent.push(Spent(old.blocks, old.relying));
-        if let Some(block) = awaited {
-            self.wait_for(block, BlockWaiter::Transfer(id));
+        if let Some((tier, record)) = awaited {
+            self.wait_for(tier, record, BlockWaiter::Transfer(id));
         }
         was_cut
     }
@@ -355,8 +355,8 @@ impl OpenTransfers {
         transfer.blocks[task.block as usize].source = Some(host);
     }
 
-    fn wait_for(&mut self, block: (Tier, RecordId), waiter: BlockWaiter) {
-        self.waiting.entry(block).or_default().push(waiter);
+    fn wait_for(&mut self, tier: Tier, record: RecordId, waiter: BlockWaiter) {
+        self.waiting.entry((tier, record)).or_default().push(waiter);
     }
 
     /// Takes what waits for a block that has come or failed.
@@ -494,7 +494,8 @@ impl OpenTransfer {
     fn new(
         class: Class,
         to: Tier,
-        (context, namespace): (RequestContext, NamespaceId),
+        context: RequestContext,
+        namespace: NamespaceId,
         parent: TransferParent,
     ) -> Self {
         Self {

@@ -293,7 +293,7 @@ impl TransferPlan {
     }
 
     /// The plan to save again, under its name, what a save relied on others for.
-    pub(super) fn again((id, to): (TransferId, Tier), brought: EngineBlocks, pins: Pins) -> Self {
+    pub(super) fn again(id: TransferId, to: Tier, brought: EngineBlocks, pins: Pins) -> Self {
         let EngineBlocks { wanted, before, behind, blocks, owner, names_dropped } = brought;
         // The first plan refused the others for lack of a route, and they stay refused.
         let refused = wanted.end - before - blocks.len();
@@ -438,7 +438,7 @@ impl TransferPlan {
 
     /// The transfer of its blocks into a tier, still empty.
     fn open(&self, to: Tier, parent: TransferParent) -> OpenTransfer {
-        OpenTransfer::new(self.class, to, (self.context, self.namespace), parent)
+        OpenTransfer::new(self.class, to, self.context, self.namespace, parent)
     }
 
     /// A reset closed the namespace of its blocks, or their source was withdrawn: none of them
@@ -538,7 +538,8 @@ impl Table {
         &mut self,
         to: Tier,
         chain: Chain<'_>,
-        (first, slots): (usize, &[SlotRef]),
+        first: usize,
+        slots: &[SlotRef],
         pins: Pins,
     ) -> TransferPlan {
         let held = pins.held().blocks(to);
@@ -704,7 +705,7 @@ impl Table {
             if budget.looks_left() < plan.looks_for_host() {
                 return false;
             }
-            match self.place_next(plan, (id, at), &mut budget) {
+            match self.place_next(plan, id, at, &mut budget) {
                 Ok(()) => {}
                 Err(Unplaced::Later) => return false,
                 Err(why) => {
@@ -855,7 +856,8 @@ impl Table {
     fn place_next(
         &mut self,
         plan: &mut TransferPlan,
-        (id, at): (TransferId, usize),
+        id: TransferId,
+        at: usize,
         budget: &mut Budget,
     ) -> Result<(), Unplaced> {
         let planned = plan.blocks[at];
@@ -971,7 +973,7 @@ impl Table {
             if known.filling().has(Tier::Host) {
                 self.transfers.effects.awaited.push(task.block);
                 task.is_probe = false;
-                return self.transfers.wait_for((Tier::Host, record), BlockWaiter::Copy(task));
+                return self.transfers.wait_for(Tier::Host, record, BlockWaiter::Copy(task));
             }
             if known.resident().has(Tier::Host) {
                 return self.copy_from_host(plan, known.slot(Tier::Host), task);
@@ -1032,7 +1034,8 @@ impl Table {
         &mut self,
         (source, to): Route,
         records: &[RecordId],
-        (parent, pins): (TransferParent, Pins),
+        parent: TransferParent,
+        pins: Pins,
         is_probe: bool,
         budget: &mut Budget,
     ) -> usize {
@@ -1050,7 +1053,7 @@ impl Table {
             return 0;
         }
         let mut transfer =
-            OpenTransfer::new(Class::Flush, to, (pins.context(), pins.namespace()), parent);
+            OpenTransfer::new(Class::Flush, to, pins.context(), pins.namespace(), parent);
         transfer.account.blocks = blocks;
         transfer.sources = Some(pins);
         let id = self.transfers.open(transfer);

@@ -282,7 +282,7 @@ fn first_read(here: &mut Here, reads: &dyn SlotReads) {
 /// NIXL cancels nothing: only the end of the agent keeps late bytes out of slots that have another
 /// owner by then.
 #[test]
-fn slots_come_back_from_a_frozen_holder_and_nothing_lands_when_it_thaws() {
+fn slots_of_a_frozen_holder_return_and_nothing_lands_later() {
     if library().is_none() {
         return;
     }

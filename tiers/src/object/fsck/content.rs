@@ -109,11 +109,11 @@ async fn read_footer(
     key: Option<FooterKey<'_>>,
 ) -> Result<(Footer, bool), FooterError> {
     let deadline = Instant::now() + OPERATION_LIMIT;
-    match fetch_footer(store, meta, (TAIL, None), deadline).await {
+    match fetch_footer(store, meta, TAIL, None, deadline).await {
         Err(FooterError::Format(FormatError::Version { version: SEALED_VERSION }))
             if key.is_some() =>
         {
-            Ok((fetch_footer(store, meta, (TAIL, key), deadline).await?, true))
+            Ok((fetch_footer(store, meta, TAIL, key, deadline).await?, true))
         }
         footer => Ok((footer?, false)),
     }

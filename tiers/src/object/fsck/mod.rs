@@ -293,7 +293,7 @@ impl BucketCheck {
         let mut report = BucketReport { strangers: inventory.strangers, ..BucketReport::default() };
         let mut left = BTreeMap::new();
         for (path, namespace) in inventory.namespaces {
-            let mut checked = self.check(&path, &namespace, now_ms, (&read, bytes)).await?;
+            let mut checked = self.check(&path, &namespace, now_ms, &read, bytes).await?;
             if self.options.repair {
                 self.repair(&path, &mut checked, listed).await?;
             }
@@ -324,22 +324,23 @@ impl BucketCheck {
         path: &Path,
         namespace: &NamespaceObjects,
         now_ms: i64,
-        (read, of): (&AtomicU64, u64),
+        read: &AtomicU64,
+        of: u64,
     ) -> Result<CheckedNamespace, StoreError> {
         let mut checked = CheckedNamespace::default();
         checked.report.name = self.store.relative(path);
         let workers = self.workers(&namespace.manifests, now_ms).await?;
         checked.report.workers = workers.claims.len() as u64;
         for foreign in &namespace.foreign {
-            self.note(&mut checked, foreign, (Problem::Foreign, "no object of this format"), false);
+            self.note(&mut checked, foreign, Problem::Foreign, "no object of this format", false);
         }
         for (leftover, written_ms) in &namespace.leftovers {
             if is_older(*written_ms, now_ms, self.options.grace()) {
                 let detail = "a writer was killed while it wrote it";
-                self.note(&mut checked, leftover, (Problem::Leftover, detail), false);
+                self.note(&mut checked, leftover, Problem::Leftover, detail, false);
             }
         }
-        self.check_segments(&mut checked, namespace, &workers, now_ms, (read, of)).await;
+        self.check_segments(&mut checked, namespace, &workers, now_ms, read, of).await;
         self.check_manifests(&mut checked, namespace, &workers).await?;
         Ok(checked)
     }
@@ -350,7 +351,8 @@ impl BucketCheck {
         namespace: &NamespaceObjects,
         workers: &LivingWorkers,
         now_ms: i64,
-        (read, of): (&AtomicU64, u64),
+        read: &AtomicU64,
+        of: u64,
     ) {
         let ring = self.options.keys.clone();
         let keys = ring.map(|ring| FooterKeys::new(ring, &checked.report.name));
@@ -383,10 +385,10 @@ impl BucketCheck {
             if content == ObjectContent::Format(FormatError::NotAuthentic) {
                 not_authentic.push((meta.location, in_use));
             } else if let Some((problem, detail)) = content.problem() {
-                self.note(checked, &meta.location, (problem, &detail), in_use);
+                self.note(checked, &meta.location, problem, &detail, in_use);
             } else if is_garbage {
                 let detail = "no worker relies on it, and it is old";
-                self.note(checked, &meta.location, (Problem::Garbage, detail), false);
+                self.note(checked, &meta.location, Problem::Garbage, detail, false);
             }
         }
         drop(contents);
@@ -397,7 +399,7 @@ impl BucketCheck {
             (Problem::Foreign, "no footer here was written with the key that is given".to_owned())
         };
         for (segment, in_use) in not_authentic {
-            self.note(checked, &segment, (found.0, &found.1), in_use);
+            self.note(checked, &segment, found.0, &found.1, in_use);
         }
     }
 
@@ -409,7 +411,7 @@ impl BucketCheck {
     ) -> Result<(), StoreError> {
         for gone in &workers.gone {
             let detail = "its worker did not renew it in time";
-            self.note(checked, gone, (Problem::GoneWorker, detail), false);
+            self.note(checked, gone, Problem::GoneWorker, detail, false);
         }
         for (path, holds) in &workers.unreadable {
             let detail = if *holds {
@@ -417,7 +419,7 @@ impl BucketCheck {
             } else {
                 "it is more than a day old"
             };
-            self.note(checked, path, (Problem::UnreadableManifest, detail), *holds);
+            self.note(checked, path, Problem::UnreadableManifest, detail, *holds);
         }
         let there: HashSet<_> = namespace.segments.iter().map(|&(name, _)| name).collect();
         for WorkerClaim { manifest, names, is_fresh } in &workers.claims {
@@ -430,7 +432,8 @@ impl BucketCheck {
                     self.note(
                         checked,
                         &last.clone().join(name.to_string()),
-                        (Problem::Missing, &detail),
+                        Problem::Missing,
+                        &detail,
                         true,
                     );
                 }
@@ -501,7 +504,8 @@ impl BucketCheck {
         &self,
         checked: &mut CheckedNamespace,
         object: &Path,
-        (problem, detail): (Problem, &str),
+        problem: Problem,
+        detail: &str,
         in_use: bool,
     ) {
         let report = &mut checked.report;

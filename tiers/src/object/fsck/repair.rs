@@ -29,8 +29,8 @@ impl BucketCheck {
         if !checked.findings.iter().any(|(_, finding)| finding.problem.may_go()) {
             return Ok(());
         }
-        let settled = START_LIMIT.min(self.options.grace());
-        tokio::time::sleep(settled.saturating_sub(listed.elapsed())).await;
+        let starting = START_LIMIT.min(self.options.grace());
+        tokio::time::sleep(starting.saturating_sub(listed.elapsed())).await;
         let now_ms = self.now_ms().await?;
         let workers = self.workers_now(namespace, now_ms).await?;
         for (path, finding) in
@@ -69,13 +69,13 @@ impl BucketCheck {
                 let name = path.filename().and_then(SegmentName::parse);
                 let is_nobodys =
                     name.is_some_and(|name| !workers.rely_on(name)) && !workers.hold_everything();
-                is_nobodys && self.is_settled(path, now_ms).await?
+                is_nobodys && self.is_past_grace(path, now_ms).await?
             }
         })
     }
 
     /// Whether it is too late for a worker to say that it relies on it.
-    async fn is_settled(&self, path: &Path, now_ms: i64) -> Result<bool, StoreError> {
+    async fn is_past_grace(&self, path: &Path, now_ms: i64) -> Result<bool, StoreError> {
         match timeout(OPERATION_LIMIT, self.store.client.head(path)).await? {
             Ok(meta) => Ok(is_older(written_ms(&meta), now_ms, self.options.grace())),
             Err(object_store::Error::NotFound { .. }) => Ok(false),

@@ -88,7 +88,7 @@ fn space_is_bounded_when_slots_are_written_in_random_order() {
     let amplification = 1.0 + (stats.moved_blocks - moved) as f64 / f64::from(rounds / 2 * 32);
     println!("blocks written for each that was given: {amplification:.2}; {stats:?}");
     assert!(amplification < 3.0, "{amplification}");
-    settle(&tier.backend);
+    delete_all_dead(&tier.backend);
     let bytes: u64 = tier.store.sizes().iter().sum();
     assert!(bytes < u64::from(slots) * BLOCK as u64 * 132 / 100, "{bytes} bytes, footers and all");
 }
@@ -128,7 +128,7 @@ fn a_compaction_that_fails_half_way_changes_nothing() {
         }
         tier.assert_bounded();
         tier.check();
-        settle(&tier.backend);
+        delete_all_dead(&tier.backend);
         assert_eq!(tier.store.sizes().len() as u64, tier.backend.stats().segments);
     }
 }
@@ -151,7 +151,7 @@ fn a_reader_keeps_the_segment_that_a_compaction_empties() {
     tier.store.heal();
     receive.recv().unwrap().unwrap();
     assert!(tier.heap.holds(63, seed));
-    settle(&tier.backend);
+    delete_all_dead(&tier.backend);
     assert_eq!(tier.store.sizes().len() as u64, tier.backend.stats().segments);
     tier.check();
 }

@@ -43,7 +43,7 @@ fn all_operations_on_a_silent_store_end_within_one_limit() {
     assert!(all_ok(&read(&backend, &heap, &old)));
     assert!(all_ok(&write(&backend, &heap, &new)));
     assert!(all_ok(&read(&backend, &heap, &new)));
-    settle(&backend);
+    delete_all_dead(&backend);
     assert_eq!(server.objects(), 22, "what came too late was deleted");
 }
 
@@ -81,7 +81,7 @@ fn a_store_that_refuses_for_a_while_keeps_its_blocks() {
     }
     assert!(all_ok(&write(&backend, &heap, &new)));
     assert!(all_ok(&read(&backend, &heap, &new)));
-    settle(&backend);
+    delete_all_dead(&backend);
     assert_eq!(server.objects(), 3);
 }
 
@@ -105,7 +105,7 @@ fn a_compaction_that_the_store_refuses_is_made_up_for() {
     assert!(stats.moved_blocks > 0);
     assert!(all_ok(&read(&backend, &heap, &kept)));
     assert!(all_ok(&read(&backend, &heap, &new)));
-    settle(&backend);
+    delete_all_dead(&backend);
     assert_eq!(server.objects() as u64, backend.stats().segments);
 }
 
@@ -174,7 +174,7 @@ fn an_object_that_arrives_too_late_is_deleted() {
     assert_all_unavailable(&write(&backend, &heap, &blocks));
     assert_eq!(backend.stats().undeleted, 2);
     eventually("they did not arrive", || late.sizes().len() == 2);
-    settle(&backend);
+    delete_all_dead(&backend);
     assert!(late.sizes().is_empty());
     late.heal();
     assert!(all_ok(&write(&backend, &heap, &blocks)));
@@ -192,7 +192,7 @@ fn failed_deletions_happen_when_the_store_is_well() {
     eventually("nobody tried", || server.requests("DELETE") > 4);
     assert_eq!(server.objects(), 2);
     server.feel(Mood::Well);
-    settle(&backend);
+    delete_all_dead(&backend);
     assert_eq!(server.objects(), 0);
     assert!(all_ok(&write(&backend, &heap, &blocks)));
     assert!(all_ok(&read(&backend, &heap, &blocks)));

@@ -187,7 +187,7 @@ fn later_workers_start_in_the_epoch_that_has_begun() {
     first.object.begin_epoch(9, 0).unwrap();
     let second = Worker::start(open_directory(dir.path()), &following(7));
     assert_eq!((second.found.epoch, second.found.blocks.len()), (9, 0));
-    settle(&first.object);
+    delete_all_dead(&first.object);
     assert_eq!(files(dir.path(), "blocks"), 0, "what is past is of no use to anybody");
     assert!(all_ok(&first.write(20, &seeds(21..25))));
     assert_eq!(Worker::start(open_directory(dir.path()), &following(7)).read_found(), 4);
@@ -260,7 +260,7 @@ fn what_another_relies_on_stays_until_it_does_not() {
     eventually("it did not say so", || relied_on(dir.path()) == [2, 2]);
     // The first one has other use for its slots, and ends: the second one still reads.
     assert!(all_ok(&first.write(0, &seeds(21..25))));
-    settle(&first.object);
+    delete_all_dead(&first.object);
     assert_eq!(second.read_found(), 8);
     drop(first);
     assert_eq!(

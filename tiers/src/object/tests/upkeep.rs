@@ -109,7 +109,7 @@ fn a_repeated_deletion_asks_again_who_relies_on_it() {
     // Now a worker does.
     let second = Worker::start(open(), &limited);
     eventually("it does not say so", || store.names(".kvman").len() == 2);
-    settle(&first.object);
+    delete_all_dead(&first.object);
     store.heal();
     assert!(store.names(".kvseg").contains(&dead), "it is left to the one that relies on it");
     assert_eq!(second.read_found(), second.found().blocks.len());

@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_go_on_after_the_last_key_as_of_the_first_revision() {
+    fn pages_continue_after_the_last_key_at_the_first_revision() {
         let mut pages = Pages::new(PREFIX);
         assert_eq!(pages.request.range_end, "kvbm/prod/peers0".into());
         pages.take(&page(vec![good("a"), good("b")], true));
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_that_is_far_too_long_is_named_and_passed() {
+    fn an_entry_far_too_long_is_named_and_skipped() {
         let mut pages = Pages::new(PREFIX);
         for _ in 0..2 {
             assert!(pages.shrink() && !pages.request.keys_only);
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_entry_is_named_and_ends_the_good_one_before_it() {
+    fn a_bad_entry_is_named_and_replaces_the_good_one() {
         let mut list = PeerList::default();
         let mut put =
             |entry: KeyValue| change(&mut list, PREFIX, &Event { kind: EventKind::Put, kv: entry });

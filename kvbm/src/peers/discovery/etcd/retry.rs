@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn pauses_grow_to_five_seconds_until_it_worked_for_a_while() {
+    async fn pauses_grow_to_five_seconds_until_it_works_again() {
         let mut retry = Retry::new("it cannot be done");
         for _ in 0..2 {
             for whole in [200, 400, 800, 1_600, 3_200, 5_000, 5_000, 5_000] {

@@ -130,7 +130,7 @@ async fn a_namespace_has_workers_of_its_own() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_is_kept_alive_at_a_third_of_its_life_and_nothing_is_polled() {
+async fn a_lease_is_renewed_at_a_third_without_polling() {
     let bench = Bench::new();
     let _a = bench.announce("a/0");
     bench.wait_for_names(&["a/0"]).await;
@@ -174,7 +174,7 @@ async fn an_entry_that_somebody_deleted_comes_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_starts_again_takes_the_place_of_the_old_one() {
+async fn a_restarted_worker_takes_the_place_of_the_old() {
     let bench = Bench::new();
     let old = bench.announce_at("a/0", "node-1:1");
     bench.wait_for_names(&["a/0"]).await;
@@ -239,7 +239,7 @@ async fn an_etcd_that_is_away_at_first_is_found_later() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_etcd_that_starts_again_without_its_data_has_everybody_again() {
+async fn an_etcd_that_lost_its_data_hears_of_all_again() {
     let bench = Bench::new();
     let _workers = ["a/0", "b/0"].map(|name| bench.announce(name));
     bench.wait_for_names(&["a/0", "b/0"]).await;

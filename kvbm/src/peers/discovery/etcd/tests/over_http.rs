@@ -107,7 +107,7 @@ async fn the_status_is_told_and_no_redirection_is_followed() {
 }
 
 #[tokio::test]
-async fn a_connection_that_is_refused_or_broken_is_told_without_secrets() {
+async fn a_refused_or_broken_connection_is_told_without_secrets() {
     let etcd = FakeEtcd::default();
     etcd.set_fault(MEMBER, Some(Fault::Away));
     let broken = served(etcd).await;
