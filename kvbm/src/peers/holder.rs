@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use kvbm_policies::Hints;
+use kvbm_tiers::sealed::{HostSeal, KeyId};
 use kvbm_tiers::{Loan, Memory, OneSided, SlotId, Tier, checksum::checksum};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -24,11 +25,12 @@ use super::book::{OpenAtPeer, PeerBook, PeerUse};
 use super::greeting::{Credentials, random};
 use super::probes::gap_behind;
 use super::protocol::{
-    BrokenLink, Hello, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, MAX_PROBES, Member, Probe,
-    ReadEnd, ReadRequest, SlotRun, ToHolder, ToReader, decode, requests, send, shortened,
+    BrokenLink, Hello, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, MAX_PROBES, Member,
+    NamedKey, Probe, ReadEnd, ReadRequest, SlotRun, ToHolder, ToReader, decode, requests, send,
+    shortened,
 };
 use super::slices::HostBytes;
-use super::{Serves, nixl, parts, spans, stream};
+use super::{Serves, nixl, parts, sealed, spans, stream};
 use crate::api::allocation::LentSlot;
 use crate::api::groups::{CheckpointGroups, CheckpointLeases, checkpoint_names};
 use crate::api::lease::Lease;
@@ -178,6 +180,15 @@ impl Drop for HeldLease {
     }
 }
 
+/// A block that a lease names.
+struct NamedSlot {
+    slot: SlotId,
+    /// Its checksum, or the life of its slot in the ranks.
+    name: u32,
+    /// What it is sealed with, if it is.
+    key: KeyId,
+}
+
 /// The answer to a request for a lease, and what it leased.
 type Leased = (ToReader, Option<HeldLease>);
 
@@ -301,9 +312,14 @@ impl Holder {
         let checkpoints = lease.take_checkpoints();
         let lease = self.brought_to_host(lease).await;
         let Some(lease) = lease else { return self.refusal(LeaseEnd::Void) };
-        let blocks = self.named_blocks(&lease, &chain, before).await;
+        let mut blocks = self.named_blocks(&lease, &chain, before).await;
+        let keys = match self.host.sealed() {
+            Some(seal) => Some(keys_of(seal, &mut blocks).await),
+            None => None,
+        };
         let named = before..before + blocks.len();
         let mut answer = self.answer(named.end, &blocks, request, is_cut);
+        answer.keys = keys;
         answer.seats = seats.unwrap_or_default();
         if let Some(checkpoints) = &checkpoints {
             // Not what has left since.
@@ -345,7 +361,7 @@ impl Holder {
     fn answer(
         &self,
         blocks: usize,
-        named: &[(SlotId, u32)],
+        named: &[NamedSlot],
         request: &LeaseRequest,
         is_cut: bool,
     ) -> LeaseAnswer {
@@ -354,11 +370,12 @@ impl Holder {
             epoch: self.core.table().epoch_digest(),
             blocks: blocks as u32,
             ttl_ms: self.ttl.as_millis().try_into().unwrap_or(u32::MAX),
-            checksums: named.iter().map(|(_, crc)| crc.to_le_bytes()).collect(),
-            slots: SlotRun::all(asked.iter().map(|(slot, _)| *slot)),
+            checksums: named.iter().map(|block| block.name.to_le_bytes()).collect(),
+            slots: SlotRun::all(asked.iter().map(|block| block.slot)),
             is_cut,
             seats: Vec::new(),
             usable: blocks as u32,
+            keys: None,
         }
     }
 
@@ -369,14 +386,13 @@ impl Holder {
         lease: &Lease,
         chain: &[BlockHash],
         before: usize,
-    ) -> Vec<(SlotId, u32)> {
+    ) -> Vec<NamedSlot> {
         let chain = self.chain(chain);
         let mut named = Vec::new();
         for part in parts(before..lease.blocks(Tier::Host), LENT) {
             let lent = LentSlot::leading(&self.core, Tier::Host, lease, chain, part.clone());
             let found = lent.loans().len();
-            let sums = lent.loans().iter().map(|loan| Some((loan.slot(), self.name(loan)?)));
-            let known: Vec<_> = sums.map_while(|sum| sum).collect();
+            let known: Vec<_> = lent.loans().iter().map_while(|loan| self.named(loan)).collect();
             drop(lent);
             if known.len() < found {
                 self.core.lent_is_corrupt(Tier::Host, chain, part.start + known.len());
@@ -390,6 +406,15 @@ impl Holder {
             tokio::task::yield_now().await;
         }
         named
+    }
+
+    /// `None`: the block has changed.
+    fn named(&self, loan: &Loan) -> Option<NamedSlot> {
+        let key = match self.host.sealed() {
+            Some(_) => HostSeal::key_of(self.host.memory()?.read_loan(loan)?)?,
+            None => KeyId::default(),
+        };
+        Some(NamedSlot { slot: loan.slot(), name: self.name(loan)?, key })
     }
 
     /// A block's checksum, or the life of its slot in the ranks. `None`: an earlier process left the
@@ -426,6 +451,16 @@ impl Holder {
             tokio::task::yield_now().await;
         }
     }
+}
+
+/// What opens these blocks; those from the first on whose key cannot be had are left out.
+async fn keys_of(seal: &Arc<HostSeal>, blocks: &mut Vec<NamedSlot>) -> Vec<NamedKey> {
+    let needed = sealed::first_uses(blocks.iter().map(|block| block.key));
+    let keys = sealed::named_keys(seal, &needed).await;
+    if let Some((first, _)) = needed.get(keys.len()) {
+        blocks.truncate(*first);
+    }
+    keys
 }
 
 impl Serves for Holder {

@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_tiers::{BlockKey, Memory, Tier};
+use kvbm_tiers::{BlockKey, CopyError, Memory, Tier};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -22,8 +22,9 @@ use super::link::{NamedBlocks, PeerFault, PeerLink, Wanted};
 use super::neighbour::Neighbours;
 use super::nixl::{NixlHolders, ReadByNixl};
 use super::protocol::{BrokenLink, LeaseEnd, ReadEnd};
+use super::sealed::Intake;
 use super::slices::{self, HostBytes};
-use super::spans;
+use super::{sealed, spans};
 use crate::api::filling::FillingSlots;
 use crate::api::groups::{CheckpointGroups, NamedCheckpoint};
 use crate::api::lease::Lease;
@@ -191,7 +192,8 @@ impl Reader {
         let (epoch, namespace) = self.present();
         let (tenant, limit) = (info.hints.tenant, self.limit);
         let group = self.group;
-        let wanted = Wanted { chain: &chain, group, before, epoch, tenant, limit, trace };
+        let seal = self.host.seal().map(|seal| &**seal);
+        let wanted = Wanted { chain: &chain, group, before, epoch, tenant, limit, trace, seal };
         let mut counted = self.metrics.lease_in();
         match self.lease_at(&peer, &address, &wanted).await {
             Ok((link, named)) => {
@@ -448,9 +450,16 @@ impl Reader {
         } else {
             let limit = lease.asked + lease.named.ttl;
             match &self.host {
-                HostBytes::Here(_) => {
-                    let link = &mut lease.link;
-                    link.bring(&lease.named, limit, &mut filling, &mut by_nixl, cancelled).await
+                HostBytes::Here(..) => {
+                    let (link, named) = (&mut lease.link, &lease.named);
+                    let entered = (chain, lease.namespace);
+                    match self.intake(entered, lease.info, named).await {
+                        Ok(intake) => {
+                            let into = (&mut filling, intake.as_ref());
+                            link.bring(named, limit, into, &mut by_nixl, cancelled).await
+                        }
+                        Err(error) => Err(error.into()),
+                    }
                 }
                 HostBytes::InRanks(leader) => {
                     let keys = self.keys(chain, lease.namespace)?;
@@ -486,6 +495,28 @@ impl Reader {
                 Ok(PulledPart { held, blocks, copied, fault })
             }
         }
+    }
+
+    /// How blocks become blocks of the host tier here, if they come sealed or are to lie sealed.
+    async fn intake<'a>(
+        &'a self,
+        (chain, namespace): (Chain<'a>, NamespaceId),
+        info: RequestInfo,
+        named: &'a NamedBlocks,
+    ) -> Result<Option<Intake<'a>>, CopyError> {
+        let Some(seal) = self.host.seal() else { return Ok(None) };
+        if named.seal.is_none() && !seal.is_of_memory() {
+            return Ok(None);
+        }
+        let (chain, owner) = {
+            let table = self.core.table();
+            if table.namespace() != namespace {
+                return Err(CopyError::refused("a reset came meanwhile"));
+            }
+            (table.enter(chain), table.present_owner(info.hints.tenant))
+        };
+        sealed::prepare(seal, owner).await?;
+        Ok(Some(Intake { seal, other: named.seal.as_ref(), chain, owner }))
     }
 
     /// What the table calls the blocks of a chain.
@@ -596,10 +627,14 @@ impl Reader {
         let PeerLease { mut link, address, .. } = lease;
         let end = match fault {
             None => ReadEnd::Whole,
-            Some(PeerFault::Wrong) => ReadEnd::Wrong,
+            Some(fault) if fault.is_wrong() => ReadEnd::Wrong,
             // Nothing of the blocks of ranks is in the connection of their leaders.
             Some(
-                PeerFault::Behind | PeerFault::NoIndex | PeerFault::Awaited | PeerFault::Ranks(_),
+                PeerFault::Behind
+                | PeerFault::NoIndex
+                | PeerFault::Awaited
+                | PeerFault::Ranks(_)
+                | PeerFault::Seal(_),
             ) => ReadEnd::GivenUp,
             Some(PeerFault::Cancelled) if link.memory.is_some() => ReadEnd::GivenUp,
             Some(_) => return,
