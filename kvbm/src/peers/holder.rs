@@ -4,10 +4,11 @@
 //! with its connection, its time, or a release, whichever comes first, and no two requests of a
 //! lease overlap. While blocks are sent they are lent, as to a reader at home.
 
+use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use futures::StreamExt;
@@ -32,11 +33,12 @@ use super::protocol::{
 use super::slices::HostBytes;
 use super::{Serves, nixl, parts, sealed, spans, stream};
 use crate::api::allocation::LentSlot;
-use crate::api::groups::{CheckpointGroups, CheckpointLeases, checkpoint_names};
+use crate::api::groups::{CheckpointGroups, CheckpointLeases, NamedCheckpoint, checkpoint_names};
 use crate::api::lease::Lease;
 use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics, PeerRefusal};
 use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::Core;
+use crate::sync::Mutex;
 use crate::table::RequestInfo;
 use crate::task::Class;
 use crate::traces::TraceParent;
@@ -117,17 +119,20 @@ async fn next<S: AsyncRead + Unpin>(link: &mut Requests<S>) -> Result<BytesMut, 
 pub(super) struct LeasedBlocks {
     most: usize,
     blocks: AtomicUsize,
+    /// What checkpoints take, by the blocks that they hang on.
+    checkpoints: Mutex<HashMap<BlockHash, Weak<LeasedShare>>>,
 }
 
 /// Some of them, until it is dropped.
+#[derive(Debug)]
 struct LeasedShare {
     of: Arc<LeasedBlocks>,
     blocks: usize,
 }
 
 impl LeasedBlocks {
-    pub(super) const fn new(most: usize) -> Self {
-        Self { most, blocks: AtomicUsize::new(0) }
+    pub(super) fn new(most: usize) -> Self {
+        Self { most, blocks: AtomicUsize::new(0), checkpoints: Mutex::default() }
     }
 
     /// How many there are.
@@ -141,6 +146,21 @@ impl LeasedBlocks {
         let add = |leased| Some(leased + fits(leased));
         let leased = self.blocks.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
         LeasedShare { of: Arc::clone(self), blocks: leased.map_or(0, fits) }
+    }
+}
+
+impl LeasedBlocks {
+    /// Room for a checkpoint of so many blocks, all of it or none: several leases pin the same.
+    fn take_checkpoint(self: &Arc<Self>, at: BlockHash, blocks: usize) -> Option<Arc<LeasedShare>> {
+        let mut known = self.checkpoints.lock();
+        known.retain(|_, share| share.strong_count() > 0);
+        let found = known.get(&at).and_then(Weak::upgrade);
+        if let Some(share) = found.filter(|share| share.blocks >= blocks) {
+            return Some(share);
+        }
+        let share = Some(Arc::new(self.take(blocks))).filter(|share| share.blocks == blocks)?;
+        known.insert(at, Arc::downgrade(&share));
+        Some(share)
     }
 }
 
@@ -164,7 +184,7 @@ struct HeldLease {
     sent: usize,
     counted: CountedLease,
     /// What it takes while it lasts.
-    _taken: (LeasedShare, OpenAtPeer),
+    _taken: (Vec<Arc<LeasedShare>>, OpenAtPeer),
     span: Span,
 }
 
@@ -276,7 +296,22 @@ impl Holder {
             return Err(BrokenLink::Unexpected("a checkpoint of more blocks than its window has"));
         }
         let names = checkpoint_names(last.last(), last.blocks as usize);
-        Ok(self.lease_chain(reader, names, request).await)
+        Ok(match self.leased.take_checkpoint(last.last(), names.len()) {
+            Some(share) => self.lease_named(reader, names, share, request).await,
+            None => self.refusal(LeaseEnd::Busy),
+        })
+    }
+
+    /// Room for the checkpoints at the end of a chain, which its lease keeps. `None`: there is none.
+    fn shares_of_checkpoints(&self, chain: &[BlockHash]) -> Option<Vec<Arc<LeasedShare>>> {
+        if chain.is_empty() {
+            return Some(Vec::new());
+        }
+        let kept = self.checkpoints.checkpoints_at(chain, chain.len());
+        kept.map(|NamedCheckpoint { group, hash, names }| {
+            self.of(group).ok()?.leased.take_checkpoint(hash, names.len())
+        })
+        .collect()
     }
 
     fn chain<'a>(&self, hashes: &'a [BlockHash]) -> Chain<'a> {
@@ -291,17 +326,27 @@ impl Holder {
     async fn lease_chain(
         &self,
         reader: &str,
-        mut chain: Vec<BlockHash>,
+        chain: Vec<BlockHash>,
         request: &LeaseRequest,
     ) -> Leased {
         // A lease pins the whole chain, whatever the reader has of it.
-        let share = self.leased.take(chain.len());
-        let is_cut = share.blocks < chain.len();
-        chain.truncate(share.blocks);
-        let before = request.held as usize;
-        if chain.len() <= before {
+        let share = Arc::new(self.leased.take(chain.len()));
+        if share.blocks <= request.held as usize {
             return self.refusal(LeaseEnd::Busy);
         }
+        self.lease_named(reader, chain, share, request).await
+    }
+
+    /// As much of a chain as there is room for.
+    async fn lease_named(
+        &self,
+        reader: &str,
+        mut chain: Vec<BlockHash>,
+        share: Arc<LeasedShare>,
+        request: &LeaseRequest,
+    ) -> Leased {
+        let (before, is_cut) = (request.held as usize, share.blocks < chain.len());
+        chain.truncate(share.blocks);
         let hints = Hints { tenant: request.tenant, ..Hints::default() };
         let info = RequestInfo { hints, has_asked: true, ..RequestInfo::default() };
         let seats = self.host.seats();
@@ -310,6 +355,10 @@ impl Holder {
         }
         let mut lease = self.checkpoints.lease_with(&self.core, self.chain(&chain), info);
         let checkpoints = lease.take_checkpoints();
+        let kept = checkpoints.as_ref().map_or(0, |checkpoints| checkpoints.blocks);
+        let Some(mut shares) = self.shares_of_checkpoints(&chain[..kept]) else {
+            return self.refusal(LeaseEnd::Busy);
+        };
         let lease = self.brought_to_host(lease).await;
         let Some(lease) = lease else { return self.refusal(LeaseEnd::Void) };
         let mut blocks = self.named_blocks(&lease, &chain, before).await;
@@ -332,6 +381,7 @@ impl Holder {
         let until = Instant::now() + self.ttl;
         let (counted, span) = (self.metrics.lease_out(), Span::current());
         let open = self.book.open(reader, PeerUse::LeasedOut, share.blocks);
+        shares.push(share);
         let held = HeldLease {
             group: self.group,
             lease,
@@ -341,7 +391,7 @@ impl Holder {
             until,
             sent: 0,
             counted,
-            _taken: (share, open),
+            _taken: (shares, open),
             span,
         };
         (ToReader::Leased(answer), Some(held))
