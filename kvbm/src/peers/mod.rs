@@ -399,7 +399,8 @@ impl Peers {
         if let Some((memory, asked)) = shareable.zip(asked) {
             handle.spawn(neighbour::hand_out(asked, memory));
         }
-        handle.spawn(tidy(Arc::clone(&reader)));
+        let tidied = Arc::clone(&reader);
+        handle.spawn(tidy(move || tidied.tidy()));
         let (stop, stopped) = oneshot::channel();
         let reads = Reads::default();
         let ends = reads.clone();
@@ -605,10 +606,10 @@ impl Reads {
 }
 
 /// Lets go of what is not used, now and then.
-async fn tidy(reader: Arc<Reader>) {
+async fn tidy(let_go: impl Fn() + Send) {
     loop {
         tokio::time::sleep(TIDY_PAUSE).await;
-        reader.tidy();
+        let_go();
     }
 }
 
