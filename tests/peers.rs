@@ -1,6 +1,7 @@
 //! Workers that read each other's host tier, as processes: every byte checked, whichever is killed,
 //! frozen or comes back. `tests/peers.sh` runs those that it takes long, root or a trace to run.
 
+mod messages;
 mod network;
 mod scale;
 mod trace;

@@ -8,7 +8,8 @@
 # KVBM_REQUIRE names etcd. The parts:
 #
 #   transfer   a trace moves from two holders to two readers that find each other in etcd, while one of each is killed and
-#              comes back; then how fast blocks come, beside memcpy
+#              comes back; then the messages of a lease of 512 blocks, what NIXL takes to post them, and how fast blocks
+#              come, beside memcpy
 #   kill       both sides killed and frozen at random points, N times (500): a third each over TCP, by shared memory, and by
 #              NIXL, which is skipped aloud where it is not installed
 #   network    a link between two namespaces that is slow, loses packets and is cut; takes root
@@ -64,6 +65,8 @@ transfer() {
     gzip --decompress --stdout --force "$(a_trace "$scratch")" >"$scratch/trace.jsonl"
     export KVBM_PEER_TRACE=$scratch/trace.jsonl KVBM_PEER_REQUESTS=$requests
     expect 'a trace moves' nextest 'package(kvbm-tests) and test(peers::trace::)'
+    expect 'messages are few' nextest 'package(kvbm-tests) and test(peers::messages::)'
+    expect 'posting is cheap' nextest 'package(kvbm-tiers) and test(nixl::peer::tests::what_a_post_costs)'
     build_kvbm checked
     expect 'blocks come' "${CARGO_TARGET_DIR:-target}/checked/kvbm" bench transfer --json "${speed[@]}" >"$scratch/speed.json"
 }
@@ -101,7 +104,7 @@ log, speed, schedules, parts, *wrong = sys.argv[1:]
 figures = [json.loads(found) for found in re.findall(r"figures (\{.*\})$", pathlib.Path(log).read_text(), re.MULTILINE)]
 of = lambda name: [figure[name] for figure in figures if name in figure]
 told = {"wrong": wrong, "short": [], "parts": parts.split()}
-told |= {name: found for name in ("trace", "kill", "network", "scale") if (found := of(name))}
+told |= {name: found for name in ("trace", "messages", "post", "kill", "network", "scale") if (found := of(name))}
 if "model" in told["parts"]:
     told["schedules"] = int(schedules)
 if "transfer" in told["parts"] and not wrong:
@@ -123,6 +126,8 @@ for row in told.get("transfer", []):
         goal(f"{row['size']} bytes a block: 0.9 of memcpy", row["ratio"] >= 0.9)
     if "of_nixl_directly" in row:
         goal(f"{row['size']} bytes a block: 0.9 of NIXL directly", row["of_nixl_directly"] >= 0.9)
+for post in of("post"):
+    goal("1 µs of CPU to post a block", post["us_a_block"] <= 1)
 for network in of("network"):
     # An answer to the request for a lease, and one to that for blocks; and what a busy machine takes.
     goal("the limit of a read", network["longest_read_ms"] <= 2 * network["limit_ms"] + 500)

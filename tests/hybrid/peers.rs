@@ -189,3 +189,112 @@ fn loading_all_groups_from_a_peer_says_what_to_do() {
     pair.assert_reads(&all);
     pair.assert_well();
 }
+
+/// A pull may take longer than a lease lasts without a read, and connections are few.
+#[test]
+fn checkpoints_are_leased_behind_the_blocks_over_one_connection_a_group() {
+    let pair = Pair::open(11);
+    let all = chain(1, 18);
+    pair.there.prefill(&all, 4);
+    let there = |what: fn(&kvbm::PeerState) -> usize| {
+        let peers = pair.there.manager.admin().state().peers.unwrap().peers;
+        peers.iter().map(what).sum::<usize>()
+    };
+    let open_leases = || {
+        let sent = [("direction", "sent")];
+        kvbm_tests::rig::metric(&pair.there.registry, "kvbm_peer_open_leases", &sent)
+    };
+    let lease = pair.at_peer(&all);
+    assert_eq!((there(|peer| peer.readers), open_leases()), (1, 1));
+    drop(pair.pull(lease));
+    assert_eq!(there(|peer| peer.readers), 3);
+    pair.assert_reads(&all);
+    pair.assert_well();
+}
+
+#[test]
+fn what_leases_keep_of_checkpoints_counts_once_in_their_share() {
+    let pair = Pair::open(6);
+    let all = chain(1, 16);
+    pair.there.prefill(&all, 4);
+    let leased = || pair.there.manager.peers().unwrap().leased();
+    // Of the window the last checkpoint and the one before, of the state one.
+    let checkpoints = 2 * EVERY + 1;
+    let lease = pair.at_peer(&all);
+    assert_eq!(leased(), 16 + checkpoints);
+    let again = pair.at_peer(&all);
+    assert_eq!(leased(), 32 + checkpoints);
+    drop(again);
+    assert_eq!(pair.pull(lease).lease.usable(), 16);
+    pair.assert_well();
+}
+
+#[test]
+fn a_group_whose_share_is_leased_gives_no_more() {
+    let states = |settings: &mut Settings| settings.peers.lease_share = 0.1;
+    let there = worker(3, UNUSED_PORT, states);
+    let at = address(&there);
+    let pair = Pair { there, here: worker(3, &at, |_| ()), peer: at.replace(':', "/") };
+    let chains = [1, 2, 3, 4, 5, 6, 7, 8].map(|n| chain(n, 1));
+    chains.iter().for_each(|chain| pair.there.prefill(chain, 1));
+    let peers = pair.here.manager.peers().unwrap();
+    let lease = |chain: &[BlockHash]| peers.lease(&pair.peer, chain, RequestInfo::default()).wait();
+    let mut leases = Vec::new();
+    let refused = chains.iter().find_map(|chain| match lease(chain) {
+        Ok(lease) => {
+            leases.push(lease);
+            None
+        }
+        Err(error) => Some((chain, error)),
+    });
+    let (chain, error) = refused.expect("there is no share");
+    assert_eq!(error.kind(), ErrorKind::Full);
+    let slots = |group| pair.there.manager.admin().counts_of(group, Tier::Host).total;
+    assert_eq!(leases.len(), slots(2) as usize / 10, "of states");
+    assert!(slots(0) > slots(2));
+    drop(leases);
+    kvbm_tests::rig::wait_until(SOON, "leases are left", || {
+        pair.there.manager.peers().unwrap().leased() == 0
+    });
+    pair.assert_reads(chain);
+    pair.assert_well();
+}
+
+#[test]
+fn no_checkpoint_comes_for_blocks_that_find_no_room() {
+    let pair = Pair::open(6);
+    let all = chain(1, 16);
+    pair.there.prefill(&all, 4);
+    // All that is here is read.
+    let slots = pair.here.manager.admin().counts_of(0, Tier::Host).total;
+    let own = chain(2, slots - 3);
+    drop(pair.here.save(&own, 0..own.len(), true));
+    let held = pair.here.lease(&own);
+    let pulled = pair.pull(pair.at_peer(&all));
+    assert!(pulled.blocks < 16, "{pulled:?}");
+    let came = [("direction", "received")];
+    let came = kvbm_tests::rig::metric(&pair.here.registry, "kvbm_peer_blocks_total", &came);
+    assert_eq!(came, pulled.copied as u64);
+    drop((held, pulled));
+    pair.assert_reads(&all);
+    pair.assert_well();
+}
+
+#[test]
+fn encrypted_groups_read_each_other() {
+    let Some(home) = kvbm_tests::kept::shm() else { return };
+    let sealed = |name: &str| {
+        let place = home.path().join(name);
+        move |settings: &mut Settings| {
+            settings.host.persist = Some(place);
+            settings.encryption.key = Some(format!("1:{}", "0123456789abcdef".repeat(4)));
+        }
+    };
+    let there = worker(6, UNUSED_PORT, sealed("there"));
+    let at = address(&there);
+    let pair = Pair { there, here: worker(6, &at, sealed("here")), peer: at.replace(':', "/") };
+    let all = chain(1, 16);
+    pair.there.prefill(&all, 4);
+    pair.assert_reads(&all);
+    pair.assert_well();
+}

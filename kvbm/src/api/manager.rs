@@ -7,6 +7,7 @@ use std::time::Duration;
 use kvbm_policies::{Ended, RequestId};
 use kvbm_settings::Settings;
 use kvbm_tiers::ranks::Leader;
+use kvbm_tiers::sealed::HostSeal;
 use kvbm_tiers::{DramRegion, MediaLayer, SlotId, Tier, clock};
 use prometheus::Registry;
 
@@ -28,7 +29,7 @@ use crate::names::hash::Chain;
 use crate::observe::events::Events;
 use crate::observe::shadow::Shadow;
 use crate::observe::state::ObservedState;
-use crate::peers::{HostBytes, PeerListener, Peers, sealed_peers};
+use crate::peers::{HostBytes, PeerListener, Peers, no_host_tier};
 use crate::scheduler::{Core, Drained};
 use crate::serve::{Listener, Server};
 use crate::sync::Mutex;
@@ -87,7 +88,7 @@ pub struct Manager {
     pub(super) device: Option<Arc<dyn Device>>,
     host: Option<Arc<DramRegion>>,
     /// Blocks lie there encrypted.
-    is_host_sealed: bool,
+    host_seal: Option<Arc<HostSeal>>,
     pub(super) observed: Arc<ObservedState>,
     /// The HTTP server.
     pub(super) server: Mutex<Option<Server>>,
@@ -146,14 +147,9 @@ impl Manager {
                 let has_tier = self.core.table().has(Tier::Host);
                 has_tier.then(|| HostBytes::InRanks(Weak::clone(leader)))
             }
-            None => {
-                let open = self.host_tier().filter(|_| !self.is_host_sealed);
-                open.map(|(_, memory)| HostBytes::Here(Arc::clone(memory)))
-            }
+            None => self.host_bytes(),
         };
-        let Some(host) = host else {
-            return Err(sealed_peers());
-        };
+        let host = host.ok_or_else(no_host_tier)?;
         let peers = Peers::start(listener, &self.core, host, &self.checkpoints)?;
         self.observed.with_peers(peers.book());
         self.peers = Some(peers);
@@ -193,7 +189,7 @@ impl Manager {
             core: assembled.core,
             device: assembled.device,
             host: assembled.host,
-            is_host_sealed: assembled.is_host_sealed,
+            host_seal: assembled.host_seal,
             observed: Arc::new(observed),
             server: Mutex::default(),
             durable: assembled.durable,
@@ -511,8 +507,14 @@ impl Manager {
     }
 
     /// Whether blocks lie encrypted in the host tier, so that they cannot be shown there.
-    pub(crate) const fn is_host_sealed(&self) -> bool {
-        self.is_host_sealed
+    pub(crate) fn is_host_sealed(&self) -> bool {
+        self.host_seal.as_ref().is_some_and(|seal| seal.is_of_memory())
+    }
+
+    /// The host tier in this process, as peers read and fill it.
+    pub(crate) fn host_bytes(&self) -> Option<HostBytes> {
+        let (_, memory) = self.host_tier()?;
+        Some(HostBytes::Here(Arc::clone(memory), self.host_seal.clone()))
     }
 
     /// Stops everything: background work ends, queued copies are dropped, and every [`Transfer`]

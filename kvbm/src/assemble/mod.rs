@@ -22,7 +22,7 @@ use kvbm_settings::{
 use kvbm_tiers::geometry::{ALIGNMENT, MAX_SLOTS};
 use kvbm_tiers::object::{OPERATION_LIMIT, ObjectBackend, Store, StoreOptions};
 use kvbm_tiers::ranks::{Leader, RankRegistry};
-use kvbm_tiers::sealed::{KeyRing, SEAL_BYTES, TenantKeys};
+use kvbm_tiers::sealed::{HostSeal, KeyRing, SEAL_BYTES, TenantKeys};
 use kvbm_tiers::{
     Backend, Checksums, DeviceRegion, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame,
     FramePool, Geometry, MediaLayer, MemcpyBackend, Memory, PersistOptions, SetupError,
@@ -83,8 +83,8 @@ pub(crate) struct AssembledTiers {
     pub(crate) device: Option<Arc<dyn Device>>,
     /// The host tier's memory, or only that of the staging slots.
     pub(crate) host: Option<Arc<DramRegion>>,
-    /// Blocks lie there encrypted.
-    pub(crate) is_host_sealed: bool,
+    /// For blocks of other workers, if there are keys.
+    pub(crate) host_seal: Option<Arc<HostSeal>>,
     pub(crate) routes: Vec<RouteReport>,
     /// What outlives the process.
     pub(crate) durable: DurableTiers,
@@ -132,7 +132,7 @@ pub(crate) async fn open(
         };
         let tuning = tuning(&settings, block_tokens);
         let routes = tiers.routes();
-        let is_host_sealed = tiers.keys_of(Tier::Host).is_some();
+        let host_seal = tiers.host_seal(&settings);
         let tenants = tiers.tenants();
         let leader = tiers.leader.as_ref().map(Arc::downgrade);
         let OpenedRegions {
@@ -172,7 +172,7 @@ pub(crate) async fn open(
             core,
             device,
             host,
-            is_host_sealed,
+            host_seal,
             routes,
             durable,
             store,

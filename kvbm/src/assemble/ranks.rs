@@ -23,7 +23,7 @@ use crate::durable::DurableTiers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::metrics::RankGauges;
 use crate::names::fingerprint::{Fingerprint, Ranks};
-use crate::peers::{RankListener, RankPeers, sealed_peers};
+use crate::peers::{RankListener, RankPeers, sealed_ranks};
 use crate::scheduler::Core;
 
 /// When a rank is lost, all residency ends, since a part of every block is gone.
@@ -200,7 +200,7 @@ pub(crate) fn open_rank(
     let tiers = OpenedRegions::open(settings, namespace, media_layer, region)?;
     let tenants = tiers.tenants();
     if peers.is_some() && tiers.keys_of(Tier::Host).is_some() {
-        return Err(sealed_peers());
+        return Err(sealed_ranks());
     }
     let OpenedRegions { device, host, specs, executor, kept, away, .. } = tiers;
     if !away.is_empty() {

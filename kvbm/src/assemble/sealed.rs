@@ -8,8 +8,8 @@ use kvbm_settings::{HostSettings, Settings};
 use kvbm_tiers::object::{OPERATION_LIMIT, Store};
 use kvbm_tiers::ranks::Leader;
 use kvbm_tiers::sealed::{
-    Cipher, KeyFiles, KeyRing, KeyStore, KeysInMemory, SEAL_BYTES, Scratch, ScratchOptions,
-    TenantKeys,
+    Cipher, HostSeal, KeyFiles, KeyRing, KeyStore, KeysInMemory, SEAL_BYTES, Scratch,
+    ScratchOptions, TenantKeys,
 };
 use kvbm_tiers::{Backend, DramRegion, Frame, Memory, Route, Sealed, Tier, Verified};
 
@@ -121,12 +121,20 @@ impl OpenedRegions {
     /// index.
     pub(super) fn seal_host(&mut self, settings: &HostSettings) -> Result<()> {
         let (Some(ring), Some(dir)) = (self.keys.clone(), &settings.persist) else { return Ok(()) };
-        let namespace = format!("{}-host", self.namespace.name);
+        let namespace = HostSeal::keys_namespace(&self.namespace.name);
         let dirs = std::slice::from_ref(settings.persist_index.as_ref().unwrap_or(dir));
         let kept = KeyPlace::in_files(dirs, self.namespace.identity.is_some());
         let keys = TenantKeys::new(ring, &namespace, kept.open(&namespace)?);
         self.tenant_keys.push((Tier::Host, Arc::new(keys)));
         Ok(())
+    }
+
+    /// For blocks of other workers. `None`: there are no keys.
+    pub(super) fn host_seal(&self, settings: &Settings) -> Option<Arc<HostSeal>> {
+        let ring = self.keys.clone()?;
+        let block_bytes = settings.block_bytes.unwrap_or_default() as usize;
+        let own = self.keys_of(Tier::Host);
+        Some(Arc::new(HostSeal::new(ring, &self.namespace.name, block_bytes, own)))
     }
 
     /// Joins tiers by a backend of `end`, which is sealed if the host tier is.

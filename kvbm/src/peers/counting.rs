@@ -7,7 +7,7 @@ use crate::metrics::{PeerLeaseEnd, PeerRefusal};
 impl From<&PeerFault> for PeerLeaseEnd {
     fn from(fault: &PeerFault) -> Self {
         match fault {
-            PeerFault::Wrong => Self::Wrong,
+            fault if fault.is_wrong() => Self::Wrong,
             PeerFault::Ended(why) => (*why).into(),
             PeerFault::Link(BrokenLink::Late) => Self::Late,
             PeerFault::Link(_) | PeerFault::Nixl(_) | PeerFault::Ranks(_) => Self::Gone,

@@ -4,14 +4,16 @@
 //! with its connection, its time, or a release, whichever comes first, and no two requests of a
 //! lease overlap. While blocks are sent they are lent, as to a reader at home.
 
+use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use futures::StreamExt;
 use kvbm_policies::Hints;
+use kvbm_tiers::sealed::{HostSeal, KeyId};
 use kvbm_tiers::{Loan, Memory, OneSided, SlotId, Tier, checksum::checksum};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -24,17 +26,19 @@ use super::book::{OpenAtPeer, PeerBook, PeerUse};
 use super::greeting::{Credentials, random};
 use super::probes::gap_behind;
 use super::protocol::{
-    BrokenLink, Hello, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, MAX_PROBES, Member, Probe,
-    ReadEnd, ReadRequest, SlotRun, ToHolder, ToReader, decode, requests, send, shortened,
+    BrokenLink, Hello, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, MAX_PROBES, Member,
+    NamedKey, Probe, ReadEnd, ReadRequest, SlotRun, ToHolder, ToReader, decode, requests, send,
+    shortened,
 };
 use super::slices::HostBytes;
-use super::{Serves, nixl, parts, spans, stream};
+use super::{Serves, nixl, parts, sealed, spans, stream};
 use crate::api::allocation::LentSlot;
-use crate::api::groups::{CheckpointGroups, CheckpointLeases, checkpoint_names};
+use crate::api::groups::{CheckpointGroups, CheckpointLeases, NamedCheckpoint, checkpoint_names};
 use crate::api::lease::Lease;
 use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics, PeerRefusal};
 use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::Core;
+use crate::sync::Mutex;
 use crate::table::RequestInfo;
 use crate::task::Class;
 use crate::traces::TraceParent;
@@ -115,17 +119,20 @@ async fn next<S: AsyncRead + Unpin>(link: &mut Requests<S>) -> Result<BytesMut, 
 pub(super) struct LeasedBlocks {
     most: usize,
     blocks: AtomicUsize,
+    /// What checkpoints take, by the blocks that they hang on.
+    checkpoints: Mutex<HashMap<BlockHash, Weak<LeasedShare>>>,
 }
 
 /// Some of them, until it is dropped.
+#[derive(Debug)]
 pub(super) struct LeasedShare {
     of: Arc<LeasedBlocks>,
     blocks: usize,
 }
 
 impl LeasedBlocks {
-    pub(super) const fn new(most: usize) -> Self {
-        Self { most, blocks: AtomicUsize::new(0) }
+    pub(super) fn new(most: usize) -> Self {
+        Self { most, blocks: AtomicUsize::new(0), checkpoints: Mutex::default() }
     }
 
     /// How many there are.
@@ -139,6 +146,21 @@ impl LeasedBlocks {
         let add = |leased| Some(leased + fits(leased));
         let leased = self.blocks.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
         LeasedShare { of: Arc::clone(self), blocks: leased.map_or(0, fits) }
+    }
+}
+
+impl LeasedBlocks {
+    /// Room for a checkpoint of so many blocks, all of it or none: several leases pin the same.
+    fn take_checkpoint(self: &Arc<Self>, at: BlockHash, blocks: usize) -> Option<Arc<LeasedShare>> {
+        let mut known = self.checkpoints.lock();
+        known.retain(|_, share| share.strong_count() > 0);
+        let found = known.get(&at).and_then(Weak::upgrade);
+        if let Some(share) = found.filter(|share| share.blocks >= blocks) {
+            return Some(share);
+        }
+        let share = Some(Arc::new(self.take(blocks))).filter(|share| share.blocks == blocks)?;
+        known.insert(at, Arc::downgrade(&share));
+        Some(share)
     }
 }
 
@@ -162,7 +184,7 @@ struct HeldLease {
     sent: usize,
     counted: CountedLease,
     /// What it takes while it lasts.
-    _taken: (LeasedShare, OpenAtPeer),
+    _taken: (Vec<Arc<LeasedShare>>, OpenAtPeer),
     span: Span,
 }
 
@@ -176,6 +198,15 @@ impl Drop for HeldLease {
     fn drop(&mut self) {
         spans::served(&self.span, self.sent, self.counted.end);
     }
+}
+
+/// A block that a lease names.
+struct NamedSlot {
+    slot: SlotId,
+    /// Its checksum, or the life of its slot in the ranks.
+    name: u32,
+    /// What it is sealed with, if it is.
+    key: KeyId,
 }
 
 /// The answer to a request for a lease, and what it leased.
@@ -280,7 +311,22 @@ impl Holder {
             return Err(BrokenLink::Unexpected("a checkpoint of more blocks than its window has"));
         }
         let names = checkpoint_names(last.last(), last.blocks as usize);
-        Ok(self.lease_chain(reader, names, request).await)
+        Ok(match self.leased.take_checkpoint(last.last(), names.len()) {
+            Some(share) => self.lease_named(reader, names, share, request).await,
+            None => self.refusal(LeaseEnd::Busy),
+        })
+    }
+
+    /// Room for the checkpoints at the end of a chain, which its lease keeps. `None`: there is none.
+    fn shares_of_checkpoints(&self, chain: &[BlockHash]) -> Option<Vec<Arc<LeasedShare>>> {
+        if chain.is_empty() {
+            return Some(Vec::new());
+        }
+        let kept = self.checkpoints.checkpoints_at(chain, chain.len());
+        kept.map(|NamedCheckpoint { group, hash, names }| {
+            self.of(group).ok()?.leased.take_checkpoint(hash, names.len())
+        })
+        .collect()
     }
 
     fn chain<'a>(&self, hashes: &'a [BlockHash]) -> Chain<'a> {
@@ -295,17 +341,27 @@ impl Holder {
     async fn lease_chain(
         &self,
         reader: &str,
-        mut chain: Vec<BlockHash>,
+        chain: Vec<BlockHash>,
         request: &LeaseRequest,
     ) -> Leased {
         // A lease pins the whole chain, whatever the reader has of it.
-        let share = self.leased.take(chain.len());
-        let is_cut = share.blocks < chain.len();
-        chain.truncate(share.blocks);
-        let before = request.held as usize;
-        if chain.len() <= before {
+        let share = Arc::new(self.leased.take(chain.len()));
+        if share.blocks <= request.held as usize {
             return self.refusal(LeaseEnd::Busy);
         }
+        self.lease_named(reader, chain, share, request).await
+    }
+
+    /// As much of a chain as there is room for.
+    async fn lease_named(
+        &self,
+        reader: &str,
+        mut chain: Vec<BlockHash>,
+        share: Arc<LeasedShare>,
+        request: &LeaseRequest,
+    ) -> Leased {
+        let (before, is_cut) = (request.held as usize, share.blocks < chain.len());
+        chain.truncate(share.blocks);
         let hints = Hints { tenant: request.tenant, ..Hints::default() };
         let info = RequestInfo { hints, has_asked: true, ..RequestInfo::default() };
         let seats = self.host.seats();
@@ -314,11 +370,20 @@ impl Holder {
         }
         let mut lease = self.checkpoints.lease_with(&self.core, self.chain(&chain), info);
         let checkpoints = lease.take_checkpoints();
+        let kept = checkpoints.as_ref().map_or(0, |checkpoints| checkpoints.blocks);
+        let Some(mut shares) = self.shares_of_checkpoints(&chain[..kept]) else {
+            return self.refusal(LeaseEnd::Busy);
+        };
         let lease = self.brought_to_host(lease).await;
         let Some(lease) = lease else { return self.refusal(LeaseEnd::Void) };
-        let blocks = self.named_blocks(&lease, &chain, before).await;
+        let mut blocks = self.named_blocks(&lease, &chain, before).await;
+        let keys = match self.host.sealed() {
+            Some(seal) => Some(keys_of(seal, &mut blocks).await),
+            None => None,
+        };
         let named = before..before + blocks.len();
         let mut answer = self.answer(named.end, &blocks, request, is_cut);
+        answer.keys = keys;
         answer.seats = seats.unwrap_or_default();
         if let Some(checkpoints) = &checkpoints {
             // Not what has left since.
@@ -331,6 +396,7 @@ impl Holder {
         let until = Instant::now() + self.ttl;
         let (counted, span) = (self.metrics.lease_out(), Span::current());
         let open = self.book.open(reader, PeerUse::LeasedOut, share.blocks);
+        shares.push(share);
         let held = HeldLease {
             group: self.group,
             lease,
@@ -340,7 +406,7 @@ impl Holder {
             until,
             sent: 0,
             counted,
-            _taken: (share, open),
+            _taken: (shares, open),
             span,
         };
         (ToReader::Leased(answer), Some(held))
@@ -360,7 +426,7 @@ impl Holder {
     fn answer(
         &self,
         blocks: usize,
-        named: &[(SlotId, u32)],
+        named: &[NamedSlot],
         request: &LeaseRequest,
         is_cut: bool,
     ) -> LeaseAnswer {
@@ -369,11 +435,12 @@ impl Holder {
             epoch: self.core.table().epoch_digest(),
             blocks: blocks as u32,
             ttl_ms: self.ttl.as_millis().try_into().unwrap_or(u32::MAX),
-            checksums: named.iter().map(|(_, crc)| crc.to_le_bytes()).collect(),
-            slots: SlotRun::all(asked.iter().map(|(slot, _)| *slot)),
+            checksums: named.iter().map(|block| block.name.to_le_bytes()).collect(),
+            slots: SlotRun::all(asked.iter().map(|block| block.slot)),
             is_cut,
             seats: Vec::new(),
             usable: blocks as u32,
+            keys: None,
         }
     }
 
@@ -384,14 +451,13 @@ impl Holder {
         lease: &Lease,
         chain: &[BlockHash],
         before: usize,
-    ) -> Vec<(SlotId, u32)> {
+    ) -> Vec<NamedSlot> {
         let chain = self.chain(chain);
         let mut named = Vec::new();
         for part in parts(before..lease.blocks(Tier::Host), LENT) {
             let lent = LentSlot::leading(&self.core, Tier::Host, lease, chain, part.clone());
             let found = lent.loans().len();
-            let sums = lent.loans().iter().map(|loan| Some((loan.slot(), self.name(loan)?)));
-            let known: Vec<_> = sums.map_while(|sum| sum).collect();
+            let known: Vec<_> = lent.loans().iter().map_while(|loan| self.named(loan)).collect();
             drop(lent);
             if known.len() < found {
                 self.core.lent_is_corrupt(Tier::Host, chain, part.start + known.len());
@@ -405,6 +471,15 @@ impl Holder {
             tokio::task::yield_now().await;
         }
         named
+    }
+
+    /// `None`: the block has changed.
+    fn named(&self, loan: &Loan) -> Option<NamedSlot> {
+        let key = match self.host.sealed() {
+            Some(_) => HostSeal::key_of(self.host.memory()?.read_loan(loan)?)?,
+            None => KeyId::default(),
+        };
+        Some(NamedSlot { slot: loan.slot(), name: self.name(loan)?, key })
     }
 
     /// A block's checksum, or the life of its slot in the ranks. `None`: an earlier process left the
@@ -441,6 +516,16 @@ impl Holder {
             tokio::task::yield_now().await;
         }
     }
+}
+
+/// What opens these blocks; those from the first on whose key cannot be had are left out.
+async fn keys_of(seal: &Arc<HostSeal>, blocks: &mut Vec<NamedSlot>) -> Vec<NamedKey> {
+    let needed = sealed::first_uses(blocks.iter().map(|block| block.key));
+    let keys = sealed::named_keys(seal, &needed).await;
+    if let Some((first, _)) = needed.get(keys.len()) {
+        blocks.truncate(*first);
+    }
+    keys
 }
 
 impl Serves for Holder {

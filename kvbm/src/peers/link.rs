@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm_tiers::ranks::PeerSeat;
-use kvbm_tiers::{PeerMemory, SlotId, SlotReads};
+use kvbm_tiers::sealed::{HostSeal, OtherSeal};
+use kvbm_tiers::{CopyError, CopyErrorKind, PeerMemory, SlotId, SlotReads};
 use tokio::io::AsyncReadExt;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -17,6 +18,7 @@ use super::protocol::{
     BrokenLink, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, Member, Probe, ReadEnd,
     ReadRequest, SlotRun, ToHolder, ToReader, receive, send,
 };
+use super::sealed::{self, Intake};
 use super::stream::{PeerStream, connect};
 use super::{nixl, parts, probes};
 use crate::api::filling::FillingSlots;
@@ -59,6 +61,8 @@ pub(super) struct Wanted<'a> {
     pub(super) limit: Duration,
     /// What the holder's part is to be a part of.
     pub(super) trace: Option<TraceParent>,
+    /// For blocks that lie sealed there. `None`: no key is given.
+    pub(super) seal: Option<&'a HostSeal>,
 }
 
 /// What a lease names: the blocks behind the first `before`, by their checksums, or with ranks by the
@@ -75,6 +79,8 @@ pub(super) struct NamedBlocks {
     pub(super) is_cut: bool,
     /// Where its ranks are.
     pub(super) seats: Vec<PeerSeat>,
+    /// What opens them, if they come sealed.
+    pub(super) seal: Option<OtherSeal>,
 }
 
 /// Why a peer gave less than it should.
@@ -84,6 +90,10 @@ pub(super) enum PeerFault {
     Link(#[from] BrokenLink),
     #[error("a block is not what its checksum says")]
     Wrong,
+    #[error("an encrypted block: {0}")]
+    Seal(#[from] CopyError),
+    #[error("its blocks are encrypted, and {0}")]
+    NoKey(String),
     #[error("blocks before those that it named have left here meanwhile")]
     Behind,
     #[error("the index of the host tier does not know yet what left it")]
@@ -105,8 +115,17 @@ impl PeerFault {
     pub(super) const fn is_of_peer(&self) -> bool {
         matches!(
             self,
-            Self::Link(_) | Self::Wrong | Self::Nixl(_) | Self::Ended(_) | Self::Ranks(_)
-        )
+            Self::Link(_) | Self::Nixl(_) | Self::Ended(_) | Self::Ranks(_) | Self::NoKey(_)
+        ) || self.is_wrong()
+    }
+
+    /// Whether a block came that is not what it should be.
+    pub(super) const fn is_wrong(&self) -> bool {
+        match self {
+            Self::Wrong => true,
+            Self::Seal(error) => matches!(error.kind(), CopyErrorKind::Corrupt),
+            _ => false,
+        }
     }
 }
 
@@ -193,7 +212,7 @@ impl PeerLink {
         &mut self,
         named: &NamedBlocks,
         until: Instant,
-        filling: &mut FillingSlots<'_>,
+        (filling, intake): (&mut FillingSlots<'_>, Option<&Intake<'_>>),
         came: &mut ReadByNixl,
         cancelled: &CancellationToken,
     ) -> Result<(), PeerFault> {
@@ -215,7 +234,7 @@ impl PeerLink {
             } else if self.needs_nixl {
                 return Err(PeerFault::Nixl("it has failed before".to_owned()));
             }
-            self.read(named, filling).await
+            self.read(named, filling, intake).await
         };
         // All may end anywhere: this thread writes the slots, and nothing goes on to; or NIXL does,
         // and has their frames until it has ended.
@@ -230,9 +249,13 @@ impl PeerLink {
         &mut self,
         named: &NamedBlocks,
         filling: &mut FillingSlots<'_>,
+        intake: Option<&Intake<'_>>,
     ) -> Result<(), PeerFault> {
         let wanted = filling.kept()..filling.kept() + filling.left();
-        let Some(block_bytes) = filling.next().map(|slot| slot.len()) else { return Ok(()) };
+        let Some(slot_bytes) = filling.next().map(|slot| slot.len()) else { return Ok(()) };
+        let block_bytes = intake.map_or(slot_bytes, Intake::arriving_bytes);
+        // What is opened is opened here.
+        let mut arrived = vec![0; intake.map_or(0, Intake::arriving_bytes)];
         let mut parts = parts(wanted, (READ_BYTES / block_bytes).max(1));
         let mut asked = VecDeque::new();
         loop {
@@ -248,13 +271,17 @@ impl PeerLink {
                 asked.push_back((request, until));
             }
             let Some((request, until)) = asked.pop_front() else { return Ok(()) };
-            let arrived = timeout_at(until, self.take(request, named, filling)).await;
+            let arrived = timeout_at(
+                until,
+                self.take(request, named, filling, intake.zip(Some(&mut *arrived))),
+            )
+            .await;
             match arrived.unwrap_or(Err(BrokenLink::Late.into())) {
-                Err(PeerFault::Wrong) => {
+                Err(fault @ (PeerFault::Wrong | PeerFault::Seal(_))) => {
                     let left = asked.into_iter().map(|(request, _)| request);
                     let drained = timeout_at(until, self.drain(left, block_bytes)).await;
                     drained.unwrap_or(Err(BrokenLink::Late))?;
-                    return Err(PeerFault::Wrong);
+                    return Err(fault);
                 }
                 arrived => arrived?,
             }
@@ -268,20 +295,34 @@ impl PeerLink {
         request: ReadRequest,
         named: &NamedBlocks,
         filling: &mut FillingSlots<'_>,
+        mut sealed: Option<(&Intake<'_>, &mut [u8])>,
     ) -> Result<(), PeerFault> {
         self.expect(request).await?;
-        let mut is_wrong = false;
+        let mut taken = Ok(());
         for _ in 0..request.count {
             let expected = named.checksums.get(filling.kept() - named.before).copied();
             let slot =
                 filling.next().ok_or(BrokenLink::Unexpected("there is no slot for a block"))?;
-            self.stream.read_exact(slot).await?;
-            is_wrong = is_wrong || expected.is_none() || filling.written() != expected;
-            if !is_wrong {
+            let room = match &mut sealed {
+                Some((_, arrived)) => &mut **arrived,
+                None => slot,
+            };
+            self.stream.read_exact(room).await?;
+            if taken.is_err() {
+                continue;
+            }
+            taken = match (expected, &mut sealed) {
+                (Some(expected), Some((intake, arrived))) => {
+                    intake.take_in(filling, expected, arrived)
+                }
+                (Some(_), None) if filling.written() == expected => Ok(()),
+                _ => Err(PeerFault::Wrong),
+            };
+            if taken.is_ok() {
                 filling.keep();
             }
         }
-        if is_wrong { Err(PeerFault::Wrong) } else { Ok(()) }
+        taken
     }
 
     async fn expect(&mut self, request: ReadRequest) -> Result<(), PeerFault> {
@@ -375,10 +416,23 @@ fn named(
     // What a group has no checkpoint behind is of no use.
     let usable = if is_hybrid { answer.usable as usize } else { blocks };
     let checksums = answer.checksums.iter().take(usable.saturating_sub(before));
-    let checksums: Vec<_> = checksums.map(|crc| u32::from_le_bytes(*crc)).collect();
+    let mut checksums: Vec<_> = checksums.map(|crc| u32::from_le_bytes(*crc)).collect();
     // A peer does not say how long we wait at most.
     let ttl = Duration::from_millis(answer.ttl_ms.into()).min(wanted.limit);
+    let (seal, openable) = match &answer.keys {
+        Some(keys) if !checksums.is_empty() => {
+            let (seal, openable) = sealed::unwrapped(wanted.seal, keys)?;
+            (Some(seal), openable)
+        }
+        _ => (None, usize::MAX),
+    };
+    if is_hybrid && openable < checksums.len() {
+        return Err(PeerFault::NoKey(
+            "the last of them are under a main key that is not here".to_owned(),
+        ));
+    }
+    checksums.truncate(openable);
     let slots = SlotRun::slots(&answer.slots, checksums.len());
     let LeaseAnswer { is_cut, seats, .. } = answer;
-    Ok(NamedBlocks { before, checksums, slots, asked, ttl, is_cut, seats })
+    Ok(NamedBlocks { before, checksums, slots, asked, ttl, is_cut, seats, seal })
 }

@@ -15,6 +15,7 @@
 //! | `holder` | gives leases, and sends what they name |
 //! | `link` | a reader's connection |
 //! | `reader` | reads what others hold |
+//! | `sealed` | blocks that lie encrypted in a host tier, there or here |
 //! | `slices` | where the bytes of blocks are; a leader has its ranks bring theirs |
 //! | `ranks` | a rank's part: it gives slices to ranks of others, and brings theirs |
 //! | `shares` | how heads lie in slices, and whose blocks are alike but for the number of ranks |
@@ -42,6 +43,7 @@ mod probes;
 mod protocol;
 mod ranks;
 mod reader;
+mod sealed;
 mod shares;
 mod slices;
 mod spans;
@@ -59,7 +61,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvbm_settings::{PeerNixl, PeerSettings, Settings};
-use kvbm_tiers::{Memory, Tier};
+use kvbm_tiers::Tier;
 use tokio::net::TcpStream;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::{Semaphore, oneshot, watch};
@@ -141,11 +143,12 @@ impl PeerListener {
         if !options.groups.is_empty() && options.ranks.is_some() {
             return Err(no_groups());
         }
-        if (options.ranks.is_some() || !options.groups.is_empty())
+        let is_sealed = settings.host.persist.is_some() && settings.encryption.is_on();
+        if (options.ranks.is_some() || !options.groups.is_empty() || is_sealed)
             && peers.nixl == PeerNixl::Required
         {
-            let message = "with ranks or several cache groups not all comes by NIXL yet: leave peers.nixl \
-                 (DYN_KVBM_PEERS_NIXL) unset";
+            let message = "with ranks, several cache groups or an encrypted host tier not all comes by NIXL yet: leave \
+                 peers.nixl (DYN_KVBM_PEERS_NIXL) unset";
             return Err(Error::invalid(message));
         }
         let proofs = proofs_of(peers)?;
@@ -186,9 +189,15 @@ pub(crate) fn no_groups() -> Error {
     Error::invalid(message)
 }
 
-pub(crate) fn sealed_peers() -> Error {
-    let message = "peers read the host tier, where blocks must not lie encrypted: leave host.persist \
+pub(crate) fn sealed_ranks() -> Error {
+    let message = "ranks with peers must not keep blocks encrypted in the host tier yet: leave host.persist \
          (DYN_KVBM_CPU_CACHE_PERSIST) or the keys of encryption unset, or set peers.enabled (DYN_KVBM_PEERS) to false";
+    Error::invalid(message)
+}
+
+pub(crate) fn no_host_tier() -> Error {
+    let message = "peers read the host tier, and there is none: set host.capacity (DYN_KVBM_CPU_CACHE_GB), or \
+         peers.enabled (DYN_KVBM_PEERS) to false";
     Error::invalid(message)
 }
 
@@ -287,8 +296,8 @@ impl CommonParts {
     }
 
     fn holder_of(&self, tier: &GroupTier<'_>) -> Holder {
-        let host = HostBytes::Here(Arc::clone(tier.memory));
-        Holder { group: tier.number, window: tier.window, ..self.holder(tier.core, host) }
+        let holder = self.holder(tier.core, tier.host.clone());
+        Holder { group: tier.number, window: tier.window, ..holder }
     }
 
     /// Of full attention, in a plain model.
@@ -311,8 +320,7 @@ impl CommonParts {
     }
 
     fn reader_of(&self, tier: &GroupTier<'_>) -> Reader {
-        let host = HostBytes::Here(Arc::clone(tier.memory));
-        Reader { group: tier.number, ..self.reader(tier.core, host) }
+        Reader { group: tier.number, ..self.reader(tier.core, tier.host.clone()) }
     }
 }
 
@@ -340,14 +348,16 @@ impl Peers {
         if ranks > 0 && host.seats().is_none() {
             return Err(ranks_without_peers());
         }
-        let tiers = checkpoints.host_tiers().ok_or_else(sealed_peers)?;
+        let tiers = checkpoints.host_tiers().ok_or_else(no_host_tier)?;
         let source = PeerSource::of(&settings.peers)?;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve peers", error);
         let incarnation = u64::from_le_bytes(random()?);
+        // What arrives sealed, or is to lie sealed, is opened and sealed on its way.
+        let in_the_clear = host.memory().filter(|_| host.sealed().is_none());
         let nixl =
-            host.memory().map(|memory| nixl_for_peers(&settings, &agent_name(incarnation), memory));
+            in_the_clear.map(|memory| nixl_for_peers(&settings, &agent_name(incarnation), memory));
         let nixl = nixl.transpose()?.flatten();
-        let block_bytes = host.memory().map(|memory| memory.block_bytes() as u64);
+        let block_bytes = host.block_bytes().map(|bytes| bytes as u64);
         let block_bytes = block_bytes.or(settings.block_bytes).unwrap_or_default();
         let settings = settings.peers;
         let runtime = PeerRuntime::new().map_err(refused)?;
@@ -377,8 +387,9 @@ impl Peers {
             others: tiers.iter().map(|tier| common.holder_of(tier)).collect(),
             ..common.holder(core, host.clone())
         };
+        let maps = settings.shared_memory && ranks == 0 && host.sealed().is_none();
         let reader = Reader {
-            neighbours: (settings.shared_memory && ranks == 0).then(Neighbours::default),
+            neighbours: maps.then(Neighbours::default),
             nixl: nixl.map(|nixl| NixlHolders::new(nixl, settings.nixl == PeerNixl::Required)),
             checkpoints: Arc::clone(checkpoints),
             others: tiers.iter().map(|tier| common.reader_of(tier)).collect(),
@@ -390,7 +401,8 @@ impl Peers {
         if let Some((memory, asked)) = shareable.zip(asked) {
             handle.spawn(neighbour::hand_out(asked, memory));
         }
-        handle.spawn(tidy(Arc::clone(&reader)));
+        let tidied = Arc::clone(&reader);
+        handle.spawn(tidy(move || tidied.tidy()));
         let (stop, stopped) = oneshot::channel();
         let reads = Reads::default();
         let ends = reads.clone();
@@ -616,10 +628,10 @@ impl Reads {
 }
 
 /// Lets go of what is not used, now and then.
-async fn tidy(reader: Arc<Reader>) {
+async fn tidy(let_go: impl Fn() + Send) {
     loop {
         tokio::time::sleep(TIDY_PAUSE).await;
-        reader.tidy();
+        let_go();
     }
 }
 

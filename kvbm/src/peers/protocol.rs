@@ -12,6 +12,7 @@
 //! refused by its length before memory is set aside for it.
 
 use kvbm_tiers::ranks::{HeadShare, PeerSeat};
+use kvbm_tiers::sealed::RECORD_BYTES;
 use kvbm_tiers::{SlotId, SlotRef};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
@@ -33,12 +34,14 @@ const MAGIC: u32 = u32::from_le_bytes(*b"kvbp");
 /// Bytes of the longest message to a holder.
 pub(super) const MAX_REQUEST: usize = 16 << 10;
 /// Bytes of the longest message to a reader: an answer that names 2^18 blocks, each in a run of its
-/// own, and the seats of all ranks.
-const MAX_ANSWER: usize = (3 << 20) + (2 << 10);
+/// own, and the seats of all ranks, or as many keys as there may be.
+const MAX_ANSWER: usize = (3 << 20) + (3 << 10);
 /// Blocks of the longest chain that is leased at a time.
 pub(super) const MAX_BLOCKS: u32 = 1 << 18;
 /// Hashes in one request: with them it stays below 256 bytes.
 pub(super) const MAX_PROBES: usize = 12;
+/// Keys in one answer: one for each tenant that saved some of a chain's blocks, and main key.
+pub(super) const MAX_KEYS: usize = 16;
 /// Slices in one request: it has 4 KiB then.
 pub(super) const MAX_SLICES: usize = 512;
 /// What is kept of a text.
@@ -220,6 +223,28 @@ pub(super) struct LeaseAnswer {
     pub(super) seats: Vec<PeerSeat>,
     /// Leading blocks of the chain at whose end all cache groups have a checkpoint.
     pub(super) usable: u32,
+    /// What opens them, if they lie sealed in the holder's host tier, and so travel: [`MAX_KEYS`] at
+    /// most, in the order of the blocks that need them first.
+    pub(super) keys: Option<Vec<NamedKey>>,
+}
+
+/// A tenant's key, wrapped by a main key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct NamedKey {
+    /// The first of the named blocks that is sealed with it.
+    pub(super) first: [u8; 4],
+    record: [[u8; 32]; 4],
+}
+
+impl NamedKey {
+    pub(super) fn new(first: u32, record: &[u8; RECORD_BYTES]) -> Self {
+        let part = |part: usize| std::array::from_fn(|byte| record[32 * part + byte]);
+        Self { first: first.to_le_bytes(), record: std::array::from_fn(part) }
+    }
+
+    pub(super) fn record(&self) -> [u8; RECORD_BYTES] {
+        std::array::from_fn(|byte| self.record[byte / 32][byte % 32])
+    }
 }
 
 /// A slot, and the number of a life of it.
@@ -427,6 +452,7 @@ mod tests {
             let (epoch, ttl_ms) = (EpochDigest::default(), u32::MAX);
             let is_cut = true;
             let seats = vec![PeerSeat { port: u16::MAX, incarnation: u64::MAX }; 64];
+            let keys = Some(vec![NamedKey::new(u32::MAX, &[255; RECORD_BYTES]); MAX_KEYS]);
             let leased = LeaseAnswer {
                 epoch,
                 blocks,
@@ -436,11 +462,20 @@ mod tests {
                 is_cut,
                 seats,
                 usable: blocks,
+                keys,
             };
             postcard::to_extend(&ToReader::Leased(leased), vec![0; 4]).unwrap().len()
         };
-        assert!(answer(512) <= 256 + 13 * 64 + (4 + 8) * 512);
+        assert!(answer(512) <= 256 + 13 * 64 + 132 * MAX_KEYS + (4 + 8) * 512);
         assert!(answer(MAX_BLOCKS) <= MAX_ANSWER);
+    }
+
+    #[test]
+    fn a_named_key_is_as_it_was() {
+        let record = std::array::from_fn(|byte| byte as u8);
+        let named = NamedKey::new(7, &record);
+        assert_eq!((u32::from_le_bytes(named.first), named.record()), (7, record));
+        assert_eq!(postcard::to_allocvec(&named).unwrap().len(), 132);
     }
 
     #[tokio::test]

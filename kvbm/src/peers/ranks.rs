@@ -32,7 +32,7 @@ use super::protocol::{
 };
 use super::reader::{MAX_WAIT, MAX_WAITING};
 use super::stream::{self, PeerStream, connect};
-use super::{PeerRuntime, Serves, accept, bind, needs_fingerprint, proofs_of, shares};
+use super::{PeerRuntime, Serves, accept, bind, needs_fingerprint, proofs_of, shares, tidy};
 use crate::error::{Error, ErrorKind, Result};
 use crate::names::fingerprint::Fingerprint;
 use crate::sync::{JoinHandle, Mutex, spawn};
@@ -105,6 +105,8 @@ impl RankListener {
             credentials: Arc::clone(&credentials),
             waiting: Mutex::default(),
         });
+        let tidied = Arc::clone(&reader);
+        handle.spawn(tidy(move || tidied.tidy()));
         let holder = Arc::new(SliceHolder { slots, credentials, limit });
         let (stop, stopped) = oneshot::channel();
         let serve = move || {
@@ -278,7 +280,7 @@ struct SliceReader {
 }
 
 impl SliceReader {
-    async fn bring(&self, from: PullFrom, slots: VecDeque<PulledSlot>) {
+    async fn bring<S: SliceSlot>(&self, from: PullFrom, slots: VecDeque<S>) {
         let heads = shares::heads_of(&self.credentials.member);
         let mut slots = ComingSlots { left: slots, came: VecDeque::new(), heads };
         let until = Instant::now() + from.limit;
@@ -298,7 +300,7 @@ impl SliceReader {
         &self,
         place: &RankPlace,
         source: &PullSource,
-        slots: &mut ComingSlots<PulledSlot>,
+        slots: &mut ComingSlots<impl SliceSlot>,
     ) -> Result<(), BrokenLink> {
         let mut stream = match self.waiting(place) {
             Some(stream) => stream,
@@ -322,12 +324,16 @@ impl SliceReader {
     /// One that waits. If its rank is gone by now it fails, and rightly so: another process in its
     /// place has another seat.
     fn waiting(&self, place: &RankPlace) -> Option<Box<dyn PeerStream>> {
-        let mut waiting = self.waiting.lock();
-        waiting.retain(|_, links| {
+        self.tidy();
+        self.waiting.lock().get_mut(place)?.pop().map(|(stream, _)| stream)
+    }
+
+    /// Lets go of connections that were not used for long.
+    fn tidy(&self) {
+        self.waiting.lock().retain(|_, links| {
             links.retain(|(_, since)| since.elapsed() < MAX_WAIT);
             !links.is_empty()
         });
-        waiting.get_mut(place)?.pop().map(|(stream, _)| stream)
     }
 
     fn keep(&self, place: RankPlace, stream: Box<dyn PeerStream>) {

@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_tiers::{BlockKey, Memory, Tier};
+use kvbm_tiers::{BlockKey, CopyError, Memory, Tier};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -22,8 +22,9 @@ use super::link::{NamedBlocks, PeerFault, PeerLink, Wanted};
 use super::neighbour::Neighbours;
 use super::nixl::{NixlHolders, ReadByNixl};
 use super::protocol::{BrokenLink, LeaseEnd, ReadEnd};
+use super::sealed::Intake;
 use super::slices::{self, HostBytes};
-use super::spans;
+use super::{sealed, spans};
 use crate::api::filling::FillingSlots;
 use crate::api::groups::{CheckpointGroups, NamedCheckpoint};
 use crate::api::lease::Lease;
@@ -90,8 +91,6 @@ pub struct PeerLease {
     asked: Instant,
     counted: CountedLease,
     _open: OpenAtPeer,
-    /// The checkpoints of other cache groups at the end of it that are not here.
-    checkpoints: Vec<(NamedCheckpoint, Self)>,
 }
 
 impl fmt::Debug for PeerLease {
@@ -195,14 +194,16 @@ impl Reader {
         let (epoch, namespace) = self.present();
         let (tenant, limit) = (info.hints.tenant, self.limit);
         let group = self.group;
-        let wanted = Wanted { chain: &chain, group, before, epoch, tenant, wait, limit, trace };
+        let seal = self.host.seal().map(|seal| &**seal);
+        let wanted =
+            Wanted { chain: &chain, group, before, epoch, tenant, wait, limit, trace, seal };
         let mut counted = self.metrics.lease_in();
         match self.lease_at(&peer, &address, &wanted).await {
             Ok((link, named)) => {
                 let of = Arc::clone(&self.credentials);
                 let open = self.book.open(&peer, PeerUse::LeasedIn, named.checksums.len());
                 let asked = named.asked;
-                let mut lease = PeerLease {
+                let lease = PeerLease {
                     of,
                     link,
                     peer,
@@ -214,9 +215,7 @@ impl Reader {
                     asked,
                     counted,
                     _open: open,
-                    checkpoints: Vec::new(),
                 };
-                lease.checkpoints = self.lease_checkpoints(&lease).await?;
                 self.note(&lease, 0, lease.shortage());
                 Ok(lease)
             }
@@ -363,7 +362,7 @@ impl Reader {
     /// last, `arrived` gets a lease of what is there.
     pub(super) async fn pull(
         &self,
-        mut lease: PeerLease,
+        lease: PeerLease,
         part: usize,
         arrived: impl FnMut(Lease) + Send,
         cancelled: &CancellationToken,
@@ -372,14 +371,15 @@ impl Reader {
             return Err(Error::invalid("the lease is of another manager's peer"));
         }
         let span = spans::of_pull(&lease.peer, lease.link.way(), &lease.info);
-        let (checkpoints, info) = (std::mem::take(&mut lease.checkpoints), lease.info);
-        let chain = if self.checkpoints.is_empty() { Vec::new() } else { lease.chain.clone() };
         let pulled = async {
-            let pulled = self.pull_in_parts(lease, part, arrived, cancelled).await?;
-            if self.checkpoints.is_empty() {
-                return Ok(pulled);
+            let (mut pulled, lease, fault) =
+                self.pull_in_parts(lease, part, arrived, cancelled).await?;
+            if !self.checkpoints.is_empty() {
+                self.pull_checkpoints(&mut pulled, &lease, cancelled).await?;
             }
-            self.pull_checkpoints(pulled, checkpoints, (&chain, info), cancelled).await
+            // The holder kept the checkpoints as long.
+            self.release(lease, fault.as_ref()).await;
+            Ok(pulled)
         };
         let pulled = pulled.instrument(span.clone()).await;
         spans::pulled(&span, &pulled);
@@ -392,7 +392,7 @@ impl Reader {
         part: usize,
         mut arrived: impl FnMut(Lease) + Send,
         cancelled: &CancellationToken,
-    ) -> Result<Pulled> {
+    ) -> Result<(Pulled, PeerLease, Option<PeerFault>)> {
         let (blocks, way, started) = (lease.blocks(), lease.link.way(), Instant::now());
         let (mut until, mut copied) = (lease.named.before, 0);
         let (held, here, fault) = loop {
@@ -412,9 +412,8 @@ impl Reader {
             None => PeerLeaseEnd::GivenUp,
         };
         self.note_pull(&lease, here, copied, fault.as_ref());
-        self.release(lease, fault.as_ref()).await;
-        let fault = fault.map(|fault| fault.to_string());
-        Ok(Pulled { lease: held, blocks: here, copied, fault })
+        let why = fault.as_ref().map(ToString::to_string);
+        Ok((Pulled { lease: held, blocks: here, copied, fault: why }, lease, fault))
     }
 
     /// Blocks are there once those before them are, which others may bring. An error says why that
@@ -452,9 +451,16 @@ impl Reader {
         } else {
             let limit = lease.asked + lease.named.ttl;
             match &self.host {
-                HostBytes::Here(_) => {
-                    let link = &mut lease.link;
-                    link.bring(&lease.named, limit, &mut filling, &mut by_nixl, cancelled).await
+                HostBytes::Here(..) => {
+                    let (link, named) = (&mut lease.link, &lease.named);
+                    let entered = (chain, lease.namespace);
+                    match self.intake(entered, lease.info, named).await {
+                        Ok(intake) => {
+                            let into = (&mut filling, intake.as_ref());
+                            link.bring(named, limit, into, &mut by_nixl, cancelled).await
+                        }
+                        Err(error) => Err(error.into()),
+                    }
                 }
                 HostBytes::InRanks(leader) => {
                     let keys = self.keys(chain, lease.namespace)?;
@@ -490,6 +496,28 @@ impl Reader {
                 Ok(PulledPart { held, blocks, copied, fault })
             }
         }
+    }
+
+    /// How blocks become blocks of the host tier here, if they come sealed or are to lie sealed.
+    async fn intake<'a>(
+        &'a self,
+        (chain, namespace): (Chain<'a>, NamespaceId),
+        info: RequestInfo,
+        named: &'a NamedBlocks,
+    ) -> Result<Option<Intake<'a>>, CopyError> {
+        let Some(seal) = self.host.seal() else { return Ok(None) };
+        if named.seal.is_none() && !seal.is_of_memory() {
+            return Ok(None);
+        }
+        let (chain, owner) = {
+            let table = self.core.table();
+            if table.namespace() != namespace {
+                return Err(CopyError::refused("a reset came meanwhile"));
+            }
+            (table.enter(chain), table.present_owner(info.hints.tenant))
+        };
+        sealed::prepare(seal, owner).await?;
+        Ok(Some(Intake { seal, other: named.seal.as_ref(), chain, owner }))
     }
 
     /// What the table calls the blocks of a chain.
@@ -536,56 +564,62 @@ impl Reader {
         Chain::of_group(self.group, hashes)
     }
 
-    /// Leases the checkpoints of the other cache groups at the end of a lease, as far as they are
-    /// not here. Each is a little chain in the table of its group: it has a lease of its own.
-    async fn lease_checkpoints(
-        &self,
-        lease: &PeerLease,
-    ) -> Result<Vec<(NamedCheckpoint, PeerLease)>> {
-        let mut leased = Vec::new();
-        if lease.only_there() == 0 {
-            return Ok(leased);
-        }
-        let info = RequestInfo { request: None, has_asked: true, ..lease.info };
-        for checkpoint in self.checkpoints.checkpoints_at(&lease.chain, lease.blocks()) {
-            let Some(group) = self.other(checkpoint.group) else { continue };
-            let names = &checkpoint.names;
-            if group.core.matches(group.chain(names)).longest() == names.len() {
-                continue;
-            }
-            let asked =
-                group.lease_traced(lease.peer.clone(), names.clone(), info, Duration::ZERO, None);
-            leased.push((checkpoint.clone(), Box::pin(asked).await?));
-        }
-        Ok(leased)
-    }
-
     fn other(&self, group: u8) -> Option<&Self> {
         self.others.get(usize::from(group).checked_sub(1)?)
     }
 
-    /// Brings checkpoints, after the blocks that they hang on. Without all of them these blocks are
-    /// there, and of no use at the end.
+    /// Brings the checkpoints at the end of a lease that are not here, after the blocks that they
+    /// hang on. Without all of them these blocks are there, and of no use at the end.
     async fn pull_checkpoints(
         &self,
-        mut pulled: Pulled,
-        checkpoints: Vec<(NamedCheckpoint, PeerLease)>,
-        (chain, info): (&[BlockHash], RequestInfo),
+        pulled: &mut Pulled,
+        lease: &PeerLease,
         cancelled: &CancellationToken,
-    ) -> Result<Pulled> {
-        for (checkpoint, lease) in checkpoints {
-            let Some(group) = self.other(checkpoint.group) else { continue };
+    ) -> Result<()> {
+        // Of blocks that found no room there is nothing to go on from.
+        let has_all = lease.only_there() > 0 && pulled.blocks >= lease.blocks();
+        let wanted = self.checkpoints.checkpoints_at(&lease.chain, lease.blocks());
+        for checkpoint in wanted.filter(|_| has_all) {
             if pulled.fault.is_none() {
-                let part = Box::pin(group.pull(lease, usize::MAX, drop, cancelled)).await?;
-                let missing = || "a checkpoint of another cache group is missing".to_owned();
-                let is_whole = part.blocks == checkpoint.names.len();
-                pulled.fault = part.fault.or_else(|| (!is_whole).then(missing));
+                pulled.fault = self.pull_checkpoint(lease, &checkpoint, cancelled).await?;
             }
             self.checkpoints.let_go_orphan(&self.core, &checkpoint);
         }
-        let info = RequestInfo { has_asked: true, ..info };
-        pulled.lease = self.checkpoints.lease_with(&self.core, Chain::from(chain), info);
-        Ok(pulled)
+        let info = RequestInfo { has_asked: true, ..lease.info };
+        pulled.lease = self.checkpoints.lease_with(&self.core, Chain::from(&lease.chain), info);
+        Ok(())
+    }
+
+    /// Each is a little chain in the table of its group: it has a lease of its own, over the
+    /// connection of its group. Returns why it is not here then, if it is not.
+    async fn pull_checkpoint(
+        &self,
+        lease: &PeerLease,
+        checkpoint: &NamedCheckpoint,
+        cancelled: &CancellationToken,
+    ) -> Result<Option<String>> {
+        let (group, names) = (self.other(checkpoint.group), &checkpoint.names);
+        let Some(group) =
+            group.filter(|group| group.core.matches(group.chain(names)).longest() < names.len())
+        else {
+            return Ok(None);
+        };
+        let info = RequestInfo { request: None, has_asked: true, ..lease.info };
+        let leasing =
+            group.lease_traced(lease.peer.clone(), names.clone(), info, Duration::ZERO, None);
+        let leased = tokio::select! {
+            biased;
+            () = cancelled.cancelled() => return Ok(Some(PeerFault::Cancelled.to_string())),
+            leased = leasing => leased,
+        };
+        let leased = match leased {
+            Ok(leased) => leased,
+            Err(why) => return Ok(Some(format!("a checkpoint of another cache group: {why}"))),
+        };
+        let part = Box::pin(group.pull(leased, usize::MAX, drop, cancelled)).await?;
+        let missing = || "a checkpoint of another cache group is missing".to_owned();
+        let is_whole = part.blocks == names.len();
+        Ok(part.fault.or_else(|| (!is_whole).then(missing)))
     }
 
     /// As for a backend that writes a slot: see `Journal::after_removals`.
@@ -601,10 +635,14 @@ impl Reader {
         let PeerLease { mut link, address, .. } = lease;
         let end = match fault {
             None => ReadEnd::Whole,
-            Some(PeerFault::Wrong) => ReadEnd::Wrong,
+            Some(fault) if fault.is_wrong() => ReadEnd::Wrong,
             // Nothing of the blocks of ranks is in the connection of their leaders.
             Some(
-                PeerFault::Behind | PeerFault::NoIndex | PeerFault::Awaited | PeerFault::Ranks(_),
+                PeerFault::Behind
+                | PeerFault::NoIndex
+                | PeerFault::Awaited
+                | PeerFault::Ranks(_)
+                | PeerFault::Seal(_),
             ) => ReadEnd::GivenUp,
             Some(PeerFault::Cancelled) if link.memory.is_some() => ReadEnd::GivenUp,
             Some(_) => return,

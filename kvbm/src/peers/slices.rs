@@ -6,8 +6,10 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use kvbm_tiers::ranks::{Leader, PeerSeat, PullOrder};
+use kvbm_tiers::sealed::HostSeal;
 use kvbm_tiers::{
-    BlockKey, Completion, CopyError, CopyErrorKind, CopyOp, Done, DramRegion, Frame, SlotRef, Tier,
+    BlockKey, Completion, CopyError, CopyErrorKind, CopyOp, Done, DramRegion, Frame, Memory,
+    SlotRef, Tier,
 };
 use tokio::time::{Instant, timeout_at};
 
@@ -26,8 +28,8 @@ const GRACE: Duration = Duration::from_secs(1);
 /// Where the bytes of the host tier's blocks are.
 #[derive(Clone, Debug)]
 pub(crate) enum HostBytes {
-    /// In this process.
-    Here(Arc<DramRegion>),
+    /// In this process; and how blocks travel where they lie sealed, if there are keys.
+    Here(Arc<DramRegion>, Option<Arc<HostSeal>>),
     /// In the ranks, each of which has its slices.
     InRanks(Weak<Leader>),
 }
@@ -35,15 +37,34 @@ pub(crate) enum HostBytes {
 impl HostBytes {
     pub(super) const fn memory(&self) -> Option<&Arc<DramRegion>> {
         match self {
-            Self::Here(memory) => Some(memory),
+            Self::Here(memory, _) => Some(memory),
             Self::InRanks(_) => None,
         }
+    }
+
+    /// What to do with blocks that lie sealed, here or where they come from. `None`: no key is given.
+    pub(super) const fn seal(&self) -> Option<&Arc<HostSeal>> {
+        match self {
+            Self::Here(_, seal) => seal.as_ref(),
+            Self::InRanks(_) => None,
+        }
+    }
+
+    /// What blocks lie sealed with here; `None`: they lie in the clear.
+    pub(super) fn sealed(&self) -> Option<&Arc<HostSeal>> {
+        self.seal().filter(|seal| seal.is_of_memory())
+    }
+
+    /// Bytes of a block in the clear. `None`: the ranks know.
+    pub(super) fn block_bytes(&self) -> Option<usize> {
+        let sealed = self.sealed().map(|seal| seal.block_bytes());
+        sealed.or_else(|| Some(self.memory()?.block_bytes()))
     }
 
     /// Where ranks serve those of other workers. `None`: there are none, one is away or serves none.
     pub(super) fn seats(&self) -> Option<Vec<PeerSeat>> {
         match self {
-            Self::Here(_) => None,
+            Self::Here(..) => None,
             Self::InRanks(leader) => leader.upgrade()?.seats(),
         }
     }

@@ -143,7 +143,7 @@ impl Worker {
         let (core, memory) = self.manager().host_tier().unwrap();
         Arc::new(Holder {
             core: Arc::clone(core),
-            host: HostBytes::Here(Arc::clone(memory)),
+            host: HostBytes::Here(Arc::clone(memory), None),
             credentials: Arc::clone(&self.credentials),
             ttl: TTL,
             leased: Arc::clone(leased),
@@ -163,7 +163,7 @@ impl Worker {
         known.insert(PeerAddress::new("there", ADDRESS).unwrap());
         Reader {
             core: Arc::clone(core),
-            host: HostBytes::Here(Arc::clone(memory)),
+            host: HostBytes::Here(Arc::clone(memory), None),
             credentials: Arc::clone(&self.credentials),
             known: watch::channel(Arc::new(known)).1,
             waiting: Mutex::default(),

@@ -101,6 +101,11 @@ impl BlockOwners {
 }
 
 impl Table {
+    /// A tenant as the owner of what comes in its name now.
+    pub(crate) fn present_owner(&self, tenant: Option<u32>) -> Option<Owner> {
+        self.owners.present(tenant)
+    }
+
     /// Evictions of these tenants are counted from here on.
     pub fn count_tenants(&mut self, mut tenants: Vec<u32>) {
         tenants.sort_unstable();

@@ -205,6 +205,9 @@ unsafe fn copy_block(from: *const u8, block_bytes: usize, to: &mut Vec<u8>) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::thread;
+
     use super::*;
     use crate::copy::{BlockKey, CopyOp};
     use crate::testing::{fill_pattern, has_pattern, options};
@@ -263,6 +266,33 @@ mod tests {
         assert!(!tier.has(slot, 7, 1), "it is being written");
         tier.store(slot, 8, 2);
         assert!(tier.has(slot, 8, 2) && !tier.has(slot, 7, 1));
+    }
+
+    /// What is copied then is of neither life, or of the next.
+    #[test]
+    fn what_is_overwritten_while_it_is_copied_is_not_given() {
+        const LIVES: u32 = 20_000;
+        let (tier, slot, life) = (HostTier::new(), SlotId(0), AtomicU32::new(0));
+        tier.store(slot, 0, 0);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for next in 1..=LIVES {
+                    tier.store(slot, next, next as usize);
+                    life.store(next, Ordering::Release);
+                }
+            });
+            loop {
+                let now = life.load(Ordering::Acquire);
+                let mut slice = Vec::new();
+                if tier.slots.copy((slot, now), &mut slice).is_some() {
+                    assert!(has_pattern(now as usize, &slice), "what life {now} did not hold");
+                }
+                if now == LIVES {
+                    break;
+                }
+            }
+        });
+        assert!(tier.has(slot, LIVES, LIVES as usize));
     }
 
     #[test]

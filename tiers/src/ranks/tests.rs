@@ -7,7 +7,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::mpsc::RecvTimeoutError;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use super::protocol::{HelloFrame, MAX_SLOTS_TOLD, ToLeader, ToRank, decode, firs
 use super::socket::LeaderSocket;
 use super::{
     Disagreement, JoinOptions, KeptSlots, Leader, LeaderGone, LeaderOptions, Member, Membership,
-    SlotJournal, Stopper, VERSION,
+    PeerSeat, PullFrom, PullOrder, PulledSlot, SlotJournal, Stopper, VERSION,
 };
 use crate::backend::Backend;
 use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
@@ -29,7 +29,7 @@ use crate::index::IndexEntry;
 use crate::memcpy::MemcpyBackend;
 use crate::memory::Memory;
 use crate::testing::{
-    Fault, FaultBackend, ParkedBackend, fill_pattern, has_pattern, options, order, run, start,
+    Fault, FaultBackend, ParkedBackend, each, fill_pattern, has_pattern, options, order, run, start,
 };
 
 const SLOTS: u32 = 16;
@@ -87,6 +87,7 @@ impl Rank {
         let backends: HashMap<Route, Arc<dyn Backend>> =
             faults.routes().iter().map(|&route| (route, Arc::clone(&faults) as _)).collect();
         let member = Member::join(JoinOptions { kept, ..join_options(dir, member) }, backends)?;
+        let member = member.pulling(Arc::clone(&host), Box::new(bring_patterns));
         let mut titles = [&device, &host].map(|region| region.frames().unwrap());
         let titles =
             titles.iter_mut().flat_map(|pool| (0..SLOTS).filter_map(|_| pool.take())).collect();
@@ -109,6 +110,15 @@ impl Rank {
     fn leave(self) {
         self.stopper.stop();
         self.service.join().unwrap().unwrap();
+    }
+}
+
+/// Brings what would lie in a slot there: the pattern of its number.
+fn bring_patterns(_: PullFrom, slots: Vec<PulledSlot>) {
+    for mut slot in slots {
+        fill_pattern(slot.from().slot.0 as usize, slot.bytes());
+        slot.written();
+        slot.end(Ok(()));
     }
 }
 
@@ -275,6 +285,43 @@ fn a_rank_gives_out_nothing_that_it_was_not_given() {
         run(&fleet.leader, vec![nowhere]).remove(0).unwrap_err().kind(),
         CopyErrorKind::Refused
     );
+    fleet.assert_works();
+}
+
+/// Has all ranks bring blocks from a worker of so many.
+fn pull(fleet: &Fleet, ranks: usize, ops: &[CopyOp]) -> Vec<Result<(), CopyError>> {
+    let seats = vec![PeerSeat { port: 1, incarnation: 1 }; ranks];
+    let order = PullOrder { host: "there".to_owned(), seats, limit_ms: 1_000 };
+    let (report, reports) = mpsc::channel();
+    let done = each(move |index, result| report.send((index, result)).unwrap());
+    fleet.leader.pull(&order, ops, &done);
+    let mut ended: Vec<_> = ops.iter().map(|_| reports.recv_timeout(LIMIT).unwrap()).collect();
+    ended.sort_by_key(|(index, _)| *index);
+    ended.into_iter().map(|(_, result)| result).collect()
+}
+
+#[test]
+fn what_a_rank_cannot_bring_is_refused_and_the_rest_comes() {
+    let mut fleet = Fleet::new(2);
+    let op = |tier, slot| {
+        let at = |tier| SlotRef { tier, slot: SlotId(slot), generation: 1 };
+        order(slot as usize, at(Tier::Host), at(tier))
+    };
+    let ops = [op(Tier::Host, 3), op(Tier::Host, SLOTS), op(Tier::Device, 4), op(Tier::Host, 5)];
+    let refused = Some(CopyErrorKind::Refused);
+    let pulled = pull(&fleet, 2, &ops);
+    assert_eq!(kinds(&pulled), [None, refused, refused, None]);
+    let said = pulled[1].as_ref().unwrap_err().to_string();
+    assert!(said.contains("there is no host slot 16"), "{said}");
+    for rank in fleet.ranks.iter().flatten() {
+        assert!(rank.host_has(3, 3) && rank.host_has(5, 5));
+    }
+    // Heads of three ranks are not split among two.
+    let pulled = pull(&fleet, 3, &ops[..1]);
+    let said = pulled[0].as_ref().unwrap_err();
+    assert_eq!(said.kind(), CopyErrorKind::Refused);
+    assert!(said.to_string().contains("does not read at ranks of that worker"), "{said}");
+    assert_eq!(kinds(&pull(&fleet, 4, &ops[..1])), [None]);
     fleet.assert_works();
 }
 

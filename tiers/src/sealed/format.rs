@@ -164,6 +164,12 @@ struct SealedParts {
     header: Range<usize>,
 }
 
+/// The name of the key that a block of any size is sealed with; `None`: it is not sealed.
+pub(super) fn key_of(sealed: &[u8]) -> Option<KeyId> {
+    let header = &sealed[sealed.len().checked_sub(HEADER_BYTES)?..];
+    header.starts_with(&MAGIC).then(|| id_of(header))
+}
+
 fn corrupt(why: String) -> CopyError {
     CopyError::new(CopyErrorKind::Corrupt, why)
 }
@@ -173,7 +179,7 @@ fn id_of(header: &[u8]) -> KeyId {
     std::array::from_fn(|byte| header[4 + byte])
 }
 
-fn no_key(why: NoKey) -> CopyError {
+pub(super) fn no_key(why: NoKey) -> CopyError {
     match why {
         // Not the medium's fault, so its breaker must not open.
         NoKey::Forgotten => CopyError::refused("its tenant was forgotten meanwhile"),

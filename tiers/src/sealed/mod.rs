@@ -17,6 +17,7 @@
 //! | `format` | what a sealed block looks like, and how it is made |
 //! | `scratch` | slots for sealed blocks on their way, and who waits for one |
 //! | `backend` | the way of a block |
+//! | `travel` | the way of a block from the host tier of another worker |
 //!
 //! Checksums are kept *inside*, of sealed blocks: `Sealed(Verified(backend))`. So what an index or
 //! a segment's footer says of a block is true of the bytes beside it and tells nothing of what is
@@ -32,6 +33,7 @@ mod scratch;
 mod tenants;
 #[cfg(test)]
 mod tests;
+mod travel;
 
 pub use backend::Sealed;
 pub use format::{Cipher, SEAL_BYTES};
@@ -41,3 +43,4 @@ pub(crate) use keys::MacKey;
 pub use scratch::{Scratch, ScratchOptions};
 pub use tenants::{FoundKey, KeyId, KeyStore, KeysInMemory, RECORD_BYTES, TenantKeys, WrappedKey};
 pub(crate) use tenants::{TENANT_BYTES, id_prefix, tenant_prefix};
+pub use travel::{ArrivingBlock, HostSeal, OtherSeal};

@@ -77,7 +77,8 @@ impl WrappedKey {
         bytes
     }
 
-    pub(crate) const fn bytes(&self) -> &[u8; RECORD_BYTES] {
+    /// As it is stored.
+    pub const fn bytes(&self) -> &[u8; RECORD_BYTES] {
         &self.0
     }
 
@@ -228,6 +229,8 @@ struct SealKey {
     /// worker.
     life: Option<u32>,
     secret: Arc<SecretKey>,
+    /// As it is stored, for workers that are sent what it sealed.
+    wrapped: WrappedKey,
 }
 
 struct TenantState {
@@ -389,6 +392,28 @@ impl TenantKeys {
         }
     }
 
+    /// The key of that name as it is stored; none of a tenant that was forgotten.
+    pub(super) fn wrapped(&self, id: KeyId) -> Result<WrappedKey, NoKey> {
+        self.to_open(id)?;
+        let known = self.known.lock();
+        known.by_id.get(&id).map(|key| key.wrapped.clone()).ok_or(NoKey::Gone)
+    }
+
+    /// Learns a key that another worker sent: an error says why it cannot be used here.
+    pub(super) fn take(&self, record: &[u8; RECORD_BYTES]) -> Result<(), String> {
+        let wrapped = WrappedKey::parse(*record).ok_or("what was sent is no key")?;
+        let number = wrapped.main();
+        if self.ring.get(number).is_none() {
+            return Err(format!(
+                "main key {number} is not given here: add it to encryption.key_file \
+                 (DYN_KVBM_ENCRYPTION_KEY_FILE)"
+            ));
+        }
+        self.learn(&wrapped, 0).ok_or_else(|| {
+            format!("main key {number} is another one here, or what was sent has changed")
+        })
+    }
+
     /// Destroys what the blocks of a tenant were sealed with in earlier lives than `life`: no one
     /// without a copy of it reads them again. What is sealed for it from here on has another key;
     /// blocks of an earlier life are not sealed any more.
@@ -441,7 +466,8 @@ impl TenantKeys {
         let mut current =
             kept.iter().filter(|key| key.main() == self.ring.current() && key.tenant() == tenant);
         Ok(current.find_map(|key| {
-            Some((key.id(), SealKey { tenant, life: None, secret: self.unwrap(key)? }))
+            let (secret, wrapped) = (self.unwrap(key)?, key.clone());
+            Some((key.id(), SealKey { tenant, life: None, secret, wrapped }))
         }))
     }
 
@@ -453,7 +479,7 @@ impl TenantKeys {
         let (wrapped, secret) = self.make(tenant)?;
         self.store.add(&wrapped)?;
         let life = Some(owner.map_or(0, |owner| owner.life));
-        Ok((wrapped.id(), SealKey { tenant, life, secret }))
+        Ok((wrapped.id(), SealKey { tenant, life, secret, wrapped }))
     }
 
     /// Learns a key from what a store has of it.
@@ -480,7 +506,8 @@ impl TenantKeys {
         let mut known = self.known.lock();
         let state = known.tenant(wrapped.tenant());
         if !state.is_condemned && state.forgotten_at <= began {
-            let key = SealKey { tenant: wrapped.tenant(), life: None, secret };
+            let (tenant, of_store) = (wrapped.tenant(), wrapped.clone());
+            let key = SealKey { tenant, life: None, secret, wrapped: of_store };
             known.by_id.entry(wrapped.id()).or_insert(key);
         }
         Some(())

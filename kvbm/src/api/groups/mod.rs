@@ -25,7 +25,7 @@ mod save;
 use std::sync::{Arc, Weak};
 
 use kvbm_policies::CheckpointGrid;
-use kvbm_tiers::{DramRegion, SlotId, Tier};
+use kvbm_tiers::{SlotId, Tier};
 
 use crate::api::engine_memory::check_distinct;
 use crate::api::manager::Manager;
@@ -33,6 +33,7 @@ use crate::error::{Error, Result};
 use crate::names::epoch::NewEpoch;
 use crate::names::fingerprint::digest;
 use crate::names::hash::{BlockHash, Chain};
+use crate::peers::HostBytes;
 use crate::scheduler::Core;
 use crate::sync::{RwLock, RwLockReadGuard};
 use crate::table::LeftBlock;
@@ -196,19 +197,18 @@ pub(crate) struct GroupTier<'a> {
     /// Blocks that it looks back over.
     pub(crate) window: usize,
     pub(crate) core: &'a Arc<Core>,
-    pub(crate) memory: &'a Arc<DramRegion>,
+    pub(crate) host: HostBytes,
 }
 
 impl CheckpointGroups {
-    /// The host tiers of the groups; `None`: one has none, or its blocks lie there encrypted.
+    /// The host tiers of the groups; `None`: one has none.
     pub(crate) fn host_tiers(&self) -> Option<Vec<GroupTier<'_>>> {
         self.groups
             .iter()
             .map(|group| {
-                let open = Some(&group.manager).filter(|manager| !manager.is_host_sealed());
-                let (core, memory) = open?.host_tier()?;
+                let (core, host) = (group.manager.core(), group.manager.host_bytes()?);
                 let (number, window) = (group.number, group.window);
-                Some(GroupTier { number, window, core, memory })
+                Some(GroupTier { number, window, core, host })
             })
             .collect()
     }

@@ -5,6 +5,9 @@ use kvbm_tiers::{SlotId, Tier};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
 use tokio_util::codec::FramedRead;
 
+use super::super::TIDY_PAUSE;
+use super::super::greeting::PeerProofs;
+use super::super::greeting::tests::member;
 use super::super::protocol::requests;
 use super::*;
 
@@ -212,4 +215,43 @@ fn ranks_serve_on_the_ports_behind_their_leaders() {
     assert_eq!(port(0, 3).unwrap(), 0);
     let error = port(u16::MAX - 1, 1).unwrap_err().to_string();
     assert!(error.contains("peers.port") && error.contains("+ 2"), "{error}");
+}
+
+fn reader() -> SliceReader {
+    let credentials = Credentials { member: member("rank 0", 1), proofs: PeerProofs::default() };
+    SliceReader { credentials: Arc::new(credentials), waiting: Mutex::default() }
+}
+
+/// A rank that takes a connection, and says nothing.
+#[tokio::test(start_paused = true)]
+async fn what_does_not_come_within_the_limit_does_not_come() {
+    const LIMIT: Duration = Duration::from_secs(7);
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let seat = PeerSeat { port: silent.local_addr().unwrap().port(), incarnation: 1 };
+    let (slots, ends) = slots(|_| LIFE);
+    let sources = vec![PullSource { seat, ..SOURCE }];
+    let from = PullFrom { host: "127.0.0.1".to_owned(), sources, limit: LIMIT };
+    let began = Instant::now();
+    reader().bring(from, slots.left).await;
+    assert!(began.elapsed() >= LIMIT && began.elapsed() < 2 * LIMIT, "{:?}", began.elapsed());
+    let ends = ends.lock();
+    assert_eq!(ends.len(), SLOTS as usize);
+    assert!(ends.iter().all(|(_, end)| *end == Some(CopyErrorKind::Unavailable)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn connections_that_nobody_uses_are_let_go() {
+    let reader = Arc::new(reader());
+    let place = |port| ("there".to_owned(), PeerSeat { port, incarnation: 1 });
+    let tidied = Arc::clone(&reader);
+    let tidying = tokio::spawn(tidy(move || tidied.tidy()));
+    let (stream, mut other_end) = duplex(1);
+    reader.keep(place(1), Box::new(stream));
+    tokio::time::sleep(MAX_WAIT / 2).await;
+    reader.keep(place(2), Box::new(duplex(1).0));
+    tokio::time::sleep(MAX_WAIT / 2 + TIDY_PAUSE).await;
+    assert_eq!(other_end.read(&mut [0]).await.unwrap(), 0, "it is still open");
+    let waiting = reader.waiting.lock();
+    assert!(waiting.len() == 1 && waiting.contains_key(&place(2)));
+    tidying.abort();
 }

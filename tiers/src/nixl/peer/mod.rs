@@ -121,21 +121,28 @@ impl OneSided for NixlPeers {
     }
 
     fn reader(&self) -> Result<Box<dyn UnmetReader>, SetupError> {
+        Ok(Box::new(self.agent()?))
+    }
+
+    fn close(&self) {
+        self.ends.end_all();
+    }
+}
+
+impl NixlPeers {
+    /// Another reader's.
+    fn agent(&self) -> Result<UnmetAgent, SetupError> {
         let number = self.readers.fetch_add(1, Ordering::Relaxed);
         let backend = self.backend(&format!("{}/{number}", self.name))?;
         // SAFETY: nothing is registered yet, so these bytes give access to nothing.
         let metadata = unsafe { backend.agent().metadata() }?;
-        Ok(Box::new(UnmetAgent {
+        Ok(UnmetAgent {
             backend: Some(backend),
             metadata,
             memory: Arc::clone(&self.memory),
             posts: self.posting.sender(),
             ends: Arc::clone(&self.ends),
-        }))
-    }
-
-    fn close(&self) {
-        self.ends.end_all();
+        })
     }
 }
 

@@ -45,11 +45,23 @@ impl UnmetReader for UnmetAgent {
     }
 
     fn meet(
-        mut self: Box<Self>,
+        self: Box<Self>,
         name: &str,
         metadata: &[u8],
         place: TierPlace,
     ) -> Result<Box<dyn SlotReads>, SetupError> {
+        let posts = self.posts.clone();
+        Ok(Box::new(AgentReads { shared: self.met(name, metadata, place)?, posts }))
+    }
+}
+
+impl UnmetAgent {
+    pub(super) fn met(
+        mut self,
+        name: &str,
+        metadata: &[u8],
+        place: TierPlace,
+    ) -> Result<Arc<SharedReader>, SetupError> {
         let own = TierPlace::of(&*self.memory);
         check_place(place, own)?;
         let backend = self.backend.take();
@@ -72,7 +84,7 @@ impl UnmetReader for UnmetAgent {
             ends: Arc::clone(&self.ends),
         });
         shared.ends.readers.lock().push(Arc::downgrade(&shared));
-        Ok(Box::new(AgentReads { shared, posts: self.posts.clone() }))
+        Ok(shared)
     }
 }
 
@@ -125,7 +137,7 @@ struct AgentReads {
 
 impl SlotReads for AgentReads {
     fn read(&self, from: Vec<SlotId>, to: Vec<Frame>, done: ReadDone) {
-        let order = ReadOrder { from, arriving: Arriving { frames: to, done: Some(done) } };
+        let order = ReadOrder::new(from, to, done);
         // What no thread receives is told of its end as it is dropped.
         let _ = self.posts.send((Arc::clone(&self.shared), order));
     }
@@ -155,6 +167,12 @@ impl Drop for AgentReads {
 pub(super) struct ReadOrder {
     from: Vec<SlotId>,
     arriving: Arriving,
+}
+
+impl ReadOrder {
+    pub(super) fn new(from: Vec<SlotId>, frames: Vec<Frame>, done: ReadDone) -> Self {
+        Self { from, arriving: Arriving { frames, done: Some(done) } }
+    }
 }
 
 /// Frames, and the duty to give them back once nothing writes them any more.

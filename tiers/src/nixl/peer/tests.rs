@@ -10,13 +10,16 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
+use rustix::time::{ClockId, clock_gettime};
+
 use super::NixlPeers;
+use super::reader::ReadOrder;
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
 use crate::dram::DramRegion;
 use crate::frame::{Frame, FramePool};
 use crate::nixl::Library;
 use crate::nixl::agent::Agent;
-use crate::peers::{OneSided, SlotReads, TierPlace};
+use crate::peers::{OneSided, SlotReads, TierPlace, UnmetReader};
 use crate::testing::{fill_pattern, has_pattern, host, skip};
 
 const BLOCK: usize = 1 << 20;
@@ -333,4 +336,52 @@ fn a_killed_holder_ends_its_reads_and_no_others() {
         assert!(result.is_ok(), "{result:?}");
         assert!(all_arrived(&here.memory, &frames, &(0..8).collect::<Vec<_>>()));
     }
+}
+
+/// The goal is 1 µs. Over TCP the bytes move later, by looks for the end.
+#[test]
+#[ignore = "tests/peers.sh transfer: it measures"]
+fn what_a_post_costs() {
+    const BLOCKS: usize = 512;
+    const POSTS: usize = 21;
+    if library().is_none() {
+        return;
+    }
+    let memory = || Arc::new(host(BLOCKS as u32, 64 << 10));
+    let (there, here) = (memory(), memory());
+    let (_theirs, mut ours) = (filled(&there, 0), filled(&here, 0));
+    let (holder, reader) = (peers(&there, TCP), peers(&here, TCP));
+    let (metadata, place) = holder.place().unwrap();
+    let agent = reader.agent().unwrap();
+    holder.admit(agent.metadata()).unwrap();
+    let agent = agent.met(&holder.name, &metadata, place).unwrap();
+    // No two are neighbours: each is a piece of its own.
+    let from: Vec<_> = (0..BLOCKS as u32).map(|n| SlotId(n * 37 % BLOCKS as u32)).collect();
+    let mut frames: Vec<_> = std::iter::from_fn(|| ours.take()).collect();
+    let mut costs = Vec::new();
+    for _ in 0..POSTS {
+        let (told, ended) = channel();
+        let done = Box::new(move |frames, result| told.send((frames, result)).unwrap());
+        let order = ReadOrder::new(from.clone(), frames, done);
+        let began = clock_gettime(ClockId::ThreadCPUTime);
+        agent.post(order);
+        let took = clock_gettime(ClockId::ThreadCPUTime) - began;
+        costs.push(Duration::try_from(took).unwrap().as_secs_f64() * 1e6 / BLOCKS as f64);
+        let deadline = Instant::now() + LIMIT;
+        let (back, result) = loop {
+            assert!(Instant::now() < deadline, "it does not end");
+            agent.look();
+            if let Ok(ended) = ended.try_recv() {
+                break ended;
+            }
+        };
+        let result: Result<(), CopyError> = result;
+        result.unwrap();
+        frames = back;
+    }
+    costs.sort_by(f64::total_cmp);
+    println!(
+        "figures {{\"post\": {{\"blocks\": {BLOCKS}, \"us_a_block\": {:.3}}}}}",
+        costs[POSTS / 2]
+    );
 }

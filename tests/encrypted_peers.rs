@@ -1,0 +1,290 @@
+//! Workers that read each other while blocks lie encrypted in the host tier of one, the other, or
+//! both.
+
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use kvbm::{BlockHash, ErrorKind, Hints, Manager, PeerLease, Pulled, RequestInfo, Tier};
+use kvbm_settings::Settings;
+use kvbm_tests::engine::{self, serve_for};
+use kvbm_tests::kept::{self, options, shm};
+use kvbm_tests::rig::{hash, metric, wait_until};
+use kvbm_tiers::sealed::SEAL_BYTES;
+use kvbm_tiers::testing::fill_pattern;
+use prometheus::Registry;
+use tempfile::TempDir;
+
+const BLOCK: usize = 8192;
+const CHAIN: u32 = 8;
+const LIMIT: Duration = Duration::from_secs(30);
+/// Whose prompts are whose: all above one are nobody's.
+const ONE: u32 = 0;
+const OTHER: u32 = 1;
+const NOBODY: u32 = 2;
+/// Main keys.
+const FIRST: &str = "0123456789abcdef";
+const SECOND: &str = "fedcba9876543210";
+
+fn main_key(number: u32, digits: &str) -> String {
+    format!("{number}:{}", digits.repeat(4))
+}
+
+fn chain(n: u32) -> Vec<BlockHash> {
+    (0..CHAIN).map(|i| hash(1_000 * n + i)).collect()
+}
+
+fn info(n: u32) -> RequestInfo {
+    let hints = Hints { tenant: (n <= OTHER).then_some(n), ..Hints::default() };
+    RequestInfo { hints, ..RequestInfo::default() }
+}
+
+/// A worker with a place in memory of its own.
+struct Worker {
+    manager: Manager,
+    registry: Registry,
+    place: PathBuf,
+}
+
+impl Worker {
+    /// `is_sealed`: its host tier outlives it, and so lies encrypted if there is a key.
+    fn open(home: &Path, name: &str, (is_sealed, key): (bool, Option<String>), at: &str) -> Self {
+        let (place, registry) = (home.join(name), Registry::new());
+        fs::create_dir_all(place.join("memory")).unwrap();
+        let mut settings = kept::settings(&place, BLOCK as u64, 256);
+        settings.host.persist = settings.host.persist.filter(|_| is_sealed);
+        settings.encryption.key = key;
+        let settings = Settings { peers: peers(settings.peers, at), ..settings };
+        let manager = engine::block_on(Manager::open(settings, options(&registry))).unwrap();
+        Self { manager, registry, place }
+    }
+
+    fn address(&self) -> String {
+        self.manager.peers().unwrap().address().to_string()
+    }
+
+    /// Computes what the tiers lack of a prompt; returns how much of it was a hit. Nothing of it is
+    /// on the device before, or stays there.
+    #[track_caller]
+    fn serve(&self, n: u32) -> usize {
+        self.manager.admin().evict(Tier::Device, usize::MAX);
+        let served = serve_for(&self.manager, info(n), &chain(n));
+        assert_eq!((served.wrong, served.saved), (0, CHAIN as usize), "{served:?}");
+        assert!(self.manager.drain(LIMIT).is_complete());
+        self.manager.admin().evict(Tier::Device, usize::MAX);
+        served.hit
+    }
+
+    fn memory_file(&self) -> PathBuf {
+        let dir = fs::read_dir(self.place.join("memory")).unwrap();
+        let mut paths = dir.map(|entry| entry.unwrap().path());
+        paths.find(|path| path.extension().is_some_and(|kind| kind == "memory")).unwrap()
+    }
+
+    /// Flips a bit in each slot.
+    fn damage(&self) {
+        let stride = (BLOCK + SEAL_BYTES).next_multiple_of(4096) as u64;
+        let file = OpenOptions::new().read(true).write(true).open(self.memory_file()).unwrap();
+        for slot in 0..kept::HOST {
+            let (mut byte, at) = ([0], slot * stride + 613 * slot % BLOCK as u64);
+            file.read_exact_at(&mut byte, at).unwrap();
+            file.write_all_at(&[byte[0] ^ 4], at).unwrap();
+        }
+    }
+
+    #[track_caller]
+    fn assert_sound(&self) {
+        let counts = self.manager.admin().counts(Tier::Host);
+        assert_eq!((self.manager.admin().audit(), counts.filling, counts.lost), (vec![], 0, 0));
+    }
+}
+
+fn peers(settings: kvbm_settings::PeerSettings, at: &str) -> kvbm_settings::PeerSettings {
+    let addresses = Some(at.to_owned()).filter(|at| !at.is_empty());
+    kvbm_settings::PeerSettings {
+        enabled: true,
+        port: 0,
+        addresses,
+        lease_share: 1.0,
+        lease_ttl_ms: 1_000,
+        ..settings
+    }
+}
+
+struct Pair {
+    there: Worker,
+    here: Worker,
+    peer: String,
+    home: TempDir,
+}
+
+impl Pair {
+    fn open(there: (bool, Option<String>), here: (bool, Option<String>)) -> Option<Self> {
+        let home = shm()?;
+        let there = Worker::open(home.path(), "there", there, "");
+        let at = there.address();
+        let here = Worker::open(home.path(), "here", here, &at);
+        Some(Self { there, here, peer: at.replace(':', "/"), home })
+    }
+
+    /// Both encrypt, with one main key.
+    fn alike() -> Option<Self> {
+        let sealed = || (true, Some(main_key(1, FIRST)));
+        Self::open(sealed(), sealed())
+    }
+
+    fn lease(&self, n: u32) -> kvbm::Result<PeerLease> {
+        self.here.manager.peers().unwrap().lease(&self.peer, &chain(n), info(n)).wait()
+    }
+
+    fn pull(&self, lease: PeerLease) -> Pulled {
+        self.here.manager.peers().unwrap().pull(lease).wait().unwrap()
+    }
+
+    /// What was computed there is a hit here.
+    #[track_caller]
+    fn assert_reads(&self, n: u32) {
+        let pulled = self.pull(self.lease(n).unwrap());
+        assert_eq!((pulled.copied, pulled.fault.as_deref()), (CHAIN as usize, None));
+        drop(pulled);
+        assert_eq!(self.here.serve(n), CHAIN as usize);
+    }
+
+    #[track_caller]
+    fn assert_sound(&self) {
+        let peers = self.there.manager.peers().unwrap();
+        wait_until(LIMIT, "leases are left", || peers.leased() == 0);
+        [&self.there, &self.here].into_iter().for_each(Worker::assert_sound);
+    }
+}
+
+/// Whether the file in memory of a worker shows a word of any block of a prompt.
+fn shows(worker: &Worker, n: u32) -> bool {
+    let memory = fs::read(worker.memory_file()).unwrap();
+    let words: std::collections::HashSet<_> = memory.windows(8).collect();
+    let prompt = chain(n);
+    let prompt = kvbm::Chain::from(prompt.as_slice());
+    (0..CHAIN as usize).any(|position| {
+        let mut block = vec![0; BLOCK];
+        fill_pattern(kvbm_tests::rig::number(prompt.key(position)), &mut block);
+        block.as_chunks::<8>().0.iter().any(|word| *word != [0; 8] && words.contains(&word[..]))
+    })
+}
+
+#[test]
+fn what_lies_encrypted_is_a_hit_at_a_neighbour() {
+    for (is_sealed_there, is_sealed_here) in [(true, true), (true, false), (false, true)] {
+        let key = || Some(main_key(1, FIRST));
+        let pair = Pair::open((is_sealed_there, key()), (is_sealed_here, key()));
+        let Some(pair) = pair else { return };
+        for n in [ONE, OTHER, NOBODY] {
+            assert_eq!(pair.there.serve(n), 0);
+            pair.assert_reads(n);
+            assert!(!is_sealed_here || !shows(&pair.here, n));
+        }
+        let way = [("way", "tcp")];
+        assert_eq!(metric(&pair.here.registry, "kvbm_peer_blocks_total", &way), 24);
+        assert_eq!(metric(&pair.here.registry, "kvbm_checksum_failures_total", &[]), 0);
+        pair.assert_sound();
+        // It is sealed with a key of its own: the next process opens it without the neighbour.
+        let Pair { there, here, home, .. } = pair;
+        drop((there, here));
+        let again = Worker::open(home.path(), "here", (is_sealed_here, key()), "");
+        let hit = if is_sealed_here { CHAIN as usize } else { 0 };
+        for n in [ONE, OTHER, NOBODY] {
+            assert_eq!(again.serve(n), hit);
+        }
+    }
+}
+
+#[test]
+fn a_worker_without_the_key_is_told_and_one_with_it_reads() {
+    let Some(home) = shm() else { return };
+    let there = Worker::open(home.path(), "there", (true, Some(main_key(1, FIRST))), "");
+    there.serve(ONE);
+    let at = there.address();
+    let peer = at.replace(':', "/");
+    let open = |key: Option<String>| Worker::open(home.path(), "here", (false, key), &at);
+    for (key, said) in [
+        (None, "this worker has no keys"),
+        (Some(main_key(2, FIRST)), "main key 1 is not given here"),
+        (Some(main_key(1, SECOND)), "main key 1 is another one here"),
+    ] {
+        let here = open(key);
+        let leasing = here.manager.peers().unwrap().lease(&peer, &chain(ONE), info(ONE));
+        let error = leasing.wait().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        assert!(error.to_string().contains(said), "{error}");
+        assert_eq!(here.serve(ONE), 0);
+        here.assert_sound();
+    }
+    // An older main key opens as well.
+    let both = format!("{},{}", main_key(2, SECOND), main_key(1, FIRST));
+    let here = open(Some(both));
+    let pair = Pair { there, here, peer, home };
+    pair.assert_reads(ONE);
+    pair.assert_sound();
+}
+
+#[test]
+fn what_changed_in_the_holders_memory_is_a_miss_and_then_heals() {
+    let Some(pair) = Pair::alike() else { return };
+    pair.there.serve(ONE);
+    let lease = pair.lease(ONE).unwrap();
+    pair.there.damage();
+    let pulled = pair.pull(lease);
+    let said = "a block is not what its checksum says";
+    assert_eq!((pulled.copied, pulled.fault.as_deref()), (0, Some(said)));
+    drop(pulled);
+    let wrong = [("end", "wrong")];
+    assert_eq!(metric(&pair.here.registry, "kvbm_peer_leases_total", &wrong), 1);
+    // The holder has looked, and dropped it.
+    wait_until(LIMIT, "it is still there", || {
+        pair.there.manager.matches(&chain(ONE)).longest() == 0
+    });
+    assert_eq!(pair.there.serve(ONE), 0);
+    pair.assert_reads(ONE);
+    pair.assert_sound();
+}
+
+#[test]
+fn a_lease_that_is_over_gives_nothing() {
+    let Some(pair) = Pair::alike() else { return };
+    pair.there.serve(ONE);
+    let lease = pair.lease(ONE).unwrap();
+    let peers = pair.there.manager.peers().unwrap();
+    wait_until(LIMIT, "the lease lasts", || peers.leased() == 0);
+    pair.there.manager.admin().evict(Tier::Host, usize::MAX);
+    pair.there.serve(NOBODY);
+    let pulled = pair.pull(lease);
+    assert_eq!((pulled.copied, pulled.fault.as_deref()), (0, Some("its time is over")));
+    drop(pulled);
+    pair.there.serve(ONE);
+    pair.assert_reads(ONE);
+    pair.assert_sound();
+}
+
+#[test]
+fn a_tenant_that_is_forgotten_at_either_side_is_forgotten_there() {
+    let Some(pair) = Pair::alike() else { return };
+    [ONE, OTHER].into_iter().for_each(|n| _ = pair.there.serve(n));
+    pair.assert_reads(ONE);
+    pair.here.manager.forget(ONE).unwrap();
+    assert_eq!(pair.here.manager.matches(&chain(ONE)).longest(), 0);
+    // It comes back, under a new key.
+    pair.assert_reads(ONE);
+    pair.here.manager.admin().evict(Tier::Host, usize::MAX);
+    let lease = pair.lease(ONE).unwrap();
+    assert_eq!(lease.only_there(), CHAIN as usize);
+    pair.there.manager.forget(ONE).unwrap();
+    let pulled = pair.pull(lease);
+    let said = "a reset, a forgotten tenant or a damaged block ended it";
+    assert_eq!((pulled.copied, pulled.fault.as_deref()), (0, Some(said)));
+    drop(pulled);
+    assert_eq!(pair.lease(ONE).unwrap().only_there(), 0);
+    pair.assert_reads(OTHER);
+    assert_eq!(pair.there.serve(ONE), 0);
+    pair.assert_reads(ONE);
+    pair.assert_sound();
+}
