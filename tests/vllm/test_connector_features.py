@@ -179,7 +179,7 @@ def test_a_producer_loads_where_no_step_under_way_writes(role):
     scheduler = object.__new__(Scheduler)
     scheduler.manager = SimpleNamespace(load_into=lambda lease, slots: begun.append(slots) or load)
     scheduler._config = SimpleNamespace(
-        is_producer=role == "kv_producer", block_tokens=32, groups=[SimpleNamespace(index=0)], layerwise=False, is_windowed=False
+        is_producer=role == "kv_producer", block_tokens=32, groups=[SimpleNamespace(index=0)], layerwise=False, is_windowed=False, is_shared=False
     )
     scheduler._pool = SimpleNamespace(null_block=SimpleNamespace(block_id=0))
     scheduler._adapters = SimpleNamespace(look_again=lambda: None)
