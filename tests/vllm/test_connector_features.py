@@ -84,7 +84,6 @@ def test_tokens_that_were_guessed_are_kept_once_they_are_right(model):
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_it_serves_beside_another_connector(model, said, ours_first):
     ours = connector(host(64))["kv_transfer_config"]
-    del ours["kv_load_failure_policy"]
     theirs = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -208,7 +207,6 @@ def test_a_producer_loads_where_no_step_under_way_writes(role):
 def test_a_wrapping_connector_of_another_role_does_not_start(model):
     arguments = connector(host(64))
     ours = arguments["kv_transfer_config"]
-    del ours["kv_load_failure_policy"]
     arguments["kv_transfer_config"] = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_producer",
