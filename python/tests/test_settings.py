@@ -32,11 +32,12 @@ def test_lists_paths_and_none() -> None:
 
 
 def test_a_disk_tier_in_a_directory_that_nobody_named_is_remarked_on(tmp_path: Path) -> None:
-    (remark,) = Settings({"disk.capacity": "1GB"}).remarks()
+    disk = {"block_bytes": 4096, "host.capacity": "1GB", "disk.capacity": "1GB"}
+    (remark,) = Settings(disk).remarks()
     assert "the disk tier is in /tmp" in remark and "disk.dirs" in remark
-    assert not Settings({"disk.capacity": "1GB", "disk.dirs": str(tmp_path)}).remarks()
-    assert not Settings({"disk.capacity": "1GB", "disk.dirs": "/tmp"}).remarks()
-    assert not Settings({"host.capacity": "1GB"}).remarks()
+    for named in (str(tmp_path), "/tmp"):
+        assert not Settings(disk | {"disk.dirs": named}).remarks()
+    assert not Settings({"block_bytes": 4096, "host.capacity": "1GB"}).remarks()
 
 
 def test_a_replica_keeps_its_files_in_its_own_places(tmp_path: Path) -> None:

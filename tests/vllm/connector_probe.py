@@ -95,6 +95,26 @@ def shadowed(engine) -> dict:
     return {labels["verdict"]: int(value) for labels, value in samples.get("kvbm_shadow_blocks_total", ()) if value}
 
 
+def blocks_by_worker(engine) -> list[list[str]]:
+    """Digests of the blocks of each worker in which there is something."""
+    return engine.llm.collective_rpc(_digests)
+
+
+def _digests(_) -> list[str]:
+    import hashlib
+
+    import torch
+
+    (tensors,) = _worker()._tensors
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    found = []
+    for block in range(1, len(tensors[0])):
+        if any(tensor[block].any() for tensor in tensors):
+            parts = b"".join(tensor[block].flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+            found.append(hashlib.sha256(parts).hexdigest())
+    return found
+
+
 def _worker():
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 

@@ -10,6 +10,7 @@ OURS = Path(__file__).parents[2] / "python" / "python" / "kvbm_rs" / "vllm"
 # What our variables are of vLLM's, by how we write them.
 _KV_CACHE = ("vllm.v1.core.kv_cache_manager", "KVCacheManager")
 _POOL = ("vllm.v1.core.block_pool", "BlockPool")
+_BLOCK = ("vllm.v1.core.kv_cache_utils", "KVCacheBlock")
 _REQUEST = ("vllm.v1.request", "Request")
 _CONTEXT = ("vllm.v1.kv_offload.base", "ReqContext")
 _JOB = ("vllm.v1.kv_offload.tiering.base", "TransferJob")
@@ -22,9 +23,10 @@ RECEIVERS = {
         "known.request": _REQUEST,
         "output": ("vllm.v1.core.sched.output", "SchedulerOutput"),
         "cached": ("vllm.v1.core.sched.output", "CachedRequestData"),
-        "block": ("vllm.v1.core.kv_cache_utils", "KVCacheBlock"),
+        "block": _BLOCK,
         "RequestStatus": ("vllm.v1.request", "RequestStatus"),
     },
+    "connector/shadow.py": {"pool": _POOL, "block": _BLOCK, "kept": _BLOCK, "computed": _BLOCK},
     "connector/events.py": {"request": _REQUEST},
     "connector/hints.py": {"request": _REQUEST},
     "connector/adapters.py": {"adapter": ("vllm.lora.request", "LoRARequest")},

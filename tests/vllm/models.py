@@ -1,6 +1,6 @@
 """Models with random weights, small enough for an engine on a CPU, and a tokenizer of bytes.
 
-    python tests/vllm/models.py DIRECTORY [--shape tiny|hybrid|windowed|states|bench]
+    python tests/vllm/models.py DIRECTORY [--shape tiny|hybrid|windowed|states|latent|bench]
 """
 
 import argparse
@@ -10,8 +10,8 @@ from pathlib import Path
 # What a shape changes in the configuration of a Llama, or of the model that it is `like`. All but `bench` have weights of numbers
 # wide apart, in float32: a wrong byte of KV changes their tokens, and the size of chunks does not. Four layers of `hybrid` look
 # back over 128 tokens only: vLLM keeps them as two cache groups beside that of the others; all layers of `windowed` do. Half of
-# the layers of `states` keep a state, of a short convolution. `bench` is large enough for times to mean something; an engine
-# fills in its weights (`load_format="dummy"`).
+# the layers of `states` keep a state, of a short convolution. `latent` has multi-head latent attention. `bench` is large enough for
+# times to mean something; an engine fills in its weights (`load_format="dummy"`).
 SHAPES = {
     "tiny": {
         "hidden_size": 256,
@@ -61,6 +61,22 @@ SHAPES = {
         "block_auto_adjust_ff_dim": False,
         # With weights wider apart what attention adds is lost beside what convolutions do.
         "initializer_range": 0.1,
+        "torch_dtype": "float32",
+    },
+    "latent": {
+        "like": "DeepseekV2",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        # No experts.
+        "first_k_dense_replace": 2,
         "torch_dtype": "float32",
     },
     "bench": {

@@ -84,7 +84,6 @@ def test_tokens_that_were_guessed_are_kept_once_they_are_right(model):
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_it_serves_beside_another_connector(model, said, ours_first):
     ours = connector(host(64))["kv_transfer_config"]
-    del ours["kv_load_failure_policy"]
     theirs = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -179,7 +178,7 @@ def test_a_producer_loads_where_no_step_under_way_writes(role):
     scheduler = object.__new__(Scheduler)
     scheduler.manager = SimpleNamespace(load_into=lambda lease, slots: begun.append(slots) or load)
     scheduler._config = SimpleNamespace(
-        is_producer=role == "kv_producer", block_tokens=32, groups=[SimpleNamespace(index=0)], layerwise=False, is_windowed=False
+        is_producer=role == "kv_producer", block_tokens=32, groups=[SimpleNamespace(index=0)], layerwise=False, is_windowed=False, is_shared=False
     )
     scheduler._pool = SimpleNamespace(null_block=SimpleNamespace(block_id=0))
     scheduler._adapters = SimpleNamespace(look_again=lambda: None)
@@ -208,7 +207,6 @@ def test_a_producer_loads_where_no_step_under_way_writes(role):
 def test_a_wrapping_connector_of_another_role_does_not_start(model):
     arguments = connector(host(64))
     ours = arguments["kv_transfer_config"]
-    del ours["kv_load_failure_policy"]
     arguments["kv_transfer_config"] = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_producer",

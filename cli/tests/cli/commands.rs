@@ -133,9 +133,7 @@ fn the_doctor_tries_a_disk_with_a_rule() {
 #[test]
 fn the_demo_tells_its_story() {
     let place = Place::new();
-    let mut command = place.command(&["demo"]);
-    command.env("DYN_KVBM_NIXL_LIBRARY", "/nowhere/libnixl_capi.so");
-    let output = command.output().expect("the binary starts");
+    let output = place.run(&["demo"]);
     let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
     assert!(output.status.success(), "{stdout}{stderr}");
     assert!(!stderr.contains("NIXL"), "who sees it first knows nothing of that: {stderr}");

@@ -14,7 +14,13 @@ import torch
 import vllm
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kvbm_rs import CacheGroup, EngineMemory, Settings
 from kvbm_rs.errors import InvalidError
@@ -115,6 +121,8 @@ class Config:
             _check_states(vllm_config)
         self.engine = transfer.engine_id
         self.world: int = parallel.tensor_parallel_size
+        # Into how many slices a block is cut, one for each worker; 1: all of them have the whole of it, and the first keeps it.
+        self.slices: int = 1 if _is_whole(kv_cache_config) else self.world
         # With one worker in the scheduler's process, the manager copies itself.
         self.is_alone = self.world == 1 and parallel.distributed_executor_backend == "uni"
         self.max_tokens: int = vllm_config.model_config.max_model_len
@@ -181,10 +189,15 @@ class Config:
             for number, (group, memory) in enumerate(zip(self.groups[1:], memories), 1)
         ]
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether what the first worker loads is all workers'."""
+        return self.slices < self.world
+
     def ranks(self) -> tuple[Path, int, float]:
         """Where leader and ranks meet, how many ranks there are, and how long each waits for the others."""
         name = hashlib.blake2b(self.engine.encode(), digest_size=8).hexdigest()
-        return Path(tempfile.gettempdir()) / f"kvbm-{os.getuid()}-{name}", self.world, _JOIN
+        return Path(tempfile.gettempdir()) / f"kvbm-{os.getuid()}-{name}", self.slices, _JOIN
 
 
 def _check(extra: dict[str, Any]) -> None:
@@ -269,6 +282,13 @@ def _pages(cache: "KVCacheConfig") -> dict[str, int]:
     tensors = [tensor for tensor in cache.kv_cache_tensors if hasattr(tensor, "layer_stride")]
     # Either layers or blocks are what lies together.
     return {name: min(tensor.layer_stride, tensor.block_stride) for tensor in tensors for name in tensor.layers}
+
+
+def _is_whole(cache: "KVCacheConfig") -> bool:
+    """Whether a block is the same in all workers: MLA's latent is, of which all their heads are made."""
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    of_layers = [spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec] for spec in specs]
+    return len(specs) == 1 and all(isinstance(spec, MLAAttentionSpec) for spec in of_layers[0])
 
 
 def _spec(group: "KVCacheGroupSpec") -> Any:
@@ -368,7 +388,7 @@ def _fingerprint(vllm_config: "VllmConfig", config: Config, dtype: str, weights:
         "weights": _weights(vllm_config, weights),
         "dtype": f"{dtype}, as {_order(vllm_config)}",
         "layouts": [_layout(group, layout) for group in config.groups],
-        "tensor_world": config.world,
+        "tensor_world": config.slices,
         "block_tokens": config.block_tokens,
         "rope_scaling": _positions(model),
         "engine": "vllm",

@@ -399,6 +399,9 @@ class Scheduler:
             if has_ended:
                 del self._loading[name]
                 told.loaded.add(name)
+                if self._config.is_shared:
+                    ((_, _, blocks),) = loading.slots
+                    told.shared += blocks
                 if loading.bad:
                     told.failed.add(name)
                     told.bad = [more | bad for more, bad in zip(told.bad or loading.bad, loading.bad)]

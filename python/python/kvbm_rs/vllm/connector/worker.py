@@ -3,8 +3,8 @@
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvbm_rs import EngineMemory, Lease, Load, Manager, Rank
@@ -14,9 +14,6 @@ from kvbm_rs.vllm.connector.config import Config
 from kvbm_rs.vllm.connector.tensors import adopt, block_dimension, by_blocks
 from kvbm_rs.vllm.versions import KVConnectorTransferResults
 
-if TYPE_CHECKING:
-    import torch
-
 # Of engines whose only worker is in this process: for their schedulers, which vLLM makes later.
 _adopted: dict[str, "Adopted"] = {}
 
@@ -25,7 +22,7 @@ _adopted: dict[str, "Adopted"] = {}
 class Adopted:
     """What the only worker of an engine adopted, by cache group: tensors, one for each layer, and the memory that they are."""
 
-    tensors: list[list["torch.Tensor"]]
+    tensors: list[list[torch.Tensor]]
     memories: list[EngineMemory]
 
 
@@ -48,7 +45,7 @@ class LayeredLoad:
         self._slots = slots
         self._load: Load | None = None
 
-    def begin(self, after: "torch.cuda.Event | None") -> None:
+    def begin(self, after: torch.cuda.Event | None) -> None:
         """Begins behind `after`: what a GPU has not computed yet of the steps before."""
         self._load = self._manager.load_into(self._lease, [(0, self._first, self._slots)], after=after)
 
@@ -76,6 +73,8 @@ class Ended(KVConnectorMetadata):
     step: int
     # Loads that the step waits for.
     layered: list[LayeredLoad] = field(default_factory=list)
+    # Blocks that came to the first worker, where they are all workers'.
+    shared: list[int] = field(default_factory=list)
     # Requests whose loads have ended, those of them whose loads failed, and the blocks of these that did not arrive, by
     # cache group.
     loaded: set[str] = field(default_factory=set)
@@ -96,6 +95,13 @@ class Stepped(KVConnectorWorkerMetadata):
         return Stepped(min(self.step, other.step), self.failed | other.failed, self.bad | other.bad)
 
 
+def _number() -> int:
+    """The worker's, among those that share each layer."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank()
+
+
 class Worker:
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -109,7 +115,7 @@ class Worker:
         self._layered: list[LayeredLoad] = []
         self._layers = {name: number for number, name in enumerate(config.groups[0].layers, 1)}
 
-    def adopt(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
+    def adopt(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config = self._config
         self._tensors = [
             [by_blocks(kv_caches[name], config.slots) for name in group.layers] for group in config.groups
@@ -120,21 +126,19 @@ class Worker:
         ]
         if config.is_alone:
             _adopted[config.engine] = Adopted(self._tensors, memories)
-        else:
+        elif not config.is_shared or _number() == 0:
             # The leader comes later: the worker must go on.
             self._joining = threading.Thread(target=self._join, args=(memories,), name="kvbm-join", daemon=True)
             self._joining.start()
 
     def _join(self, memories: list[EngineMemory]) -> None:
-        from vllm.distributed import get_tensor_model_parallel_rank
-
         config = self._config
         try:
             self._rank = Rank(
                 config.settings,
                 memories[0],
                 group=config.ranks(),
-                rank=get_tensor_model_parallel_rank(),
+                rank=_number(),
                 fingerprint=config.fingerprint,
                 groups=config.others(memories[1:]),
             )
@@ -148,16 +152,29 @@ class Worker:
         after = self._computing() if self._layered else None
         for load in self._layered:
             load.begin(after)
+        if told.shared:
+            self._share(told.shared)
         # Whatever a load that failed left there must not be taken for keys and values.
         self._zero(told.bad)
 
-    def _computing(self) -> "torch.cuda.Event | None":
+    def _share(self, blocks: list[int]) -> None:
+        """Gives what the first worker loaded to all others, which take this step as well."""
+        from vllm.distributed import get_tp_group
+
+        (tensors,) = self._tensors
+        index = torch.tensor(blocks, device=tensors[0].device)
+        for tensor in tensors:
+            dimension, whole = block_dimension(tensor, self._config.slots), tensor.view(torch.uint8)
+            loaded = whole.index_select(dimension, index)
+            get_tp_group().broadcast(loaded, 0)
+            if _number() > 0:
+                whole.index_copy_(dimension, index, loaded)
+
+    def _computing(self) -> torch.cuda.Event | None:
         """Behind what a GPU still computes; on a CPU the steps before have ended."""
         device = self._tensors[0][0].device
         if device.type != "cuda":
             return None
-        import torch
-
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         return event

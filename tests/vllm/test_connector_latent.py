@@ -1,0 +1,37 @@
+"""`KvbmConnector` with multi-head latent attention (DeepSeek V2), whose latent is the same in all workers: it is kept once."""
+
+import models
+import pytest
+from connectors import connector, disk, is_at_rest, probe
+from engine import Engine, prompt
+
+# All that a CPU has kernels for.
+BLOCK = 16
+LENGTH = 10 * BLOCK + 5
+BLOCK_BYTES = 2 * 576 * BLOCK * 4
+# An engine on a CPU has no prefix cache of its own for it.
+TWO = {"tensor_parallel_size": 2, "block_size": BLOCK, "environment": {"OMP_NUM_THREADS": "1"}}
+
+
+@pytest.mark.slow
+def test_two_workers_keep_a_latent_once_and_both_get_it(model, tmp_path):
+    latent = models.make(model.parent / "latent", "latent")
+    tiers = disk(tmp_path, **{"host.capacity": 64 * BLOCK_BYTES, "disk.capacity": 256 * BLOCK_BYTES})
+    asked = prompt(0, LENGTH)
+    with Engine(latent, **connector(tiers), **TWO) as engine:
+        assert engine.generate(asked, tokens=1).scheduled == LENGTH
+        one, other = probe(engine, "blocks_by_worker")
+        assert one == other, "they computed the same"
+        assert probe(engine, "drain")
+        assert is_at_rest(engine)
+        assert probe(engine, "occupancy")["host"] == [64, 10]
+        engine.kill()
+    assert len(list(tmp_path.glob("*.blocks"))) == 1, "of the first worker"
+    with Engine(latent, **connector(tiers), **TWO) as engine:
+        probe(engine, "watch")
+        assert engine.generate(asked, tokens=1).scheduled == LENGTH % BLOCK
+        assert probe(engine, "watched")["sources"] == {"disk": 10 * BLOCK}
+        for worker in probe(engine, "blocks_by_worker"):
+            # Of the last block, which is not full, bits may differ.
+            assert len(set(worker) & set(one)) >= 10
+        assert is_at_rest(engine)
