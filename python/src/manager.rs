@@ -240,7 +240,7 @@ impl Manager {
         let sample = ShadowSample { position, tier };
         let compare = || {
             let admin = self.inner.admin();
-            admin.shadow_compare(&chain.hashes, &sample, elements, (served, computed))
+            admin.shadow_compare(&chain.hashes, &sample, elements, served, computed)
         };
         match py.detach(compare).map_err(|error| of_manager(&error))? {
             ShadowVerdict::Same => Ok(None),

@@ -15,8 +15,8 @@ use super::book::OpenAtPeer;
 use super::greeting::Credentials;
 use super::nixl::ReadByNixl;
 use super::protocol::{
-    BrokenLink, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, Member, Probe, ReadEnd,
-    ReadRequest, SlotRun, ToHolder, ToReader, receive, send,
+    BrokenLink, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, MAX_WAIT_MS, Member, Probe,
+    ReadEnd, ReadRequest, SlotRun, ToHolder, ToReader, receive, send,
 };
 use super::sealed::{self, Intake};
 use super::stream::{PeerStream, connect};
@@ -199,7 +199,7 @@ impl PeerLink {
             probes: lengths.iter().map(probe).collect(),
             is_last,
             group: wanted.group,
-            wait_ms: wanted.wait.as_millis().try_into().unwrap_or(u16::MAX),
+            wait_ms: wanted.wait.as_millis().min(MAX_WAIT_MS.into()) as u16,
             wants_slots: self.memory.is_some() || self.reads().is_some() || self.holder.ranks > 0,
         };
         self.exchange(&ToHolder::Lease(request)).await

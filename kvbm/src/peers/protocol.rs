@@ -40,6 +40,8 @@ const MAX_ANSWER: usize = (3 << 20) + (3 << 10);
 pub(super) const MAX_BLOCKS: u32 = 1 << 18;
 /// Hashes in one request: with them it stays below 256 bytes.
 pub(super) const MAX_PROBES: usize = 12;
+/// The longest wait for a first block: a request stays below 256 bytes.
+pub(super) const MAX_WAIT_MS: u16 = 16_000;
 /// Keys in one answer: one for each tenant that saved some of a chain's blocks, and main key.
 pub(super) const MAX_KEYS: usize = 16;
 /// Slices in one request: it has 4 KiB then.
@@ -433,7 +435,7 @@ mod tests {
             is_last: true,
             wants_slots: true,
             group: u8::MAX,
-            wait_ms: u16::MAX,
+            wait_ms: MAX_WAIT_MS,
         })
     }
 
