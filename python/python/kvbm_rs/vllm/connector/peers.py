@@ -104,11 +104,10 @@ class Prefills:
             tokens = tokens if type(tokens) is int else request.num_prompt_tokens
             tokens = min(max(tokens, 0), request.num_prompt_tokens)
             return Prefilled(self._known(said), said, tokens, self._max_pause)
-        tokens = request.num_prompt_tokens
         if isinstance(computing := said.get("remote_prefiller"), dict):
-            return Prefilled(self._known(computing), computing, tokens, self._seconds, is_under_way=True)
+            return Prefilled(self._known(computing), computing, request.num_prompt_tokens, self._seconds, is_under_way=True)
         if isinstance(source := said.get("remote_kv_source"), dict):
-            return Prefilled(self._known(source), source, tokens, 0.0, is_owed=False)
+            return Prefilled(self._known(source), source, request.num_prompt_tokens, patience=0.0, is_owed=False)
         return None
 
     def _known(self, said: dict[str, Any]) -> str | None:
