@@ -8,7 +8,7 @@ use kvbm::{
 };
 use kvbm_settings::{PeerNixl, Settings};
 use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, be_a_rank, chain};
-use kvbm_tests::process::role;
+use kvbm_tests::process::{Process, role};
 use kvbm_tests::rig::wait_until;
 use tempfile::TempDir;
 
@@ -212,12 +212,11 @@ fn killed_ranks_cost_misses_and_then_it_heals() {
 fn frozen_ranks_cost_one_lease_time_then_it_heals() {
     let mut pair = Pair::open();
     assert_eq!(pair.there.serve(&chain(1)).saved, 6);
-    let signal = |fleet: &Fleet, signal: &str| fleet.ranks[1].as_ref().unwrap().signal(signal);
-    let (copied, why) = pair.read_after(&chain(1), || signal(&pair.there, "STOP"));
+    let (copied, why) = pair.read_after(&chain(1), || second_rank(&pair.there).stop());
     assert_eq!(copied, 0, "{why:?}");
-    signal(&pair.there, "CONT");
+    second_rank(&pair.there).signal("CONT");
     pair.heals(2);
-    let (copied, why) = pair.read_after(&chain(1), || signal(&pair.here, "STOP"));
+    let (copied, why) = pair.read_after(&chain(1), || second_rank(&pair.here).stop());
     assert_eq!(copied, 0, "{why:?}");
     assert!(why.unwrap().contains("does not answer in time"));
     // When it goes on, its order names slots that have other blocks by then.
@@ -226,12 +225,16 @@ fn frozen_ranks_cost_one_lease_time_then_it_heals() {
         pair.there.empty(Tier::Host);
         assert_eq!(pair.there.serve(&chain(n)).wrong, 0);
     }
-    signal(&pair.here, "CONT");
+    second_rank(&pair.here).signal("CONT");
     let counts = || pair.here.manager.admin().counts(Tier::Host);
     wait_until(LIMIT, "slots do not come back", || counts().lost == 0);
     assert_eq!(pair.here.manager.matches(&chain(1)).longest(), 0);
     pair.heals(3);
     pair.end();
+}
+
+fn second_rank(fleet: &Fleet) -> &Process {
+    fleet.ranks[1].as_ref().unwrap()
 }
 
 /// Each rank here gets its heads from the ranks there that have them.
