@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use kvbm_tiers::Tier;
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 use super::reader::{Pulled, Reader};
@@ -31,11 +31,10 @@ impl Reader {
     ) -> Result<Pulled> {
         let (mut copied, mut refused, mut since) = (0, None, Instant::now());
         loop {
-            // Asked for twice at least, so that a peer that answers is told from one that hangs.
-            let leasing = self.lease(peer.to_owned(), chain.to_vec(), info, patience / 2);
-            let until = if patience.is_zero() { since + self.limit } else { since + patience };
-            let leasing = cancelled.run_until_cancelled(timeout_at(until, leasing));
-            let Some(Ok(leased)) = leasing.await else { break };
+            // What it takes to reach the peer and to bring what lies here is no wait for blocks.
+            let left = patience.saturating_sub(since.elapsed());
+            let leasing = self.lease(peer.to_owned(), chain.to_vec(), info, left);
+            let Some(leased) = cancelled.run_until_cancelled(leasing).await else { break };
             let came = match leased {
                 Ok(lease) => {
                     (info.has_asked, refused) = (true, None);
@@ -59,10 +58,10 @@ impl Reader {
             };
             if came {
                 since = Instant::now();
-            } else if patience.is_zero() {
+            } else if since.elapsed() >= patience || cancelled.is_cancelled() {
                 break;
             } else {
-                cancelled.run_until_cancelled(sleep(PAUSE)).await;
+                sleep(PAUSE).await;
             }
         }
         match refused {

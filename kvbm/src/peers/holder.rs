@@ -147,9 +147,7 @@ impl LeasedBlocks {
         let leased = self.blocks.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
         LeasedShare { of: Arc::clone(self), blocks: leased.map_or(0, fits) }
     }
-}
 
-impl LeasedBlocks {
     /// Room for a checkpoint of so many blocks, all of it or none: several leases pin the same.
     fn take_checkpoint(self: &Arc<Self>, at: BlockHash, blocks: usize) -> Option<Arc<LeasedShare>> {
         let mut known = self.checkpoints.lock();
@@ -259,9 +257,9 @@ impl Holder {
         if self.group > 0 {
             return self.lease_checkpoint(reader, request).await;
         }
-        let is_known =
+        let is_held =
             |probe: &&Probe| self.core.table().is_held_at(probe.last(), probe.blocks as usize);
-        let Some(found) = request.probes.iter().rev().find(is_known) else {
+        let Some(found) = request.probes.iter().rev().find(is_held) else {
             return Ok(self.nothing(request));
         };
         if !request.is_last && gap_behind(found.blocks as usize, &lengths).is_some() {

@@ -19,7 +19,7 @@ use proptest::prelude::*;
 use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf, duplex};
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, Sleep, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::book::PeerBook;
@@ -43,6 +43,7 @@ const ADDRESS: &str = "127.0.0.1:1";
 const BLOCK: usize = 512;
 pub(super) const SLOTS: u32 = 24;
 pub(super) const TTL: Duration = Duration::from_secs(10);
+const PAUSE: Duration = Duration::from_secs(1);
 
 /// A worker with a host tier.
 pub(super) struct Worker {
@@ -195,12 +196,21 @@ pub(super) enum Fault {
     Cut(usize),
     /// Nothing goes on from there.
     Hang(usize),
+    /// Nothing goes on from there for a [while](PAUSE).
+    Pause(usize),
 }
 
 struct FaultyStream {
     stream: DuplexStream,
     fault: Fault,
     sent: usize,
+    pause: Pin<Box<Sleep>>,
+}
+
+impl FaultyStream {
+    fn new(stream: DuplexStream, fault: Fault) -> Self {
+        Self { stream, fault, sent: 0, pause: Box::pin(sleep(PAUSE)) }
+    }
 }
 
 impl AsyncRead for FaultyStream {
@@ -220,13 +230,16 @@ impl AsyncWrite for FaultyStream {
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         let (sent, end) = (self.sent, self.sent + bytes.len());
-        let mut bytes = bytes.to_vec();
-        match self.fault {
+        let (mut bytes, fault) = (bytes.to_vec(), self.fault);
+        match fault {
             Fault::Flip(at) if (sent..end).contains(&at) => bytes[at - sent] ^= 1 << (at % 8),
             Fault::Cut(at) if at < end => {
                 return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
             }
             Fault::Hang(at) if at < end => return Poll::Pending,
+            Fault::Pause(at) if at < end && self.pause.as_mut().poll(context).is_pending() => {
+                return Poll::Pending;
+            }
             _ => {}
         }
         let written = Pin::new(&mut self.stream).poll_write(context, &bytes);
@@ -348,7 +361,7 @@ impl Pair {
     async fn connect(&mut self, fault: Fault) -> bool {
         let (ours, theirs) = duplex(1 << 10);
         let holder = self.there.holder(&self.leased);
-        let stream = FaultyStream { stream: theirs, fault, sent: 0 };
+        let stream = FaultyStream::new(theirs, fault);
         let task = tokio::spawn(async move { holder.serve(ready(Ok(stream)), || {}).await });
         self.tasks.push(task.abort_handle());
         let met = timeout(TTL, PeerLink::over(Box::new(ours), &self.reader.credentials)).await;

@@ -95,6 +95,25 @@ fn a_peer_that_hangs_is_waited_for_no_longer() {
 }
 
 #[test]
+fn a_slow_answer_may_take_longer_than_blocks_are_waited_for() {
+    // Somewhere there the greeting ends, then the lease, then the first block.
+    for at in (0..2 * BLOCK).step_by(32) {
+        simulated(async {
+            let mut pair = Pair::new().await;
+            pair.connect(Fault::Pause(at)).await;
+            let wanted = chain(0, 12);
+            pair.there.compute(&wanted);
+            let (never, info, patience) =
+                (CancellationToken::new(), RequestInfo::default(), PAUSE / 4);
+            let following = pair.reader.follow("there", &wanted, info, patience, &never);
+            let Pulled { blocks, fault, .. } = following.await.unwrap();
+            assert_eq!((blocks, fault), (12, None), "{at}");
+            pair.heals().await;
+        });
+    }
+}
+
+#[test]
 fn a_reader_that_goes_away_is_not_waited_for() {
     simulated(async {
         let mut pair = pair().await;

@@ -131,7 +131,7 @@ fn a_reader_too_many_is_turned_away_and_counted() {
 async fn hang(socket: TcpListener, holder: Holder) {
     let (mut reader, _) = socket.accept().await.unwrap();
     let (theirs, mut ours) = duplex(1 << 10);
-    let stream = FaultyStream { stream: theirs, fault: Fault::Hang(4 * BLOCK), sent: 0 };
+    let stream = FaultyStream::new(theirs, Fault::Hang(4 * BLOCK));
     let passing = copy_bidirectional(&mut reader, &mut ours);
     let serving = holder.serve(ready(Ok(stream)), || {});
     let ((), _) = tokio::join!(serving, passing);
