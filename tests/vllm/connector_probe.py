@@ -360,12 +360,16 @@ class _SlowReader:
         return getattr(self._manager, name)
 
     def follow(self, *arguments, seconds, **named):
-        self._leasing = self._manager.lease_at(*arguments, **named)
+        self._ask = lambda: self._manager.lease_at(*arguments, **named)
+        self._leasing = self._ask()
         return self
 
     def wait(self, seconds):
         if self.lease is None:
             self.lease = self._leasing.wait(seconds)
+            if self.lease is not None and not self.lease.blocks:
+                # It is still on its way to the peer's tiers.
+                self.lease, self._leasing = None, self._ask()
         if self.is_held or self.lease is None:
             return None
         self._pull = self._pull or self._manager.pull(self.lease)
