@@ -116,11 +116,11 @@ def test_what_one_engine_computed_another_one_goes_on_with(model, said):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_what_is_lost_before_it_is_read_is_computed_or_an_error(model, said, policy):
-    # What was asked for often before is kept for no longer.
-    small = {"blocks": 16, "eviction": "lru", "peers.lease_ttl_ms": 100}
-    with worker(model, role="kv_producer", **small) as first:
+    # What comes again after ten others is kept for no longer, and not refused either.
+    small = {"blocks": 16, "eviction": "lru"}
+    with worker(model, role="kv_producer", **small, **{"peers.lease_ttl_ms": 100}) as first:
         address = probe(first, "peer")[1]
-        with worker(model, address, role="kv_consumer", policy=policy, blocks=16, timeout_ms=10_000) as second:
+        with worker(model, address, role="kv_consumer", policy=policy, timeout_ms=10_000, **small) as second:
 
             def is_lost(went_on: dict, number: int) -> None:
                 if policy == "fail":
