@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kvbm::{Fence, Options, RankGroup, RequestId, RequestInfo, SaveRequest, Tier};
+use kvbm::{Fence, Options, PeerChain, RankGroup, RequestId, RequestInfo, SaveRequest, Tier};
 use prometheus::Registry;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -128,20 +128,32 @@ impl Manager {
     }
 
     /// Asks `peer` for a lease of what the tiers here lack of `chain`, of its first `most` blocks.
-    #[pyo3(signature = (peer, chain, *, most=None, request=None, hints=None))]
+    /// `there` is for a peer whose blocks have another number of tokens: that number, and the chain
+    /// of the same tokens in such blocks.
+    #[pyo3(signature = (peer, chain, *, most=None, there=None, request=None, hints=None))]
+    #[allow(clippy::too_many_arguments, reason = "they have names in Python")]
     fn lease_at(
         &self,
         py: Python<'_>,
         peer: &str,
         chain: &Chain,
         most: Option<usize>,
+        there: Option<(u64, PyRef<'_, Chain>)>,
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
     ) -> PyResult<PeerLeasing> {
         let info = request_info(request, hints.map(Bound::get));
         let peers = self.reading_peers()?;
         let chain = &chain.hashes[..chain.hashes.len().min(most.unwrap_or(usize::MAX))];
-        Ok(PeerLeasing(py.detach(|| peers.lease(peer, chain, info))))
+        let there = there.map(|(block_tokens, chain)| {
+            let hashes = chain.hashes.clone();
+            PeerChain { block_tokens, hashes }
+        });
+        let leasing = py.detach(|| match there {
+            Some(there) => peers.lease_rehashed(peer, chain, there, info),
+            None => peers.lease(peer, chain, info),
+        });
+        Ok(PeerLeasing(leasing))
     }
 
     /// Brings what `lease` names into the host tier. The lease is used up.

@@ -176,6 +176,7 @@ class Manager:
         chain: Chain,
         *,
         most: int | None = None,
+        there: tuple[int, Chain] | None = None,
         request: int | None = None,
         hints: Hints | None = None,
     ) -> PeerLeasing: ...
