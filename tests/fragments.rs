@@ -8,8 +8,8 @@ use std::time::Duration;
 use kvbm::blocking::Blocks;
 use kvbm::{
     BlockHash, CacheGroup, ChainHasher, EngineMemory, Fence, Fingerprint, GroupKind, GroupSlots,
-    Hashing, HostFence, KvLayout, Manager, Options, Rank, RankGroup, RankOptions, Ranks, RequestId,
-    RequestInfo, Rope, SaveRequest, SlotId,
+    Hashing, HostFence, KvLayout, Manager, Options, PeerChain, Peers, Rank, RankGroup, RankOptions,
+    Ranks, RequestId, RequestInfo, Rope, SaveRequest, SlotId,
 };
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tiers::{DeviceRegion, Part, SegmentMap, Space};
@@ -62,6 +62,20 @@ async fn peers(manager: Manager, chain: Vec<BlockHash>, slots: Vec<SlotId>) -> T
     let lease = peers.lease("127.0.0.1/6890", &chain, RequestInfo::default()).await?;
     let named = [GroupSlots::full(0, &slots[..lease.blocks()])];
     let loaded = manager.load_into(lease, &named, &Fence::Done).await?;
+    Ok(())
+}
+
+/// docs/peers.md
+async fn other_blocks(peers: &Peers, prompt: Vec<u32>) -> Tried {
+    fn hashes_of(prompt: &[u32], tokens: usize) -> Vec<BlockHash> {
+        ChainHasher::new(tokens, b"").expect("more than none").chain(prompt)
+    }
+    // As both workers hash: here blocks of 64 tokens, there of 32.
+    let [chain, hashes] = [64, 32].map(|tokens| hashes_of(&prompt, tokens));
+    let there = PeerChain { block_tokens: 32, hashes };
+    let lease =
+        peers.lease_rehashed("127.0.0.1/6890", &chain, there, RequestInfo::default()).await?;
+    let pulled = peers.pull(lease).await?;
     Ok(())
 }
 

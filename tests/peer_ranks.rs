@@ -2,6 +2,7 @@
 //! every byte checked in each, while processes are killed, frozen, or give their slots to other blocks.
 
 use std::path::Path;
+use std::time::Instant;
 
 use kvbm::{
     BlockHash, Fingerprint, KvLayout, NewEpoch, RankGroup, RankOptions, Ranks, RequestInfo, Tier,
@@ -10,6 +11,7 @@ use kvbm_settings::{PeerNixl, Settings};
 use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, be_a_rank, chain};
 use kvbm_tests::process::role;
 use kvbm_tests::rig::wait_until;
+use serde_json::json;
 use tempfile::TempDir;
 
 const TTL_MS: u64 = 2_000;
@@ -25,6 +27,7 @@ fn settings(dir: &Path) -> Settings {
     settings.peers.secret = Some("the secret of these tests".to_owned());
     settings.peers.nixl = PeerNixl::Off;
     settings.peers.lease_ttl_ms = TTL_MS;
+    settings.peers.lease_share = 1.0;
     settings
 }
 
@@ -295,4 +298,48 @@ fn a_number_of_ranks_that_does_not_divide_is_refused_and_named() {
     assert!(said.contains("the number of ranks is \"2\"") && said.contains("\"3\""), "{said}");
     here.end();
     there.end();
+}
+
+/// Says what `tests/peers.sh` shows: how fast blocks of 128 KiB come, 64 KiB in each of two ranks,
+/// between workers of each number of ranks. Readers take turns.
+#[test]
+#[ignore = "it measures: tests/peers.sh has it"]
+fn how_fast_heads_move() {
+    const BLOCKS: u32 = 24;
+    const ROUNDS: usize = 31;
+    let home = tempfile::tempdir().unwrap();
+    let mut holders = [2, 4].map(|world| open(home.path(), "holder", world, ""));
+    let names = holders.each_ref().map(address);
+    let mut readers = [2, 4].map(|world| open(home.path(), "reader", world, &names.join(",")));
+    let wanted = kvbm_tests::rig::chain(1, BLOCKS);
+    for holder in &mut holders {
+        assert_eq!(holder.serve(&wanted).saved, wanted.len());
+    }
+    let mut seconds = [const { Vec::new() }; 4];
+    for _ in 0..ROUNDS {
+        for (reader, at) in readers.iter_mut().zip([0, 2]) {
+            for (name, at) in names.iter().zip(at..) {
+                assert!(reader.manager.drain(LIMIT).is_complete());
+                [Tier::Host, Tier::Disk].into_iter().for_each(|tier| reader.empty(tier));
+                let peers = reader.manager.peers().unwrap();
+                let began = Instant::now();
+                let lease = peers.lease(&name.replace(':', "/"), &wanted, RequestInfo::default());
+                let pulled = peers.pull(lease.wait().unwrap()).wait().unwrap();
+                seconds[at].push(began.elapsed().as_secs_f64());
+                assert_eq!((pulled.copied, pulled.fault), (wanted.len(), None));
+            }
+        }
+    }
+    let gb_s = seconds.each_mut().map(|of| {
+        of.sort_by(f64::total_cmp);
+        f64::from(BLOCKS) * fleet::BLOCK as f64 / of[ROUNDS / 2] / 1e9
+    });
+    let round = |number: f64| (100.0 * number).round() / 100.0;
+    let [two, to_two, to_four, four] = gb_s;
+    let heads = json!({
+        "2 to 2": round(two), "4 to 2": round(to_two), "2 to 4": round(to_four), "4 to 4": round(four),
+        "4 to 2 of equal": round(to_two / two), "2 to 4 of equal": round(to_four / four),
+    });
+    println!("figures {}", json!({ "heads": heads }));
+    readers.into_iter().chain(holders).for_each(Fleet::end);
 }

@@ -10,7 +10,9 @@ use tokio::io::AsyncReadExt;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
+use super::arriving::{Arriving, ConvertedSlots};
 use super::book::OpenAtPeer;
+use super::conversion::Conversion;
 use super::greeting::Credentials;
 use super::nixl::ReadByNixl;
 use super::protocol::{
@@ -18,7 +20,7 @@ use super::protocol::{
     ReadRequest, SlotRun, ToHolder, ToReader, receive, send,
 };
 use super::stream::{PeerStream, connect};
-use super::{nixl, parts, probes};
+use super::{PeerChain, nixl, parts, probes};
 use crate::api::filling::FillingSlots;
 use crate::metrics::PeerWay;
 use crate::names::epoch::EpochDigest;
@@ -34,6 +36,10 @@ const READS: usize = 2;
 pub(super) struct PeerLink {
     stream: Box<dyn PeerStream>,
     pub(super) holder: Member,
+    /// How its blocks become ours, if they are others.
+    pub(super) conversion: Option<Arc<Conversion>>,
+    /// Numbers that were too large for the type that they have here, not counted yet.
+    pub(super) saturated: u64,
     /// The holder's host tier, if that is a neighbour's.
     pub(super) memory: Option<Arc<PeerMemory>>,
     /// Reads of the holder's host tier by NIXL, if both sides have it.
@@ -45,8 +51,11 @@ pub(super) struct PeerLink {
 }
 
 /// What a reader wants of a chain.
+#[derive(Clone, Copy)]
 pub(super) struct Wanted<'a> {
     pub(super) chain: &'a [BlockHash],
+    /// What its blocks are called where they have another number of tokens.
+    pub(super) there: Option<&'a PeerChain>,
     /// The cache group whose chain it is.
     pub(super) group: u8,
     /// Leading blocks that it has.
@@ -94,6 +103,11 @@ pub(super) enum PeerFault {
     Nixl(String),
     #[error("ranks: {0}")]
     Ranks(String),
+    #[error(
+        "its blocks have {0} tokens, and {1} here: ask with the names that the prompt has in blocks \
+         of {0} (Peers::lease_rehashed)"
+    )]
+    OtherTokens(u64, u64),
     #[error("{0}")]
     Ended(LeaseEnd),
 }
@@ -127,12 +141,44 @@ impl PeerLink {
         credentials: &Credentials,
     ) -> Result<Self, BrokenLink> {
         let holder = credentials.greet(&mut stream).await?;
-        Ok(Self { stream, holder, memory: None, nixl: None, needs_nixl: false, open: None })
+        let conversion = Conversion::between(&credentials.member, &holder).map(Arc::new);
+        Ok(Self {
+            stream,
+            holder,
+            conversion,
+            saturated: 0,
+            memory: None,
+            nixl: None,
+            needs_nixl: false,
+            open: None,
+        })
     }
 
     /// Reads by NIXL, unless they have failed.
     pub(super) fn reads(&self) -> Option<&Arc<dyn SlotReads>> {
         self.nixl.as_ref().filter(|reads| !reads.is_over())
+    }
+
+    /// Leading blocks of ours that as many of the holder's make.
+    pub(super) fn whole_here(&self, there: usize) -> usize {
+        self.conversion.as_ref().map_or(there, |conversion| conversion.whole_here(there))
+    }
+
+    /// What is wanted in blocks of the holder's.
+    fn as_there<'a>(&self, wanted: &Wanted<'a>, here: u64) -> Result<Wanted<'a>, PeerFault> {
+        let there = self.holder.fingerprint.block_tokens;
+        let chain = match wanted.there.filter(|names| names.block_tokens == there) {
+            Some(names) => &names.hashes[..],
+            None if there == here => wanted.chain,
+            None => return Err(PeerFault::OtherTokens(there, here)),
+        };
+        let (most, before) = (wanted.chain.len(), wanted.before);
+        let (most, before) = self.conversion.as_ref().map_or((most, before), |conversion| {
+            (conversion.needed_there(most), conversion.whole_there(before))
+        });
+        let most = most.min(chain.len());
+        let before = before.min(most);
+        Ok(Wanted { chain: &chain[..most], before, ..*wanted })
     }
 
     /// Asks the holder something.
@@ -142,7 +188,13 @@ impl PeerLink {
     }
 
     /// Leases what is there: two messages if that is all that is wanted or nothing, else four.
-    pub(super) async fn lease(&mut self, wanted: &Wanted<'_>) -> Result<NamedBlocks, PeerFault> {
+    /// `block_tokens` are those of blocks here.
+    pub(super) async fn lease(
+        &mut self,
+        wanted: &Wanted<'_>,
+        block_tokens: u64,
+    ) -> Result<NamedBlocks, PeerFault> {
+        let wanted = &self.as_there(wanted, block_tokens)?;
         let since = Instant::now();
         if let Some(parent) = wanted.trace {
             send(&mut self.stream, &ToHolder::Trace(parent)).await?;
@@ -194,39 +246,63 @@ impl PeerLink {
         came: &mut ReadByNixl,
         cancelled: &CancellationToken,
     ) -> Result<(), PeerFault> {
-        if filling.kept() < named.before {
-            return Err(PeerFault::Behind);
-        }
         if Instant::now() >= until {
             return Err(PeerFault::Ended(LeaseEnd::Expired));
         }
+        let (mut saturated, conversion) = (0, self.conversion.clone());
+        let leased = named.before + named.checksums.len();
+        let blocks = (leased, self.holder.block_bytes as usize);
         let arriving = async {
-            if let Some(memory) = &self.memory {
-                return copy(memory, named, until, filling).await;
+            if let Some(conversion) = conversion {
+                let made = (&*conversion, &mut saturated);
+                let slots = &mut ConvertedSlots::new(filling, made, blocks);
+                return self.bring_each(named, until, slots).await;
             }
-            if let Some(reads) = self.reads().cloned() {
+            if filling.kept() >= named.before
+                && self.memory.is_none()
+                && let Some(reads) = self.reads().cloned()
+            {
                 match nixl::read(&*reads, named, until, filling, came).await {
                     Err(PeerFault::Nixl(_)) if !self.needs_nixl && filling.lent() == 0 => {}
                     brought => return brought,
                 }
-            } else if self.needs_nixl {
-                return Err(PeerFault::Nixl("it has failed before".to_owned()));
             }
-            self.read(named, filling).await
+            self.bring_each(named, until, filling).await
         };
         // All may end anywhere: this thread writes the slots, and nothing goes on to; or NIXL does,
         // and has their frames until it has ended.
-        tokio::select! {
+        let brought = tokio::select! {
             biased;
             () = cancelled.cancelled() => Err(PeerFault::Cancelled),
             arrived = arriving => arrived,
+        };
+        self.saturated += saturated;
+        brought
+    }
+
+    /// From a neighbour's memory or over the connection, one after the other.
+    async fn bring_each(
+        &mut self,
+        named: &NamedBlocks,
+        until: Instant,
+        slots: &mut impl Arriving,
+    ) -> Result<(), PeerFault> {
+        if slots.kept() < named.before {
+            return Err(PeerFault::Behind);
         }
+        if let Some(memory) = &self.memory {
+            return copy(memory, named, until, slots).await;
+        }
+        if self.needs_nixl {
+            return Err(PeerFault::Nixl("it has failed before".to_owned()));
+        }
+        self.read(named, slots).await
     }
 
     async fn read(
         &mut self,
         named: &NamedBlocks,
-        filling: &mut FillingSlots<'_>,
+        filling: &mut impl Arriving,
     ) -> Result<(), PeerFault> {
         let wanted = filling.kept()..filling.kept() + filling.left();
         let Some(block_bytes) = filling.next().map(|slot| slot.len()) else { return Ok(()) };
@@ -264,7 +340,7 @@ impl PeerLink {
         &mut self,
         request: ReadRequest,
         named: &NamedBlocks,
-        filling: &mut FillingSlots<'_>,
+        filling: &mut impl Arriving,
     ) -> Result<(), PeerFault> {
         self.expect(request).await?;
         let mut is_wrong = false;
@@ -328,7 +404,7 @@ async fn copy(
     memory: &PeerMemory,
     named: &NamedBlocks,
     until: Instant,
-    filling: &mut FillingSlots<'_>,
+    filling: &mut impl Arriving,
 ) -> Result<(), PeerFault> {
     let part = (READ_BYTES / memory.geometry().block_bytes()).max(1);
     while filling.left() > 0 {
@@ -339,7 +415,7 @@ async fn copy(
             let place = filling.kept() - named.before;
             let known = named.slots.get(place).zip(named.checksums.get(place));
             let (&slot, &expected) = known.ok_or(PeerFault::Wrong)?;
-            let arrived = filling.copy(|region, frame| memory.copy_into(slot, region, frame).ok());
+            let arrived = filling.copy(memory, slot);
             if arrived != Some(expected) {
                 return Err(PeerFault::Wrong);
             }

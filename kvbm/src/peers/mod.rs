@@ -18,6 +18,9 @@
 //! | `slices` | where the bytes of blocks are; a leader has its ranks bring theirs |
 //! | `ranks` | a rank's part: it gives slices to ranks of others, and brings theirs |
 //! | `shares` | how heads lie in slices, and whose blocks are alike but for the number of ranks |
+//! | `conversion` | blocks of other numbers of tokens, orders or types, made into ours |
+//! | `numbers` | numbers of 16 bits as those of another type |
+//! | `arriving` | where blocks go as they come |
 //! | `loading` | loads onto the device from what a peer holds |
 //! | `neighbour` | the memory of workers on the same host |
 //! | `nixl` | reads of others' memory by NIXL |
@@ -26,7 +29,9 @@
 //! | `spans` | what tracers are told |
 //! | `look` | what peers show of themselves, to people |
 
+mod arriving;
 mod book;
+mod conversion;
 mod counting;
 pub(crate) mod discovery;
 mod greeting;
@@ -36,6 +41,7 @@ mod loading;
 mod look;
 mod neighbour;
 mod nixl;
+mod numbers;
 mod probes;
 mod protocol;
 mod ranks;
@@ -82,7 +88,7 @@ use crate::assemble::nixl_for_peers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::metrics::PeerMetrics;
 use crate::names::fingerprint::Fingerprint;
-use crate::names::hash::Chain;
+use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::Core;
 use crate::secret::read_private_secret;
 use crate::sync::{JoinHandle, Mutex, spawn};
@@ -254,6 +260,15 @@ impl fmt::Debug for Peers {
     }
 }
 
+/// What a prompt's blocks are called by workers whose blocks have so many tokens.
+#[derive(Clone, Debug)]
+pub struct PeerChain {
+    /// Tokens in a block there.
+    pub block_tokens: u64,
+    /// The names of the prompt's full blocks of that size, root first.
+    pub hashes: Vec<BlockHash>,
+}
+
 /// What holders and readers of all cache groups have alike.
 struct CommonParts {
     credentials: Arc<Credentials>,
@@ -362,7 +377,11 @@ impl Peers {
         let member = Member { name, incarnation, block_bytes, fingerprint, ranks, rank, groups };
         core.metrics().peers().count_from_zero();
         let common = CommonParts {
-            credentials: Arc::new(Credentials { member, proofs }),
+            credentials: Arc::new(Credentials {
+                member,
+                proofs,
+                converts_types: settings.convert_types,
+            }),
             known: watch.peers(),
             limit: Duration::from_millis(settings.lease_ttl_ms),
             lease_share: settings.lease_share,
@@ -454,10 +473,33 @@ impl Peers {
         chain: impl Into<Chain<'a>>,
         info: RequestInfo,
     ) -> Transfer<PeerLease> {
+        self.start_lease(peer, chain.into(), None, info)
+    }
+
+    /// [`lease`](Self::lease), also at a peer whose blocks have another number of tokens, or other
+    /// names: `there` are the names that blocks of the same tokens have there. One of the two numbers
+    /// must divide the other. What [`pull`](Self::pull) brings has the names of `chain`.
+    pub fn lease_rehashed<'a>(
+        &self,
+        peer: &str,
+        chain: impl Into<Chain<'a>>,
+        there: PeerChain,
+        info: RequestInfo,
+    ) -> Transfer<PeerLease> {
+        self.start_lease(peer, chain.into(), Some(there), info)
+    }
+
+    fn start_lease(
+        &self,
+        peer: &str,
+        chain: Chain<'_>,
+        there: Option<PeerChain>,
+        info: RequestInfo,
+    ) -> Transfer<PeerLease> {
         let (reader, peer) = (Arc::clone(&self.reader), peer.to_owned());
-        let chain = chain.into().hashes.to_vec();
+        let chain = chain.hashes.to_vec();
         self.start_on_thread(async move |cancelled| {
-            let leased = reader.lease(peer, chain, info);
+            let leased = reader.lease(peer, chain, there, info);
             tokio::select! {
                 leased = leased => leased,
                 () = cancelled.cancelled() => Err(Error::unavailable("the request for a lease was cancelled")),

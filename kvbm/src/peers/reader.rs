@@ -23,7 +23,7 @@ use super::neighbour::Neighbours;
 use super::nixl::{NixlHolders, ReadByNixl};
 use super::protocol::{BrokenLink, LeaseEnd, ReadEnd};
 use super::slices::{self, HostBytes};
-use super::spans;
+use super::{PeerChain, spans};
 use crate::api::filling::FillingSlots;
 use crate::api::groups::{CheckpointGroups, NamedCheckpoint};
 use crate::api::lease::Lease;
@@ -85,7 +85,11 @@ pub struct PeerLease {
     info: RequestInfo,
     /// What the blocks are blocks of.
     namespace: NamespaceId,
+    /// In blocks of the peer's.
     pub(super) named: NamedBlocks,
+    /// Leading blocks that are here, and with those that the peer has.
+    before: usize,
+    blocks: usize,
     /// It was asked for then, or what it names was.
     asked: Instant,
     counted: CountedLease,
@@ -111,7 +115,7 @@ impl PeerLease {
 
     /// Leading blocks of the chain that are here or at the peer.
     pub const fn blocks(&self) -> usize {
-        self.named.before + self.named.checksums.len()
+        self.blocks
     }
 
     /// Whether the peer has more of the chain, which it does not lease: what it leased to all reaches
@@ -136,7 +140,7 @@ impl PeerLease {
 
     /// How many of them only the peer has.
     pub const fn only_there(&self) -> usize {
-        self.named.checksums.len()
+        self.blocks - self.before
     }
 }
 
@@ -169,11 +173,13 @@ impl Reader {
         &self,
         peer: String,
         chain: Vec<BlockHash>,
+        there: Option<PeerChain>,
         info: RequestInfo,
     ) -> Result<PeerLease> {
         let span = spans::of_lease(&peer, &info);
         let trace = TraceParent::of(&span);
-        let leased = self.lease_traced(peer, chain, info, trace).instrument(span.clone()).await;
+        let leased = self.lease_traced(peer, (chain, there), info, trace);
+        let leased = leased.instrument(span.clone()).await;
         spans::leased(&span, &leased);
         leased
     }
@@ -181,7 +187,7 @@ impl Reader {
     async fn lease_traced(
         &self,
         peer: String,
-        chain: Vec<BlockHash>,
+        (chain, there): (Vec<BlockHash>, Option<PeerChain>),
         info: RequestInfo,
         trace: Option<TraceParent>,
     ) -> Result<PeerLease> {
@@ -191,13 +197,16 @@ impl Reader {
         let (epoch, namespace) = self.present();
         let (tenant, limit) = (info.hints.tenant, self.limit);
         let group = self.group;
-        let wanted = Wanted { chain: &chain, group, before, epoch, tenant, limit, trace };
+        let there = there.as_ref();
+        let wanted = Wanted { chain: &chain, there, group, before, epoch, tenant, limit, trace };
         let mut counted = self.metrics.lease_in();
         match self.lease_at(&peer, &address, &wanted).await {
             Ok((link, named)) => {
                 let of = Arc::clone(&self.credentials);
-                let open = self.book.open(&peer, PeerUse::LeasedIn, named.checksums.len());
                 let asked = named.asked;
+                let blocks = link.whole_here(named.before + named.checksums.len());
+                let blocks = blocks.clamp(before, chain.len().max(before));
+                let open = self.book.open(&peer, PeerUse::LeasedIn, blocks - before);
                 let mut lease = PeerLease {
                     of,
                     link,
@@ -207,6 +216,8 @@ impl Reader {
                     info,
                     namespace,
                     named,
+                    before,
+                    blocks,
                     asked,
                     counted,
                     _open: open,
@@ -309,7 +320,8 @@ impl Reader {
             nixl.equip(link).await?;
         }
         // Its time counts from here: the first contact by NIXL takes a while.
-        in_time(self.limit, link.lease(wanted)).await
+        let tokens = self.credentials.member.fingerprint.block_tokens;
+        in_time(self.limit, link.lease(wanted, tokens)).await
     }
 
     /// A peer that answered that it gives no lease may give another.
@@ -390,7 +402,7 @@ impl Reader {
         cancelled: &CancellationToken,
     ) -> Result<Pulled> {
         let (blocks, way, started) = (lease.blocks(), lease.link.way(), Instant::now());
-        let (mut until, mut copied) = (lease.named.before, 0);
+        let (mut until, mut copied) = (lease.before, 0);
         let (held, here, fault) = loop {
             until = until.saturating_add(part).min(blocks);
             let PulledPart { held, blocks: here, copied: more, fault } =
@@ -470,7 +482,7 @@ impl Reader {
             lease.asked = began;
         }
         let copied = filling.kept() - before;
-        self.count(&lease.link, copied, by_nixl);
+        self.count(&mut lease.link, copied, by_nixl);
         if let Some(nixl) = &self.nixl {
             nixl.look_back(&mut lease.link, brought.as_ref().err()).await;
         }
@@ -504,7 +516,8 @@ impl Reader {
         bytes.unwrap_or(self.credentials.member.block_bytes as usize).max(1)
     }
 
-    fn count(&self, link: &PeerLink, copied: usize, by_nixl: ReadByNixl) {
+    fn count(&self, link: &mut PeerLink, copied: usize, by_nixl: ReadByNixl) {
+        self.metrics.saturated(std::mem::take(&mut link.saturated));
         let other = if link.memory.is_some() { PeerWay::SharedMemory } else { PeerWay::Tcp };
         let ways = [(PeerWay::Nixl, by_nixl.blocks), (other, copied - by_nixl.blocks)];
         for (way, blocks) in ways.into_iter().filter(|(_, blocks)| *blocks > 0) {
@@ -549,7 +562,8 @@ impl Reader {
             if group.core.matches(group.chain(names)).longest() == names.len() {
                 continue;
             }
-            let asked = group.lease_traced(lease.peer.clone(), names.clone(), info, None);
+            let names = (names.clone(), None);
+            let asked = group.lease_traced(lease.peer.clone(), names, info, None);
             leased.push((checkpoint.clone(), Box::pin(asked).await?));
         }
         Ok(leased)

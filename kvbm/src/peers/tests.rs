@@ -74,7 +74,11 @@ impl Worker {
             blocks,
             registry: options.registry,
             weights: RefCell::new("those of the fingerprint".to_owned()),
-            credentials: Arc::new(Credentials { member: member(name, incarnation), proofs }),
+            credentials: Arc::new(Credentials {
+                member: member(name, incarnation),
+                proofs,
+                converts_types: false,
+            }),
             nixl: None,
         }
     }
@@ -330,7 +334,8 @@ impl Pair {
         if (has_none || !matches!(fault, Fault::None)) && !self.connect(fault).await {
             return;
         }
-        let leased = self.reader.lease("there".to_owned(), chain.to_vec(), RequestInfo::default());
+        let leased =
+            self.reader.lease("there".to_owned(), chain.to_vec(), None, RequestInfo::default());
         let leased = leased.await;
         self.said = leased.as_ref().err().map(ToString::to_string);
         self.lease = leased.ok();
