@@ -160,9 +160,13 @@ impl BlockLayout {
             let to_first = offsets[1] + first[1] * token(to_axes)?;
             paired.transform([self.bytes, to.bytes], [from, to_first])
         };
-        if !self.is_split && !to.is_split {
-            return Some(vec![one([&self.keys, &to.keys], [0, 0])?]);
+        if !self.is_split
+            && !to.is_split
+            && let Some(whole) = one([&self.keys, &to.keys], [0, 0])
+        {
+            return Some(vec![whole]);
         }
+        // Then there are as few axes as a transform has.
         let plane = |axes: [&Axes; 2], at: usize| {
             let [(from, from_stride), (to, to_stride)] =
                 [without_kv(axes[0])?, without_kv(axes[1])?];
@@ -271,6 +275,7 @@ mod tests {
     use std::hint::black_box;
     use std::time::Duration;
 
+    use half::{bf16, f16};
     use kvbm_tiers::clock::now;
     use serde_json::json;
 
@@ -424,7 +429,16 @@ mod tests {
     fn measured(there: &Member, here: &Member) -> f64 {
         let conversion = Conversion::between(here, there).unwrap();
         let [bytes, our_bytes] = [there, here].map(|member| member.block_bytes as usize);
-        let source: Vec<_> = (0..MEASURED_BYTES).map(|n| (n / 7) as u8).collect();
+        // Numbers as keys and values are, from -4 to 4.
+        let mut random = fastrand::Rng::with_seed(1);
+        let number = |_| {
+            let number = 8.0 * random.f32() - 4.0;
+            match &*there.fingerprint.dtype {
+                "fp16" => f16::from_f32(number).to_le_bytes(),
+                _ => bf16::from_f32(number).to_le_bytes(),
+            }
+        };
+        let source: Vec<_> = (0..MEASURED_BYTES / 2).flat_map(number).collect();
         let mut made = vec![0; MEASURED_BYTES];
         let mut ratios: Vec<_> = (0..ROUNDS)
             .map(|_| {

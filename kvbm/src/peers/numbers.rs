@@ -1,13 +1,16 @@
 //! Numbers of 16 bits as the other type of 16 bits: IEEE's binary16 and bfloat16, rounded to the
 //! nearest, of two as near the even one.
 
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 /// Numbers that are converted together.
-const AT_ONCE: usize = 512;
+const AT_ONCE: usize = 64;
 /// From here on a number is rounded to an infinity in binary16.
 const TOO_LARGE: f32 = 65_520.0;
+/// All bits but the sign.
+const MAGNITUDE: u16 = 0x7FFF;
+/// How far apart the exponents of one number are, which count from another origin in each type.
+const BIAS: u16 = 127 - 15;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum HalfType {
@@ -46,35 +49,55 @@ impl HalfTypes {
 
     fn convert_few(self, numbers: &mut [u8]) -> u64 {
         let (pairs, _) = numbers.as_chunks_mut::<2>();
-        let mut wide = [0.0_f32; AT_ONCE];
-        let wide = &mut wide[..pairs.len()];
-        let mut too_large = 0;
-        match self.to {
-            HalfType::Bf16 => {
-                let mut narrow = [f16::ZERO; AT_ONCE];
-                for (narrow, pair) in narrow.iter_mut().zip(&*pairs) {
-                    *narrow = f16::from_le_bytes(*pair);
-                }
-                narrow[..wide.len()].convert_to_f32_slice(wide);
-                for (pair, wide) in pairs.iter_mut().zip(&*wide) {
-                    *pair = bf16::from_f32(*wide).to_le_bytes();
-                }
-            }
+        let magnitudes = pairs.iter().map(|pair| u16::from_le_bytes(*pair) & MAGNITUDE);
+        if !magnitudes.fold(true, |are_plain, of| are_plain & self.is_plain(of)) {
+            return pairs.iter_mut().map(|pair| self.convert_any(pair)).sum();
+        }
+        for pair in pairs {
+            let bits = u16::from_le_bytes(*pair);
+            let (magnitude, sign) = (bits & MAGNITUDE, bits & !MAGNITUDE);
+            let made = if magnitude == 0 { 0 } else { self.convert_plain(magnitude) };
+            *pair = (made | sign).to_le_bytes();
+        }
+        0
+    }
+
+    /// Whether a number is zero, or one that both types have with a full significand: almost all are,
+    /// and many of them are converted at once.
+    const fn is_plain(self, magnitude: u16) -> bool {
+        let (first, end) = match self.from {
+            HalfType::F16 => (1 << 10, 31 << 10),
+            HalfType::Bf16 => ((BIAS + 1) << 7, (BIAS + 31) << 7),
+        };
+        (magnitude == 0) | (magnitude.wrapping_sub(first) < end - first)
+    }
+
+    const fn convert_plain(self, magnitude: u16) -> u16 {
+        match self.from {
             HalfType::F16 => {
-                for (wide, pair) in wide.iter_mut().zip(&*pairs) {
-                    let exact = bf16::from_le_bytes(*pair).to_f32();
-                    let is_too_large = exact.abs() >= TOO_LARGE && exact.is_finite();
-                    too_large += u64::from(is_too_large);
-                    *wide = if is_too_large { f16::MAX.to_f32().copysign(exact) } else { exact };
-                }
-                let mut narrow = [f16::ZERO; AT_ONCE];
-                narrow[..wide.len()].convert_from_f32_slice(wide);
-                for (pair, narrow) in pairs.iter_mut().zip(&narrow) {
-                    *pair = narrow.to_le_bytes();
-                }
+                // Where the rest is a half, up only from an odd number.
+                let rounded = magnitude.wrapping_add(3).wrapping_add(magnitude >> 3 & 1) >> 3;
+                rounded.wrapping_add(BIAS << 7)
+            }
+            HalfType::Bf16 => magnitude.wrapping_sub(BIAS << 7) << 3,
+        }
+    }
+
+    /// Returns 1 if it is too large.
+    fn convert_any(self, pair: &mut [u8; 2]) -> u64 {
+        match self.from {
+            HalfType::F16 => {
+                *pair = bf16::from_f32(f16::from_le_bytes(*pair).to_f32()).to_le_bytes();
+                0
+            }
+            HalfType::Bf16 => {
+                let exact = bf16::from_le_bytes(*pair).to_f32();
+                let is_too_large = exact.abs() >= TOO_LARGE && exact.is_finite();
+                let largest = f16::MAX.to_f32().copysign(exact);
+                *pair = f16::from_f32(if is_too_large { largest } else { exact }).to_le_bytes();
+                is_too_large.into()
             }
         }
-        too_large
     }
 }
 
@@ -136,8 +159,13 @@ mod tests {
     }
 
     fn each_number_is_the_nearest(types: HalfTypes, [from_bits, to_bits]: [u32; 2]) -> u64 {
-        let mut block: Vec<_> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+        let all_bits: Vec<_> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+        let mut block = all_bits.clone();
         let counted = types.convert(&mut block);
+        // It does not matter beside which others a number is.
+        let mut alone = all_bits;
+        alone.chunks_mut(2).for_each(|number| _ = types.convert(number));
+        assert!(alone == block);
         let all: Vec<_> = (0..0x8000).map_while(|bits| value(bits, to_bits)).collect();
         let mut too_large = 0;
         for (bits, made) in (0..=u16::MAX).zip(block.as_chunks::<2>().0) {
