@@ -291,8 +291,8 @@ fn random_chains_come_from_any_form_to_any_other() {
         reader.compute(&prompt, case.held / here.tokens);
         let leased = (holder.has(&prompt) * there.tokens) / here.tokens;
         let held = reader.has(&prompt);
-        let came = reader.read(&prompt, there, &addresses[case.there]);
-        prop_assert_eq!(came, Ok(leased.saturating_sub(held)));
+        let read = reader.read(&prompt, there, &addresses[case.there]);
+        prop_assert_eq!(read, Ok(leased.saturating_sub(held)));
         prop_assert_eq!(reader.check(&prompt, "bf16"), leased.max(held));
         Ok(())
     });
@@ -321,7 +321,7 @@ fn process() {
             "compute" => say(&worker.compute(&prompt, usize::MAX).to_string()),
             "check" => say(&worker.check(&prompt, "bf16").to_string()),
             "read" => {
-                say(&worker.read(&prompt, FORMS[number(3)], words[4]).unwrap_or(0).to_string())
+                say(&worker.read(&prompt, FORMS[number(3)], words[4]).unwrap_or(0).to_string());
             }
             _ => {
                 worker.is_whole();

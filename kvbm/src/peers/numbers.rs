@@ -130,12 +130,12 @@ mod tests {
         let exponent = i32::from(bits & 0x7FFF) >> significand_bits;
         let fraction =
             f64::from(bits & ((1 << significand_bits) - 1)) / f64::from(1 << significand_bits);
-        let bias = (1 << (exponent_bits - 1)) - 1;
+        let origin = (1 << (exponent_bits - 1)) - 1;
         if exponent == (1 << exponent_bits) - 1 {
             return None;
         }
         let (whole, exponent) = if exponent == 0 { (0.0, 1) } else { (1.0, exponent) };
-        let magnitude = (whole + fraction) * 2.0_f64.powi(exponent - bias);
+        let magnitude = (whole + fraction) * 2.0_f64.powi(exponent - origin);
         Some(if bits >> 15 == 1 { -magnitude } else { magnitude })
     }
 
