@@ -215,12 +215,13 @@ fn killed_ranks_cost_misses_and_then_it_heals() {
 fn frozen_ranks_cost_the_time_of_a_lease_and_then_it_heals() {
     let mut pair = Pair::open();
     assert_eq!(pair.there.serve(&chain(1)).saved, 6);
-    let signal = |fleet: &Fleet, signal: &str| fleet.ranks[1].as_ref().unwrap().signal(signal);
-    let (copied, why) = pair.read_after(&chain(1), || signal(&pair.there, "STOP"));
+    let freeze = |fleet: &Fleet| fleet.ranks[1].as_ref().unwrap().stop();
+    let thaw = |fleet: &Fleet| fleet.ranks[1].as_ref().unwrap().signal("CONT");
+    let (copied, why) = pair.read_after(&chain(1), || freeze(&pair.there));
     assert_eq!(copied, 0, "{why:?}");
-    signal(&pair.there, "CONT");
+    thaw(&pair.there);
     pair.heals(2);
-    let (copied, why) = pair.read_after(&chain(1), || signal(&pair.here, "STOP"));
+    let (copied, why) = pair.read_after(&chain(1), || freeze(&pair.here));
     assert_eq!(copied, 0, "{why:?}");
     assert!(why.unwrap().contains("does not answer in time"));
     // When it goes on, its order names slots that have other blocks by then.
@@ -229,7 +230,7 @@ fn frozen_ranks_cost_the_time_of_a_lease_and_then_it_heals() {
         pair.there.empty(Tier::Host);
         assert_eq!(pair.there.serve(&chain(n)).wrong, 0);
     }
-    signal(&pair.here, "CONT");
+    thaw(&pair.here);
     let counts = || pair.here.manager.admin().counts(Tier::Host);
     wait_until(LIMIT, "slots do not come back", || counts().lost == 0);
     assert_eq!(pair.here.manager.matches(&chain(1)).longest(), 0);
