@@ -377,7 +377,7 @@ fn a_worker_of_32_tokens_reads_one_of_64() {
 }
 
 #[test]
-fn a_worker_of_64_tokens_and_heads_outside_reads_one_of_16_and_tokens_outside() {
+fn blocks_of_16_nhd_become_blocks_of_64_hnd() {
     reads(0, 5, "tcp");
 }
 
@@ -417,7 +417,7 @@ fn what_cannot_be_made_the_other_is_refused_with_both_names() {
 }
 
 #[test]
-fn who_does_not_say_what_its_blocks_are_called_there_hears_both_numbers() {
+fn a_lease_without_their_names_says_both_numbers() {
     let (holder, reader) = pair(FORMS[1], FORMS[2], |_| ());
     let (peers, prompt) = (reader.blocks.manager().peers().unwrap(), Prompt::new(1, 200, 0));
     holder.compute(&prompt, usize::MAX);
@@ -447,7 +447,7 @@ fn blocks_of_other_names_come_under_our_own() {
 }
 
 #[test]
-fn numbers_of_the_other_type_are_converted_where_that_is_asked_for() {
+fn numbers_of_the_other_type_are_converted_when_asked() {
     for (there, here, saturates) in [("bf16", "fp16", true), ("fp16", "bf16", false)] {
         for (tokens, way) in [(16, true), (64, false)] {
             let (there, here) =
