@@ -24,6 +24,7 @@ mod hybrid;
 mod model;
 mod namespace;
 mod overdue;
+mod peer_layouts;
 mod peer_loads;
 mod peer_ranks;
 mod peers;

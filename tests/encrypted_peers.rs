@@ -6,7 +6,10 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kvbm::{BlockHash, ErrorKind, Hints, Manager, PeerLease, Pulled, RequestInfo, Tier};
+use kvbm::{
+    BlockHash, ErrorKind, Fingerprint, Hints, KvLayout, Manager, PeerLease, Pulled, RequestInfo,
+    Tier,
+};
 use kvbm_settings::Settings;
 use kvbm_tests::engine::{self, serve_for};
 use kvbm_tests::kept::{self, options, shm};
@@ -49,14 +52,26 @@ struct Worker {
 
 impl Worker {
     /// `is_sealed`: its host tier outlives it, and so lies encrypted if there is a key.
-    fn open(home: &Path, name: &str, (is_sealed, key): (bool, Option<String>), at: &str) -> Self {
+    fn open(home: &Path, name: &str, tier: (bool, Option<String>), at: &str) -> Self {
+        Self::with(home, name, tier, at, |_| ())
+    }
+
+    fn with(
+        home: &Path,
+        name: &str,
+        (is_sealed, key): (bool, Option<String>),
+        at: &str,
+        change: impl FnOnce(&mut Fingerprint),
+    ) -> Self {
         let (place, registry) = (home.join(name), Registry::new());
         fs::create_dir_all(place.join("memory")).unwrap();
         let mut settings = kept::settings(&place, BLOCK as u64, 256);
         settings.host.persist = settings.host.persist.filter(|_| is_sealed);
         settings.encryption.key = key;
         let settings = Settings { peers: peers(settings.peers, at), ..settings };
-        let manager = engine::block_on(Manager::open(settings, options(&registry))).unwrap();
+        let mut options = options(&registry);
+        change(options.fingerprint.as_mut().unwrap());
+        let manager = engine::block_on(Manager::open(settings, options)).unwrap();
         Self { manager, registry, place }
     }
 
@@ -135,7 +150,7 @@ impl Pair {
     }
 
     fn lease(&self, n: u32) -> kvbm::Result<PeerLease> {
-        self.here.manager.peers().unwrap().lease(&self.peer, &chain(n), info(n)).wait()
+        self.here.manager.peers().unwrap().lease(&self.peer, chain(n), info(n)).wait()
     }
 
     fn pull(&self, lease: PeerLease) -> Pulled {
@@ -212,7 +227,7 @@ fn a_worker_without_the_key_is_told_and_one_with_it_reads() {
         (Some(main_key(1, SECOND)), "main key 1 is another one here"),
     ] {
         let here = open(key);
-        let leasing = here.manager.peers().unwrap().lease(&peer, &chain(ONE), info(ONE));
+        let leasing = here.manager.peers().unwrap().lease(&peer, chain(ONE), info(ONE));
         let error = leasing.wait().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert!(error.to_string().contains(said), "{error}");
@@ -225,6 +240,43 @@ fn a_worker_without_the_key_is_told_and_one_with_it_reads() {
     let pair = Pair { there, here, peer, home };
     pair.assert_reads(ONE);
     pair.assert_sound();
+}
+
+#[test]
+fn encrypted_blocks_are_not_converted() {
+    let Some(home) = shm() else { return };
+    let sealed = || (true, Some(main_key(1, FIRST)));
+    let of = |order: &str, shape: [u64; 5]| {
+        let layout = KvLayout {
+            layers: 1,
+            order: order.to_owned(),
+            shape: shape.to_vec(),
+            strides: (1..=5).map(|axis| shape[axis..].iter().product()).collect(),
+        };
+        move |fingerprint: &mut Fingerprint| {
+            fingerprint.block_tokens = 16;
+            fingerprint.layouts = vec![layout];
+        }
+    };
+    let rows = || of("kv,token,head,channel,byte", [2, 16, 4, 32, 2]);
+    let heads = || of("kv,head,token,channel,byte", [2, 4, 16, 32, 2]);
+    for (there, here) in [(sealed(), sealed()), ((false, None), sealed())] {
+        let there = Worker::with(home.path(), "there", there, "", rows());
+        let (at, n) = (there.address(), NOBODY);
+        let here = Worker::with(home.path(), "here", here, &at, heads());
+        there.serve(n);
+        let peers = here.manager.peers().unwrap();
+        let leased = peers.lease(&at.replace(':', "/"), chain(n), info(n)).wait();
+        let why = match leased.and_then(|lease| peers.pull(lease).wait()) {
+            Ok(pulled) => pulled.fault.unwrap_or_default(),
+            Err(error) => error.to_string(),
+        };
+        assert!(why.contains("blocks of another form are not converted"), "{why}");
+        assert_eq!(here.serve(n), 0, "what is computed here is kept");
+        [&there, &here].into_iter().for_each(Worker::assert_sound);
+        let places = [there, here].map(|worker| worker.place);
+        places.iter().for_each(|place| fs::remove_dir_all(place).unwrap());
+    }
 }
 
 #[test]

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use kvbm::blocking::Blocks;
 use kvbm::{
-    BlockHash, CacheGroup, ChainHasher, EngineMemory, Fence, Fingerprint, GroupKind, GroupSlots,
-    Hashing, HostFence, KvLayout, Manager, Options, Rank, RankGroup, RankOptions, Ranks, RequestId,
-    RequestInfo, Rope, SaveRequest, SlotId,
+    BlockHash, CacheGroup, ChainHasher, ChainNames, EngineMemory, Fence, Fingerprint, GroupKind,
+    GroupSlots, Hashing, HostFence, KvLayout, Manager, Options, Peers, Rank, RankGroup,
+    RankOptions, Ranks, RequestId, RequestInfo, Rope, SaveRequest, SlotId,
 };
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tiers::{DeviceRegion, Part, SegmentMap, Space};
@@ -65,6 +65,19 @@ async fn peers(manager: Manager, chain: Vec<BlockHash>, slots: Vec<SlotId>) -> T
 
     let (peer, info, patience) = ("127.0.0.1/6890", RequestInfo::default(), Duration::from_secs(5));
     let pulled = peers.follow(peer, &chain, info, patience).await?;
+    Ok(())
+}
+
+/// docs/peers.md
+async fn other_blocks(peers: &Peers, prompt: Vec<u32>) -> Tried {
+    fn hashes_of(prompt: &[u32], tokens: usize) -> Vec<BlockHash> {
+        ChainHasher::new(tokens, b"").expect("more than none").chain(prompt)
+    }
+    // As both workers hash: here blocks of 64 tokens, there of 32.
+    let [chain, hashes] = [64, 32].map(|tokens| hashes_of(&prompt, tokens));
+    let names = ChainNames::from(&chain).in_blocks_of(32, hashes);
+    let lease = peers.lease("127.0.0.1/6890", names, RequestInfo::default()).await?;
+    let pulled = peers.pull(lease).await?;
     Ok(())
 }
 

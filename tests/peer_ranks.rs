@@ -2,6 +2,7 @@
 //! every byte checked in each, while processes are killed, frozen, or give their slots to other blocks.
 
 use std::path::Path;
+use std::time::Instant;
 
 use kvbm::{
     BlockHash, Fingerprint, KvLayout, NewEpoch, RankGroup, RankOptions, Ranks, RequestInfo, Tier,
@@ -10,6 +11,7 @@ use kvbm_settings::{PeerNixl, Settings};
 use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, be_a_rank, chain};
 use kvbm_tests::process::{Process, role};
 use kvbm_tests::rig::wait_until;
+use serde_json::json;
 use tempfile::TempDir;
 
 const TTL_MS: u64 = 2_000;
@@ -25,6 +27,7 @@ fn settings(dir: &Path) -> Settings {
     settings.peers.secret = Some("the secret of these tests".to_owned());
     settings.peers.nixl = PeerNixl::Off;
     settings.peers.lease_ttl_ms = TTL_MS;
+    settings.peers.lease_share = 1.0;
     settings
 }
 
@@ -143,7 +146,7 @@ fn each_rank_gets_its_slices_of_the_other_worker() {
     // Onto the device at once.
     assert_eq!(pair.there.serve(&chain(9)).saved, 6);
     let peers = pair.here.manager.peers().unwrap();
-    let lease = peers.lease(&pair.peer, &chain(9), RequestInfo::default()).wait().unwrap();
+    let lease = peers.lease(&pair.peer, chain(9), RequestInfo::default()).wait().unwrap();
     assert_eq!(fleet::answer(pair.here.manager.load(lease)).blocks, 6);
     assert_eq!(pair.here.serve(&chain(9)).wrong, 0);
     // What is here need not come.
@@ -181,7 +184,7 @@ fn killed_ranks_cost_misses_and_then_it_heals() {
         // The holder's, between the lease and the pull.
         assert_eq!(pair.there.serve(&chain(n)).saved, 6);
         let peers = pair.here.manager.peers().unwrap();
-        let lease = peers.lease(&pair.peer, &chain(n), RequestInfo::default()).wait().unwrap();
+        let lease = peers.lease(&pair.peer, chain(n), RequestInfo::default()).wait().unwrap();
         pair.there.kill(rank);
         let pulled = peers.pull(lease).wait().unwrap();
         assert_eq!(pulled.copied, 0);
@@ -196,7 +199,7 @@ fn killed_ranks_cost_misses_and_then_it_heals() {
         // The reader's.
         let peers = pair.here.manager.peers().unwrap();
         assert_eq!(pair.there.serve(&chain(20 + n)).saved, 6);
-        let lease = peers.lease(&pair.peer, &chain(20 + n), RequestInfo::default()).wait().unwrap();
+        let lease = peers.lease(&pair.peer, chain(20 + n), RequestInfo::default()).wait().unwrap();
         pair.here.kill(rank);
         match pair.here.manager.peers().unwrap().pull(lease).wait() {
             Ok(pulled) => assert_eq!(pulled.copied, 0),
@@ -249,7 +252,7 @@ fn crosses(holder: u16, reader: u16) {
     // A rank that is gone after it was leased from is a miss in all.
     assert_eq!(pair.there.serve(&chain(4)).saved, 6);
     let peers = pair.here.manager.peers().unwrap();
-    let lease = peers.lease(&pair.peer, &chain(4), RequestInfo::default()).wait().unwrap();
+    let lease = peers.lease(&pair.peer, chain(4), RequestInfo::default()).wait().unwrap();
     pair.there.kill(usize::from(holder) - 1);
     let pulled = peers.pull(lease).wait().unwrap();
     assert_eq!(pulled.copied, 0);
@@ -293,9 +296,53 @@ fn an_indivisible_number_of_ranks_is_refused_and_named() {
     assert_eq!(there.serve(&chain(1)).saved, 6);
     let peers = here.manager.peers().unwrap();
     let name = address.replace(':', "/");
-    let error = peers.lease(&name, &chain(1), RequestInfo::default()).wait().unwrap_err();
+    let error = peers.lease(&name, chain(1), RequestInfo::default()).wait().unwrap_err();
     let said = error.to_string();
     assert!(said.contains("the number of ranks is \"2\"") && said.contains("\"3\""), "{said}");
     here.end();
     there.end();
+}
+
+/// Says what `tests/peers.sh` shows: how fast blocks of 128 KiB come, 64 KiB in each of two ranks,
+/// between workers of each number of ranks. Readers take turns.
+#[test]
+#[ignore = "it measures: tests/peers.sh has it"]
+fn how_fast_heads_move() {
+    const BLOCKS: u32 = 24;
+    const ROUNDS: usize = 31;
+    let home = tempfile::tempdir().unwrap();
+    let mut holders = [2, 4].map(|world| open(home.path(), "holder", world, ""));
+    let names = holders.each_ref().map(address);
+    let mut readers = [2, 4].map(|world| open(home.path(), "reader", world, &names.join(",")));
+    let wanted = kvbm_tests::rig::chain(1, BLOCKS);
+    for holder in &mut holders {
+        assert_eq!(holder.serve(&wanted).saved, wanted.len());
+    }
+    let mut seconds = [const { Vec::new() }; 4];
+    for _ in 0..ROUNDS {
+        for (reader, at) in readers.iter_mut().zip([0, 2]) {
+            for (name, at) in names.iter().zip(at..) {
+                assert!(reader.manager.drain(LIMIT).is_complete());
+                [Tier::Host, Tier::Disk].into_iter().for_each(|tier| reader.empty(tier));
+                let peers = reader.manager.peers().unwrap();
+                let began = Instant::now();
+                let lease = peers.lease(&name.replace(':', "/"), &wanted, RequestInfo::default());
+                let pulled = peers.pull(lease.wait().unwrap()).wait().unwrap();
+                seconds[at].push(began.elapsed().as_secs_f64());
+                assert_eq!((pulled.copied, pulled.fault), (wanted.len(), None));
+            }
+        }
+    }
+    let gb_s = seconds.each_mut().map(|of| {
+        of.sort_by(f64::total_cmp);
+        f64::from(BLOCKS) * fleet::BLOCK as f64 / of[ROUNDS / 2] / 1e9
+    });
+    let round = |number: f64| (100.0 * number).round() / 100.0;
+    let [two, to_two, to_four, four] = gb_s;
+    let heads = json!({
+        "2 to 2": round(two), "4 to 2": round(to_two), "2 to 4": round(to_four), "4 to 4": round(four),
+        "4 to 2 of equal": round(to_two / two), "2 to 4 of equal": round(to_four / four),
+    });
+    println!("figures {}", json!({ "heads": heads }));
+    readers.into_iter().chain(holders).for_each(Fleet::end);
 }

@@ -4,6 +4,7 @@
 mod messages;
 mod network;
 mod scale;
+mod steps;
 mod trace;
 
 use std::io::stdin;
@@ -158,6 +159,17 @@ fn has_nixl() -> bool {
     Library::load(None).inspect_err(|error| skip("nixl", error)).is_ok()
 }
 
+/// Blocks come by this way.
+fn by(way: &str) -> String {
+    let (memory, nixl) = match way {
+        "memory" => (true, "off"),
+        "nixl" => (false, "required"),
+        "auto" => (false, "auto"),
+        _ => (false, "off"),
+    };
+    format!("peers.shared_memory = {memory}\npeers.nixl = {nixl:?}")
+}
+
 struct Worker {
     process: Process,
     address: String,
@@ -172,14 +184,7 @@ impl Worker {
     }
 
     fn with(settings: &str, way: &'static str) -> Self {
-        let (memory, nixl) = match way {
-            "memory" => (true, "off"),
-            "nixl" => (false, "required"),
-            "auto" => (false, "auto"),
-            _ => (false, "off"),
-        };
-        let ways = format!("peers.shared_memory = {memory}\npeers.nixl = {nixl:?}");
-        let place = format!("{settings}\n{ways}");
+        let place = format!("{settings}\n{}", by(way));
         Self::of(Process::start(module_path!(), "worker", Path::new(&place)), way)
     }
 

@@ -200,7 +200,7 @@ durability() {
 
 # The other parts are among the tests.
 peers() {
-    run_script 'workers that read each other' tests/peers.sh --quick transfer network scale
+    run_script 'workers that read each other' tests/peers.sh --quick transfer push network scale
 }
 
 embedding() {

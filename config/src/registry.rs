@@ -753,6 +753,13 @@ pub(crate) static KEYS: &[SettingKey] = &[
          `host.persist`.",
     ),
     key(
+        "peers.convert_types",
+        Flag(|s| &mut s.peers.convert_types),
+        &[own("DYN_KVBM_PEERS_CONVERT_TYPES")],
+        "Read the blocks of workers whose numbers are bfloat16 where these are float16, or the other way round, and convert \
+         them: they are rounded.",
+    ),
+    key(
         "peers.nixl",
         Choice(|s| &mut s.peers.nixl),
         &[own("DYN_KVBM_PEERS_NIXL")],

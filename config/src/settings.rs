@@ -676,6 +676,8 @@ pub struct PeerSettings {
     pub lease_share: f64,
     /// Let workers of the same host and user map the host tier for reading.
     pub shared_memory: bool,
+    /// Read blocks whose numbers have the other type of 16 bits, and convert them.
+    pub convert_types: bool,
     /// Whether blocks move by NIXL where there is no such memory.
     pub nixl: PeerNixl,
 }
@@ -739,6 +741,7 @@ impl Default for PeerSettings {
             lease_ttl_ms: 10_000,
             lease_share: 0.25,
             shared_memory: true,
+            convert_types: false,
             nixl: PeerNixl::Auto,
         }
     }
@@ -766,6 +769,7 @@ impl fmt::Debug for PeerSettings {
             .field("lease_ttl_ms", &self.lease_ttl_ms)
             .field("lease_share", &self.lease_share)
             .field("shared_memory", &self.shared_memory)
+            .field("convert_types", &self.convert_types)
             .field("nixl", &self.nixl)
             .finish()
     }

@@ -865,6 +865,13 @@ PEERS = [
         width=12,
     ),
     lines(
+        "Numbers that were too large",
+        "Of blocks that were converted (peers.convert_types): the largest number of the new type is in their place.",
+        "short",
+        (rate("instance", of("kvbm_peer_saturated_numbers_total")), "{{instance}} / s"),
+        width=12,
+    ),
+    lines(
         "Leases that there are",
         "At peers (received) and to peers (sent); and those that were cut, since peers.lease_share left no room for all blocks.",
         "short",

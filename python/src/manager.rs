@@ -14,7 +14,7 @@ use pyo3::types::PyDict;
 
 use crate::errors::{classes, of_manager};
 use crate::memory::{self, Behind, CacheGroup, EngineMemory, NamedSlots};
-use crate::names::{Chain, Hints, fingerprint, request_info};
+use crate::names::{Chain, Hints, fingerprint, names, request_info};
 use crate::observe::{self, Events, Samples};
 use crate::peers::{
     AnyLease, KvTransfer, PeerLease, PeerLeasing, Place, Pull, kv_place, slots_of, tell,
@@ -133,20 +133,24 @@ impl Manager {
     }
 
     /// Asks `peer` for a lease of what the tiers here lack of `chain`, of its first `most` blocks.
-    #[pyo3(signature = (peer, chain, *, most=None, request=None, hints=None))]
+    /// `there` is for a peer whose blocks have another number of tokens: that number, and the chain
+    /// of the same tokens in such blocks.
+    #[pyo3(signature = (peer, chain, *, most=None, there=None, request=None, hints=None))]
+    #[allow(clippy::too_many_arguments, reason = "they have names in Python")]
     fn lease_at(
         &self,
         py: Python<'_>,
         peer: &str,
         chain: &Chain,
         most: Option<usize>,
+        there: Option<(u64, PyRef<'_, Chain>)>,
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
     ) -> PyResult<PeerLeasing> {
         let info = request_info(request, hints.map(Bound::get));
         let peers = self.reading_peers()?;
-        let chain = &chain.hashes[..chain.hashes.len().min(most.unwrap_or(usize::MAX))];
-        Ok(PeerLeasing(py.detach(|| peers.lease(peer, chain, info))))
+        let names = names(chain, most, there);
+        Ok(PeerLeasing(py.detach(|| peers.lease(peer, names, info))))
     }
 
     /// Brings what `lease` names into the host tier. The lease is used up.
@@ -157,8 +161,8 @@ impl Manager {
 
     /// Brings what `peer` has of `chain`, of its first `most` blocks, into the host tier, and goes
     /// on while it comes to have more, as one does that computes it now. It ends with all of it, or
-    /// once nothing more has come for `seconds`.
-    #[pyo3(signature = (peer, chain, *, seconds, most=None, request=None, hints=None))]
+    /// once nothing more has come for `seconds`. `there` is as in `lease_at`.
+    #[pyo3(signature = (peer, chain, *, seconds, most=None, there=None, request=None, hints=None))]
     #[allow(clippy::too_many_arguments, reason = "they have names in Python")]
     fn follow(
         &self,
@@ -167,13 +171,14 @@ impl Manager {
         chain: &Chain,
         seconds: f64,
         most: Option<usize>,
+        there: Option<(u64, PyRef<'_, Chain>)>,
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
     ) -> PyResult<Pull> {
         let info = request_info(request, hints.map(Bound::get));
         let (peers, patience) = (self.reading_peers()?, duration(seconds));
-        let chain = &chain.hashes[..chain.hashes.len().min(most.unwrap_or(usize::MAX))];
-        Ok(Pull(py.detach(|| peers.follow(peer, chain, info, patience))))
+        let names = names(chain, most, there);
+        Ok(Pull(py.detach(|| peers.follow(peer, names, info, patience))))
     }
 
     /// Moves the blocks of `chain`, and calls `on_done(moved, error)` on a thread of its own; one

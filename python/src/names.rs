@@ -2,7 +2,9 @@
 //! block hashes, kept on this side so that a request's hashes cross once, fingerprints, numbers and
 //! hints.
 
-use kvbm::{BlockHash, Fingerprint, Hashing, KvLayout, Ranks, RequestId, RequestInfo, Rope};
+use kvbm::{
+    BlockHash, ChainNames, Fingerprint, Hashing, KvLayout, Ranks, RequestId, RequestInfo, Rope,
+};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -173,6 +175,21 @@ impl Hints {
         will_not_return: bool,
     ) -> Self {
         Self(kvbm::Hints { expected_output_tokens, will_not_return, tenant, priority })
+    }
+}
+
+/// The names of a chain's first `most` blocks, and what they are called where blocks have another
+/// number of tokens.
+pub(crate) fn names(
+    chain: &Chain,
+    most: Option<usize>,
+    there: Option<(u64, PyRef<'_, Chain>)>,
+) -> ChainNames {
+    let most = chain.hashes.len().min(most.unwrap_or(usize::MAX));
+    let names = ChainNames::from(&chain.hashes[..most]);
+    match there {
+        Some((block_tokens, chain)) => names.in_blocks_of(block_tokens, chain.hashes.clone()),
+        None => names,
     }
 }
 

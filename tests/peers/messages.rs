@@ -66,7 +66,7 @@ fn a_lease_takes_two_messages_or_four() {
     // What goes over the way until the lease is there, and how many blocks it names.
     let lease = |blocks: u32| {
         frames.lock().unwrap().clear();
-        let lease = peers.lease(&name_of(&way), &chain(1, blocks), RequestInfo::default());
+        let lease = peers.lease(&name_of(&way), chain(1, blocks), RequestInfo::default());
         let lease = lease.wait().unwrap();
         let (of_lease, named) = (frames.lock().unwrap().clone(), lease.only_there());
         assert_eq!(peers.pull(lease).wait().unwrap().copied, named);

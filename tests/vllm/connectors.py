@@ -80,4 +80,7 @@ def spoiled_disk(model: Path, directory: Path) -> dict:
 
 def peerless() -> SimpleNamespace:
     """As much of a configuration as requests take that come from no peer."""
-    return SimpleNamespace(block_tokens=BLOCK, peer_seconds=1.0, fails=False, engine="", world=1, groups=[None])
+    none = {"names_of": None, "knows_rows": False, "groups": [None]}
+    return SimpleNamespace(
+        block_tokens=BLOCK, hash_tokens=BLOCK, peer_seconds=1.0, fails=False, engine="", world=1, **none
+    )

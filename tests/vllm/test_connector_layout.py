@@ -1,5 +1,6 @@
 """How `KvbmConnector` finds a block in KV tensors, in each of vLLM's layouts: a GPU's default is not that of a CPU."""
 
+from dataclasses import replace
 from importlib.metadata import version
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from kvbm_rs.errors import InvalidError
 from kvbm_rs.vllm.connector import config
-from kvbm_rs.vllm.connector.config import Group, _check_states, _groups, _keeps_all, _layout, _order
+from kvbm_rs.vllm.connector.config import _COLUMNS, _UNKNOWN, Group, _check_states, _groups, _keeps_all, _layout, _order
 from kvbm_rs.vllm.connector.tensors import adopt, block_dimension, by_blocks, parts_of
 
 LAYERS, BLOCKS, HEADS, TOKENS, NUMBERS = 3, 7, 4, 16, 64
@@ -95,6 +96,12 @@ def test_a_layout_says_where_heads_lie():
     assert _layout(group, "LBNHC") == (2, "layer,token,head,byte", [2, 4, 3, 20], [240, 60, 20, 1])
     for layout in ("LBHNC", "BLHNC", "LHBNC"):
         assert _layout(group, layout) == (2, "layer,head,token,byte", [2, 3, 4, 20], [240, 80, 20, 1])
+    # On CPUs all keys of a head come before its values, as columns.
+    group = replace(group, head_size=5)
+    columns = "layer,head,kv(channel,token|token,channel),byte"
+    assert _layout(group, "LBHNC", _COLUMNS) == (2, columns, [2, 3, 2, 5, 4, 2], [240, 80, 40, 8, 2, 1])
+    assert _layout(group, "LBHNC", _UNKNOWN) == (2, "layer,head,byte", [2, 3, 80], [240, 80, 1])
+    assert _layout(replace(group, head_size=7), "LBHNC", _COLUMNS)[1] == "layer,head,byte"
     # Of others no part is given.
     opaque = (2, "layer,byte of NHD", [2, 240], [240, 1])
     assert _layout(group, "NHD") == opaque

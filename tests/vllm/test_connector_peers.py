@@ -21,6 +21,7 @@ def worker(
     blocks: int = 64,
     timeout_ms: int = TIMEOUT_MS,
     workers: int = 0,
+    block_tokens: int = BLOCK,
     options: dict | None = None,
     **settings,
 ) -> Engine:
@@ -34,7 +35,8 @@ def worker(
         "environment": {"OMP_NUM_THREADS": "1"},
     }
     more = (apart if workers else {}) | (options or {})
-    return Engine(model, **connector(tiers, policy, role, peer_timeout_ms=timeout_ms), **more)
+    told = connector(tiers, policy, role, peer_timeout_ms=timeout_ms)
+    return Engine(model, block_size=block_tokens, **told, **more)
 
 
 def prefill(engine: Engine, number: int) -> dict:
@@ -73,6 +75,7 @@ def test_what_one_engine_computed_another_one_goes_on_with(model, said):
                 # Of vLLM's scheduler.
                 "remote_prefill_cached_tokens": 0,
                 "kvbm_peer": own[0],
+                "kvbm_block_tokens": [BLOCK, BLOCK],
             }
             went_on = decode(second, 0, told)
             assert went_on["said"] == said[0]
@@ -97,6 +100,7 @@ def test_what_one_engine_computed_another_one_goes_on_with(model, said):
             # Nor does it matter what a client sends.
             for wrong in ([], {}, True, -1, "x" * 100_000):
                 params = {"do_remote_prefill": True, "kvbm_peer": wrong, "remote_host": wrong, "remote_port": wrong}
+                params["kvbm_block_tokens"] = [wrong, wrong]
                 assert decode(second, 2, params | {"remote_num_tokens": wrong})["said"] == said[2]
             went_on = decode(second, 4, prefill(first, 4) | {"remote_num_tokens": -1})
             assert went_on["said"] == said[4]
@@ -232,4 +236,29 @@ def test_what_is_read_has_the_salt_and_the_adapter_that_it_was_computed_with(mod
                 went_on = ask(second, told, **named)
                 assert went_on["scheduled"] == LENGTH + 7, named
                 assert went_on["said"] == ask(first, **named)["said"], named
+            assert is_at_rest(first) and is_at_rest(second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("there", "here"), [(32, 64), (64, 32)])
+def test_engines_of_other_block_sizes_read_each_other(model, said, there, here):
+    with worker(model, role="kv_producer", block_tokens=there) as first:
+        own = probe(first, "peer")
+        with worker(model, own[1], role="kv_consumer", block_tokens=here) as second:
+            for number in range(3):
+                told = prefill(first, number)
+                assert told["kvbm_block_tokens"] == [there, there]
+                went_on = decode(second, number, told)
+                assert (went_on["said"], went_on["scheduled"]) == (said[number], SERVED)
+                assert probe(second, "matches", prompt=prompt(number, LENGTH)) == {"host": LENGTH // here}
+            # What ends within a block of either is computed from there on.
+            shorter = prompt(5, LENGTH - BLOCK)
+            told = probe(first, "ask", prompt=shorter, params=PREFILL, tokens=1)["params"]
+            first.settle()
+            went_on = probe(second, "ask", prompt=shorter, params=told)
+            assert went_on["scheduled"] == SERVED + BLOCK
+            # A proxy that leaves it out has the prompt computed, and nothing is wrong.
+            told = prefill(first, 4)
+            del told["kvbm_block_tokens"]
+            assert decode(second, 4, told)["said"] == said[4]
             assert is_at_rest(first) and is_at_rest(second)

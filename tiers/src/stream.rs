@@ -103,6 +103,21 @@ pub(crate) unsafe fn copy_page(from: *const u8, to: &mut [u8; PAGE_BYTES], seen:
     }
 }
 
+/// Adds a block to `to` that another thread or process may write meanwhile.
+///
+/// # Safety
+/// From `from` on, a page boundary, lie the pages of a block of `block_bytes` bytes, mapped as long
+/// as this runs.
+pub(crate) unsafe fn copy_block(from: *const u8, block_bytes: usize, to: &mut Vec<u8>) {
+    let (mut past, mut seen) = (Page::default(), Page::default());
+    for start in (0..block_bytes).step_by(PAGE_BYTES) {
+        // SAFETY: the page starts within the block, so it is one of those that the caller names.
+        unsafe { copy_page(from.add(start), &mut past.0, &mut seen) };
+        to.extend_from_slice(&seen.0[..PAGE_BYTES.min(block_bytes - start)]);
+    }
+    finish();
+}
+
 /// # Safety
 /// All three are lines: `from` is mapped, the others are the caller's alone.
 #[cfg(target_arch = "x86_64")]

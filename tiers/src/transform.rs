@@ -230,12 +230,13 @@ impl Transform {
             return Err(SetupError::invalid(message));
         }
         self.check(blocks)?;
+        let row = self.from.row_bytes;
         for &(source, destination) in blocks {
-            for rows in self.rows() {
-                let [source, destination] = [(&self.from, source), (&self.to, destination)]
-                    .map(|(view, block)| view.row(block, rows));
-                to[destination].copy_from_slice(&from[source]);
-            }
+            let (from, to) =
+                (&from[self.from.start(source)..], &mut to[self.to.start(destination)..]);
+            self.each_row(|source, destination| {
+                to[destination..destination + row].copy_from_slice(&from[source..source + row]);
+            });
         }
         Ok(())
     }
@@ -254,17 +255,24 @@ impl Transform {
         }
     }
 
-    /// Indices of all rows of a block.
-    fn rows(&self) -> impl Iterator<Item = [usize; INNER.len()]> {
-        let extents = self.from.extents;
-        (0..extents.iter().product()).map(move |row| {
-            let mut rest: usize = row;
-            let mut indices = extents;
-            for (index, extent) in indices.iter_mut().zip(extents).rev() {
-                (*index, rest) = (rest % extent, rest / extent);
+    /// Tells of each row of a block where it starts on both sides, behind the block's own start.
+    fn each_row(&self, mut copy: impl FnMut(usize, usize)) {
+        let [outer, second, third, inner] = self.from.extents;
+        let at = |view: &View, [a, b, c]: [usize; 3]| {
+            a * view.strides[0] + b * view.strides[1] + c * view.strides[2]
+        };
+        for a in 0..outer {
+            for b in 0..second {
+                for c in 0..third {
+                    let (mut from, mut to) = (at(&self.from, [a, b, c]), at(&self.to, [a, b, c]));
+                    for _ in 0..inner {
+                        copy(from, to);
+                        from += self.from.strides[3];
+                        to += self.to.strides[3];
+                    }
+                }
             }
-            indices
-        })
+        }
     }
 
     /// What the kernel is told.
@@ -302,11 +310,35 @@ pub(crate) struct TransformPlan {
 }
 
 impl View {
-    fn row(&self, block: u32, indices: [usize; INNER.len()]) -> Range<usize> {
-        let inside: usize =
-            indices.iter().zip(self.strides).map(|(index, stride)| index * stride).sum();
-        let start = self.offset + block as usize * self.block_stride + inside;
-        start..start + self.row_bytes
+    /// Rows that lie anywhere in `bytes` bytes, the first one at `offset`. Along each of four axes there
+    /// are so many, with so many bytes from one to the next.
+    ///
+    /// # Errors
+    /// `Invalid`: there are none, or they do not all lie in these bytes.
+    pub fn strided(
+        bytes: usize,
+        offset: usize,
+        axes: [(usize, usize); INNER.len()],
+        row_bytes: usize,
+    ) -> Result<Self, SetupError> {
+        let last = axes.iter().try_fold(offset, |at, &(extent, stride)| {
+            at.checked_add(extent.checked_sub(1)?.checked_mul(stride)?)
+        });
+        let end = last.and_then(|last| last.checked_add(row_bytes));
+        if row_bytes == 0 || end.is_none_or(|end| end > bytes) {
+            let message = format!(
+                "rows of {row_bytes} bytes from {offset} on, {axes:?} (how many, and bytes from one to \
+                 the next), are none or do not lie in {bytes} bytes"
+            );
+            return Err(SetupError::invalid(message));
+        }
+        let (extents, strides) = (axes.map(|(extent, _)| extent), axes.map(|(_, stride)| stride));
+        Ok(Self { offset, blocks: 1, block_stride: 0, extents, strides, row_bytes, bytes })
+    }
+
+    /// Where a block's first row starts.
+    const fn start(&self, block: u32) -> usize {
+        self.offset + block as usize * self.block_stride
     }
 }
 
@@ -435,6 +467,25 @@ mod tests {
         let [nhd, hnd] = [Layout::BLOCKS_NHD, Layout::BLOCKS_HND]
             .map(|order| Layout::new(shape, order).unwrap().whole());
         assert_eq!(transformed(nhd, hnd, &[0, 1, 2, 10, 11, 12]), [0, 10, 1, 11, 2, 12]);
+    }
+
+    #[test]
+    fn rows_that_lie_anywhere_are_where_their_strides_say() {
+        let from = View::strided(24, 1, [(1, 0), (1, 0), (2, 12), (3, 4)], 2).unwrap();
+        let to = View::strided(12, 0, [(1, 0), (1, 0), (2, 2), (3, 4)], 2).unwrap();
+        let bytes: Vec<_> = (0..24).collect();
+        let expected = [1, 2, 13, 14, 5, 6, 17, 18, 9, 10, 21, 22];
+        assert_eq!(transformed(from, to, &bytes), expected);
+        for (bytes, offset, axes, row) in [
+            (22, 1, [(1, 0), (1, 0), (2, 12), (3, 4)], 2),
+            (24, 2, [(1, 0), (1, 0), (2, 12), (3, 4)], 3),
+            (24, 0, [(0, 0), (1, 0), (1, 0), (1, 0)], 2),
+            (24, 0, [(1, 0), (1, 0), (1, 0), (1, 0)], 0),
+            (24, 0, [(1, 0), (1, 0), (1, 0), (usize::MAX, 2)], 1),
+        ] {
+            let error = View::strided(bytes, offset, axes, row).unwrap_err();
+            assert_eq!(error.kind(), SetupErrorKind::Invalid, "{bytes} {offset} {axes:?} {row}");
+        }
     }
 
     #[test]

@@ -139,6 +139,7 @@ pub(crate) struct PeerMetrics {
     blocks: IntCounterVec,
     bytes: IntCounterVec,
     descriptors: IntCounter,
+    saturated: IntCounter,
     pull_seconds: HistogramVec,
     refused: IntCounterVec,
 }
@@ -181,6 +182,10 @@ impl PeerMetrics {
             descriptors: b.counter(
                 "kvbm_peer_nixl_descriptors_total",
                 "Pieces of memory that NIXL read at peers: neighbouring blocks are one.",
+            )?,
+            saturated: b.counter(
+                "kvbm_peer_saturated_numbers_total",
+                "Numbers of peers that were too large for their new type, and became the largest: see `peers.convert_types`.",
             )?,
             pull_seconds: b
                 .register(HistogramVec::new(seconds.buckets(PULL_BOUNDS.into()), &["way"]))?,
@@ -247,6 +252,11 @@ impl PeerMetrics {
         let open = self.open.with_label_values(&[direction]);
         open.inc();
         CountedLease { leases: self.leases.clone(), open, direction, end }
+    }
+
+    /// Numbers that were too large for the type that they have here.
+    pub(crate) fn saturated(&self, numbers: u64) {
+        self.saturated.inc_by(numbers);
     }
 
     /// A lease to a peer is shorter than what is there.

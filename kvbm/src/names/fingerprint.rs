@@ -51,7 +51,9 @@ pub struct KvLayout {
     /// Layers of the group in this process.
     pub layers: u32,
     /// What the dimensions of a layer's block are, outermost first, such as
-    /// `kv,token,head,element`.
+    /// `kv,token,head,element`. Where keys and values have theirs in different orders, both behind
+    /// `kv`: `head,kv(channel,token|token,channel),element`. [Peers](crate::Peers) whose blocks have
+    /// other numbers of tokens, or are otherwise ordered, go by these names.
     pub order: String,
     /// How long each of them is: as many numbers as there are strides.
     pub shape: Vec<u64>,
@@ -149,9 +151,10 @@ impl Fingerprint {
                 ("model", model.clone()),
                 ("weights", weights.clone()),
                 ("dtype", dtype.clone()),
+                // Layouts follow from it.
+                ("block_tokens", block_tokens.to_string()),
                 ("layouts", format!("{layouts:?}")),
                 ("ranks", format!("{ranks:?}")),
-                ("block_tokens", block_tokens.to_string()),
                 ("rope", format!("{rope:?}")),
                 ("engine", engine.clone()),
                 ("engine_version", engine_version.clone()),
@@ -194,7 +197,28 @@ impl fmt::Display for Fingerprint {
     }
 }
 
+/// The dimensions of a layer's block, outermost first.
+pub(crate) struct AxisOrders<'a> {
+    pub(crate) keys: Vec<&'a str>,
+    pub(crate) values: Vec<&'a str>,
+}
+
 impl KvLayout {
+    /// What `order` says.
+    pub(crate) fn orders(&self) -> AxisOrders<'_> {
+        let both = || {
+            let (before, rest) = self.order.split_once('(')?;
+            let (inside, behind) = rest.split_once(')')?;
+            let (keys, values) = inside.split_once('|')?;
+            Some([[before, keys, behind], [before, values, behind]])
+        };
+        let [keys, values] = both().unwrap_or_else(|| [[&*self.order, "", ""]; 2]).map(|parts| {
+            let names = parts.into_iter().flat_map(|part| part.split(',')).map(str::trim);
+            names.filter(|name| !name.is_empty()).collect()
+        });
+        AxisOrders { keys, values }
+    }
+
     fn encode(&self, encoding: &mut FingerprintEncoding) {
         let Self { layers, order, shape, strides } = self;
         encoding.number(u64::from(*layers));

@@ -11,9 +11,10 @@ use kvbm_tiers::Tier;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
+use super::chain_names::ChainNames;
 use super::reader::{Pulled, Reader};
 use crate::error::{ErrorKind, Result};
-use crate::names::hash::{BlockHash, Chain};
+use crate::names::hash::Chain;
 use crate::table::RequestInfo;
 
 /// The pause before a peer is asked again that answered at once, and had nothing to lease.
@@ -24,16 +25,17 @@ impl Reader {
     pub(super) async fn follow(
         &self,
         peer: &str,
-        chain: &[BlockHash],
+        names: ChainNames,
         mut info: RequestInfo,
         patience: Duration,
         cancelled: &CancellationToken,
     ) -> Result<Pulled> {
+        let chain = &names.here;
         let (mut copied, mut refused, mut since) = (0, None, Instant::now());
         loop {
             // What it takes to reach the peer and to bring what lies here is no wait for blocks.
             let left = patience.saturating_sub(since.elapsed());
-            let leasing = self.lease(peer.to_owned(), chain.to_vec(), info, left);
+            let leasing = self.lease(peer.to_owned(), names.clone(), info, left);
             let Some(leased) = cancelled.run_until_cancelled(leasing).await else { break };
             let came = match leased {
                 Ok(lease) => {

@@ -9,6 +9,7 @@ use ring::hmac::{self, HMAC_SHA256};
 use ring::rand::{SecureRandom, SystemRandom};
 use tokio::io::{AsyncRead, AsyncWrite};
 
+use super::conversion::Conversion;
 use super::protocol::{
     BrokenLink, Challenge, Hello, Join, Member, Nonce, Proof, ToHolder, ToReader, receive, send,
 };
@@ -139,6 +140,8 @@ pub(super) async fn look(
 pub(super) struct Credentials {
     pub(super) member: Member,
     pub(super) proofs: PeerProofs,
+    /// What it reads may have numbers of another type, which are converted.
+    pub(super) converts_types: bool,
 }
 
 impl Credentials {
@@ -151,7 +154,7 @@ impl Credentials {
         send(stream, &ToHolder::Join(Box::new(Join { proof, member: self.member.clone() })))
             .await?;
         let member = welcomed(stream).await?;
-        self.check(&member).map(|()| member)
+        self.check(&member, self.converts_types).map(|()| member)
     }
 
     /// The answer to a reader's first message.
@@ -175,16 +178,17 @@ impl Credentials {
         if !self.proofs.secret.as_ref().is_none_or(is_known) {
             return Err(BrokenLink::OtherSecret);
         }
-        member.map_or(Ok(()), |member| self.check(member))
+        // Whether it converts what it reads here is its own business.
+        member.map_or(Ok(()), |member| self.check(member, true))
     }
 
-    /// Whether another's blocks are what ours are.
-    fn check(&self, theirs: &Member) -> Result<(), BrokenLink> {
+    /// Whether another's blocks are what ours are, or one is made of the other.
+    fn check(&self, theirs: &Member, converts_types: bool) -> Result<(), BrokenLink> {
         let ours = &self.member;
         if ours.incarnation == theirs.incarnation {
             return Err(BrokenLink::Itself);
         }
-        match difference(ours, theirs) {
+        match difference(ours, theirs, converts_types) {
             None => Ok(()),
             Some(what) => Err(BrokenLink::OtherBlocks(what)),
         }
@@ -192,23 +196,40 @@ impl Credentials {
 }
 
 /// The first thing that differs, with both values. Heads may be split over another number of ranks,
-/// if one number divides the other.
-fn difference(ours: &Member, theirs: &Member) -> Option<String> {
+/// if one number divides the other; and blocks may be such that one is made of the other.
+fn difference(ours: &Member, theirs: &Member, converts_types: bool) -> Option<String> {
     if ours.ranks != theirs.ranks && divides(ours, theirs) {
         let (ours, theirs) = (of_all_ranks(ours)?, of_all_ranks(theirs)?);
-        return difference(&ours, &theirs);
+        return difference(&ours, &theirs, false);
+    }
+    let conversion = Conversion::between(ours, theirs);
+    if conversion.is_some_and(|made| converts_types || !made.changes_types()) {
+        return difference(ours, &converted(theirs, ours), false);
     }
     let both = [ours, theirs];
     let rank = |member: &Member| member.rank.map_or("none".to_owned(), |rank| rank.to_string());
     let of_process = [
         ("the number of ranks", both.map(|member| member.ranks.to_string())),
         ("the rank", both.map(rank)),
-        ("block_bytes", both.map(|member| member.block_bytes.to_string())),
         ("the list of cache groups", both.map(|member| member.groups.clone())),
     ];
     let differs = of_process.into_iter().find(|(_, [a, b])| a != b);
-    let (what, [a, b]) = differs.or_else(|| ours.fingerprint.difference(&theirs.fingerprint))?;
+    let differs = differs.or_else(|| ours.fingerprint.difference(&theirs.fingerprint));
+    // It follows from others, most often.
+    let bytes = both.map(|member| member.block_bytes.to_string());
+    let other_bytes = (bytes[0] != bytes[1]).then_some(("block_bytes", bytes));
+    let (what, [a, b]) = differs.or(other_bytes)?;
     Some(format!("{what} is {a:?} at {}, {b:?} at {}", ours.name, theirs.name))
+}
+
+/// What a member would be if its blocks were `ours`.
+fn converted(theirs: &Member, ours: &Member) -> Member {
+    let mut member = Member { block_bytes: ours.block_bytes, ..theirs.clone() };
+    let fingerprint = &mut member.fingerprint;
+    fingerprint.dtype.clone_from(&ours.fingerprint.dtype);
+    fingerprint.layouts.clone_from(&ours.fingerprint.layouts);
+    fingerprint.block_tokens = ours.fingerprint.block_tokens;
+    member
 }
 
 /// Whether ranks of the one have whole shares of those of the other, and both say where heads lie.
@@ -248,7 +269,7 @@ pub(super) mod tests {
 
     fn credentials(member: Member, secret: Option<&str>) -> Credentials {
         let proofs = PeerProofs { secret: secret.map(PeerSecret::new), tls: None };
-        Credentials { member, proofs }
+        Credentials { member, proofs, converts_types: false }
     }
 
     /// What each side says of the other.

@@ -11,7 +11,10 @@ use tokio::io::AsyncReadExt;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
+use super::arriving::{Arriving, ConvertedSlots, OpenedSlots};
 use super::book::OpenAtPeer;
+use super::chain_names::PeerChain;
+use super::conversion::Conversion;
 use super::greeting::Credentials;
 use super::nixl::ReadByNixl;
 use super::protocol::{
@@ -32,10 +35,16 @@ const READ_BYTES: usize = if cfg!(test) { 2 << 10 } else { 4 << 20 };
 /// Requests for blocks that are on their way: one, while the blocks of another arrive.
 const READS: usize = 2;
 
+const NOT_CONVERTED: &str = "blocks of another form are not converted where they lie encrypted";
+
 /// A connection to a holder that has let us in.
 pub(super) struct PeerLink {
     stream: Box<dyn PeerStream>,
     pub(super) holder: Member,
+    /// How its blocks become ours, if they are others.
+    pub(super) conversion: Option<Arc<Conversion>>,
+    /// Numbers that were too large for the type that they have here, not counted yet.
+    pub(super) saturated: u64,
     /// The holder's host tier, if that is a neighbour's.
     pub(super) memory: Option<Arc<PeerMemory>>,
     /// Reads of the holder's host tier by NIXL, if both sides have it.
@@ -47,8 +56,11 @@ pub(super) struct PeerLink {
 }
 
 /// What a reader wants of a chain.
+#[derive(Clone, Copy)]
 pub(super) struct Wanted<'a> {
     pub(super) chain: &'a [BlockHash],
+    /// What its blocks are called where they have another number of tokens.
+    pub(super) there: Option<&'a PeerChain>,
     /// The cache group whose chain it is.
     pub(super) group: u8,
     /// Leading blocks that it has.
@@ -106,6 +118,11 @@ pub(super) enum PeerFault {
     Nixl(String),
     #[error("ranks: {0}")]
     Ranks(String),
+    #[error(
+        "its blocks have {0} tokens, and {1} here: ask with the names that the prompt has in blocks \
+         of {0} (ChainNames::in_blocks_of)"
+    )]
+    OtherTokens(u64, u64),
     #[error("{0}")]
     Ended(LeaseEnd),
 }
@@ -148,12 +165,44 @@ impl PeerLink {
         credentials: &Credentials,
     ) -> Result<Self, BrokenLink> {
         let holder = credentials.greet(&mut stream).await?;
-        Ok(Self { stream, holder, memory: None, nixl: None, needs_nixl: false, open: None })
+        let conversion = Conversion::between(&credentials.member, &holder).map(Arc::new);
+        Ok(Self {
+            stream,
+            holder,
+            conversion,
+            saturated: 0,
+            memory: None,
+            nixl: None,
+            needs_nixl: false,
+            open: None,
+        })
     }
 
     /// Reads by NIXL, unless they have failed.
     pub(super) fn reads(&self) -> Option<&Arc<dyn SlotReads>> {
         self.nixl.as_ref().filter(|reads| !reads.is_over())
+    }
+
+    /// Leading blocks of ours that as many of the holder's make.
+    pub(super) fn whole_here(&self, there: usize) -> usize {
+        self.conversion.as_ref().map_or(there, |conversion| conversion.whole_here(there))
+    }
+
+    /// What is wanted in blocks of the holder's.
+    fn as_there<'a>(&self, wanted: &Wanted<'a>, here: u64) -> Result<Wanted<'a>, PeerFault> {
+        let there = self.holder.fingerprint.block_tokens;
+        let chain = match wanted.there.filter(|names| names.block_tokens == there) {
+            Some(names) => &names.hashes[..],
+            None if there == here => wanted.chain,
+            None => return Err(PeerFault::OtherTokens(there, here)),
+        };
+        let (most, before) = (wanted.chain.len(), wanted.before);
+        let (most, before) = self.conversion.as_ref().map_or((most, before), |conversion| {
+            (conversion.needed_there(most), conversion.whole_there(before))
+        });
+        let most = most.min(chain.len());
+        let before = before.min(most);
+        Ok(Wanted { chain: &chain[..most], before, ..*wanted })
     }
 
     /// Asks the holder something.
@@ -163,7 +212,13 @@ impl PeerLink {
     }
 
     /// Leases what is there: two messages if that is all that is wanted or nothing, else four.
-    pub(super) async fn lease(&mut self, wanted: &Wanted<'_>) -> Result<NamedBlocks, PeerFault> {
+    /// `block_tokens` are those of blocks here.
+    pub(super) async fn lease(
+        &mut self,
+        wanted: &Wanted<'_>,
+        block_tokens: u64,
+    ) -> Result<NamedBlocks, PeerFault> {
+        let wanted = &self.as_there(wanted, block_tokens)?;
         let since = Instant::now();
         if let Some(parent) = wanted.trace {
             send(&mut self.stream, &ToHolder::Trace(parent)).await?;
@@ -179,6 +234,9 @@ impl PeerLink {
             answer => answer,
         };
         match answer {
+            ToReader::Leased(answer) if answer.keys.is_some() && self.conversion.is_some() => {
+                Err(PeerFault::NoKey(NOT_CONVERTED.to_owned()))
+            }
             ToReader::Leased(answer) => named(wanted, answer, since, &self.holder),
             ToReader::Ended(why) => Err(PeerFault::Ended(why)),
             _ => Err(BrokenLink::Unexpected("no answer to a request for a lease").into()),
@@ -212,50 +270,77 @@ impl PeerLink {
         &mut self,
         named: &NamedBlocks,
         until: Instant,
-        (filling, intake): (&mut FillingSlots<'_>, Option<&Intake<'_>>),
+        (filling, intake): (&mut FillingSlots<'_>, Option<Intake<'_>>),
         came: &mut ReadByNixl,
         cancelled: &CancellationToken,
     ) -> Result<(), PeerFault> {
-        if filling.kept() < named.before {
-            return Err(PeerFault::Behind);
-        }
         if Instant::now() >= until {
             return Err(PeerFault::Ended(LeaseEnd::Expired));
         }
+        let (mut saturated, conversion) = (0, self.conversion.clone());
+        let leased = named.before + named.checksums.len();
+        let blocks = (leased, self.holder.block_bytes as usize);
         let arriving = async {
-            if let Some(memory) = &self.memory {
-                return copy(memory, named, until, filling).await;
+            if let Some(conversion) = conversion {
+                if intake.is_some() {
+                    return Err(CopyError::refused(NOT_CONVERTED).into());
+                }
+                let made = (&*conversion, &mut saturated);
+                let slots = &mut ConvertedSlots::new(filling, made, blocks);
+                return self.bring_each(named, until, slots).await;
             }
-            if let Some(reads) = self.reads().cloned() {
+            if let Some(intake) = intake {
+                let slots = &mut OpenedSlots::new(filling, intake);
+                return self.bring_each(named, until, slots).await;
+            }
+            if filling.kept() >= named.before
+                && self.memory.is_none()
+                && let Some(reads) = self.reads().cloned()
+            {
                 match nixl::read(&*reads, named, until, filling, came).await {
                     Err(PeerFault::Nixl(_)) if !self.needs_nixl && filling.lent() == 0 => {}
                     brought => return brought,
                 }
-            } else if self.needs_nixl {
-                return Err(PeerFault::Nixl("it has failed before".to_owned()));
             }
-            self.read(named, filling, intake).await
+            self.bring_each(named, until, filling).await
         };
         // All may end anywhere: this thread writes the slots, and nothing goes on to; or NIXL does,
         // and has their frames until it has ended.
-        tokio::select! {
+        let brought = tokio::select! {
             biased;
             () = cancelled.cancelled() => Err(PeerFault::Cancelled),
             arrived = arriving => arrived,
+        };
+        self.saturated += saturated;
+        brought
+    }
+
+    /// From a neighbour's memory or over the connection, one after the other.
+    async fn bring_each(
+        &mut self,
+        named: &NamedBlocks,
+        until: Instant,
+        slots: &mut impl Arriving,
+    ) -> Result<(), PeerFault> {
+        if slots.kept() < named.before {
+            return Err(PeerFault::Behind);
         }
+        if let Some(memory) = &self.memory {
+            return copy(memory, named, until, slots).await;
+        }
+        if self.needs_nixl {
+            return Err(PeerFault::Nixl("it has failed before".to_owned()));
+        }
+        self.read(named, slots).await
     }
 
     async fn read(
         &mut self,
         named: &NamedBlocks,
-        filling: &mut FillingSlots<'_>,
-        intake: Option<&Intake<'_>>,
+        slots: &mut impl Arriving,
     ) -> Result<(), PeerFault> {
-        let wanted = filling.kept()..filling.kept() + filling.left();
-        let Some(slot_bytes) = filling.next().map(|slot| slot.len()) else { return Ok(()) };
-        let block_bytes = intake.map_or(slot_bytes, Intake::arriving_bytes);
-        // What is opened is opened here.
-        let mut arrived = vec![0; intake.map_or(0, Intake::arriving_bytes)];
+        let wanted = slots.kept()..slots.kept() + slots.left();
+        let Some(block_bytes) = slots.next().map(|slot| slot.len()) else { return Ok(()) };
         let mut parts = parts(wanted, (READ_BYTES / block_bytes).max(1));
         let mut asked = VecDeque::new();
         loop {
@@ -271,11 +356,7 @@ impl PeerLink {
                 asked.push_back((request, until));
             }
             let Some((request, until)) = asked.pop_front() else { return Ok(()) };
-            let arrived = timeout_at(
-                until,
-                self.take(request, named, filling, intake.zip(Some(&mut *arrived))),
-            )
-            .await;
+            let arrived = timeout_at(until, self.take(request, named, slots)).await;
             match arrived.unwrap_or(Err(BrokenLink::Late.into())) {
                 Err(fault @ (PeerFault::Wrong | PeerFault::Seal(_))) => {
                     let left = asked.into_iter().map(|(request, _)| request);
@@ -294,32 +375,18 @@ impl PeerLink {
         &mut self,
         request: ReadRequest,
         named: &NamedBlocks,
-        filling: &mut FillingSlots<'_>,
-        mut sealed: Option<(&Intake<'_>, &mut [u8])>,
+        slots: &mut impl Arriving,
     ) -> Result<(), PeerFault> {
         self.expect(request).await?;
         let mut taken = Ok(());
         for _ in 0..request.count {
-            let expected = named.checksums.get(filling.kept() - named.before).copied();
             let slot =
-                filling.next().ok_or(BrokenLink::Unexpected("there is no slot for a block"))?;
-            let room = match &mut sealed {
-                Some((_, arrived)) => &mut **arrived,
-                None => slot,
-            };
-            self.stream.read_exact(room).await?;
-            if taken.is_err() {
-                continue;
-            }
-            taken = match (expected, &mut sealed) {
-                (Some(expected), Some((intake, arrived))) => {
-                    intake.take_in(filling, expected, arrived)
-                }
-                (Some(_), None) if filling.written() == expected => Ok(()),
-                _ => Err(PeerFault::Wrong),
-            };
+                slots.next().ok_or(BrokenLink::Unexpected("there is no slot for a block"))?;
+            self.stream.read_exact(slot).await?;
             if taken.is_ok() {
-                filling.keep();
+                let expected = named.checksums.get(slots.kept() - named.before).copied();
+                let is_right = expected.is_some() && slots.written() == expected;
+                taken = if is_right { slots.keep() } else { Err(PeerFault::Wrong) };
             }
         }
         taken
@@ -372,22 +439,22 @@ async fn copy(
     memory: &PeerMemory,
     named: &NamedBlocks,
     until: Instant,
-    filling: &mut FillingSlots<'_>,
+    slots: &mut impl Arriving,
 ) -> Result<(), PeerFault> {
     let part = (READ_BYTES / memory.geometry().block_bytes()).max(1);
-    while filling.left() > 0 {
+    while slots.left() > 0 {
         if Instant::now() >= until {
             return Err(PeerFault::Ended(LeaseEnd::Expired));
         }
-        for _ in 0..part.min(filling.left()) {
-            let place = filling.kept() - named.before;
+        for _ in 0..part.min(slots.left()) {
+            let place = slots.kept() - named.before;
             let known = named.slots.get(place).zip(named.checksums.get(place));
             let (&slot, &expected) = known.ok_or(PeerFault::Wrong)?;
-            let arrived = filling.copy(|region, frame| memory.copy_into(slot, region, frame).ok());
+            let arrived = slots.copy(memory, slot);
             if arrived != Some(expected) {
                 return Err(PeerFault::Wrong);
             }
-            filling.keep();
+            slots.keep()?;
         }
         // Others have this thread too.
         tokio::task::yield_now().await;

@@ -19,7 +19,11 @@
 //! | `slices` | where the bytes of blocks are; a leader has its ranks bring theirs |
 //! | `ranks` | a rank's part: it gives slices to ranks of others, and brings theirs |
 //! | `shares` | how heads lie in slices, and whose blocks are alike but for the number of ranks |
+//! | `chain_names` | what a prompt's blocks are called, here and there |
 //! | `following` | brings what a peer has and what it comes to have meanwhile |
+//! | `conversion` | blocks of other numbers of tokens, orders or types, made into ours |
+//! | `numbers` | numbers of 16 bits as those of another type |
+//! | `arriving` | where blocks go as they come |
 //! | `loading` | loads onto the device from what a peer holds |
 //! | `neighbour` | the memory of workers on the same host |
 //! | `nixl` | reads of others' memory by NIXL |
@@ -28,7 +32,10 @@
 //! | `spans` | what tracers are told |
 //! | `look` | what peers show of themselves, to people |
 
+mod arriving;
 mod book;
+mod chain_names;
+mod conversion;
 mod counting;
 pub(crate) mod discovery;
 mod following;
@@ -39,6 +46,7 @@ mod loading;
 mod look;
 mod neighbour;
 mod nixl;
+mod numbers;
 mod probes;
 mod protocol;
 mod ranks;
@@ -86,7 +94,6 @@ use crate::assemble::nixl_for_peers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::metrics::PeerMetrics;
 use crate::names::fingerprint::Fingerprint;
-use crate::names::hash::Chain;
 use crate::scheduler::Core;
 use crate::secret::read_private_secret;
 use crate::sync::{JoinHandle, Mutex, spawn};
@@ -94,6 +101,7 @@ use crate::table::RequestInfo;
 
 pub(crate) use self::book::PeerBook;
 pub use self::book::{PeerFaultState, PeerState, PeersState};
+pub use self::chain_names::ChainNames;
 pub(crate) use self::loading::EngineSlots;
 pub use self::look::{PeerOffer, PeerReport, look_at_peers};
 #[cfg(feature = "testing")]
@@ -374,7 +382,11 @@ impl Peers {
         let member = Member { name, incarnation, block_bytes, fingerprint, ranks, rank, groups };
         core.metrics().peers().count_from_zero();
         let common = CommonParts {
-            credentials: Arc::new(Credentials { member, proofs }),
+            credentials: Arc::new(Credentials {
+                member,
+                proofs,
+                converts_types: settings.convert_types,
+            }),
             known: watch.peers(),
             limit: Duration::from_millis(settings.lease_ttl_ms),
             lease_share: settings.lease_share,
@@ -456,22 +468,23 @@ impl Peers {
         self.leased.iter().map(|leased| leased.blocks()).sum()
     }
 
-    /// Leases at a peer what the tiers here lack of `chain`.
+    /// Leases at a peer what the tiers here lack of `chain`. What [`pull`](Self::pull) brings has the
+    /// names that blocks have here.
     ///
     /// The answer is an error of kind [`Invalid`](ErrorKind::Invalid) if no peer has this name, of
     /// kind [`Unavailable`](ErrorKind::Unavailable) if the peer cannot be reached, has other blocks
     /// or gives no lease, and of kind [`Closed`](ErrorKind::Closed) after
     /// [`Manager::close`](crate::Manager::close).
-    pub fn lease<'a>(
+    pub fn lease(
         &self,
         peer: &str,
-        chain: impl Into<Chain<'a>>,
+        chain: impl Into<ChainNames>,
         info: RequestInfo,
     ) -> Transfer<PeerLease> {
         let (reader, peer) = (Arc::clone(&self.reader), peer.to_owned());
-        let chain = chain.into().hashes.to_vec();
+        let names = chain.into();
         self.start_on_thread(async move |cancelled| {
-            let leased = reader.lease(peer, chain, info, Duration::ZERO);
+            let leased = reader.lease(peer, names, info, Duration::ZERO);
             tokio::select! {
                 leased = leased => leased,
                 () = cancelled.cancelled() => Err(Error::unavailable("the request for a lease was cancelled")),
@@ -502,17 +515,17 @@ impl Peers {
     /// `patience`, which what others lease there has as well. With none, nothing is waited for.
     ///
     /// The answer is an error as [`lease`](Self::lease)'s is, if nothing came.
-    pub fn follow<'a>(
+    pub fn follow(
         &self,
         peer: &str,
-        chain: impl Into<Chain<'a>>,
+        chain: impl Into<ChainNames>,
         info: RequestInfo,
         patience: Duration,
     ) -> Transfer<Pulled> {
         let (reader, peer) = (Arc::clone(&self.reader), peer.to_owned());
-        let chain = chain.into().hashes.to_vec();
+        let names = chain.into();
         self.start_on_thread(async move |cancelled| {
-            reader.follow(&peer, &chain, info, patience, &cancelled).await
+            reader.follow(&peer, names, info, patience, &cancelled).await
         })
     }
 

@@ -163,6 +163,12 @@ impl NixlHolders {
         if link.memory.is_some() || link.reads().is_some() {
             return Ok(());
         }
+        if link.conversion.is_some() {
+            let why = "its blocks are not as they are here, and such do not come by NIXL, which \
+                       peers.nixl (DYN_KVBM_PEERS_NIXL) requires";
+            let required = self.is_required.then(|| PeerFault::Nixl(why.to_owned()));
+            return required.map_or(Ok(()), Err);
+        }
         link.needs_nixl = self.is_required;
         let known = self.known(&link.holder);
         let mut known = known.lock().await;

@@ -79,7 +79,11 @@ impl RankListener {
         Ok(Some(Self {
             socket,
             seat: PeerSeat { port: address.port(), incarnation },
-            credentials: Arc::new(Credentials { member, proofs: proofs_of(peers)? }),
+            credentials: Arc::new(Credentials {
+                member,
+                proofs: proofs_of(peers)?,
+                converts_types: false,
+            }),
             limit: Duration::from_millis(peers.lease_ttl_ms),
         }))
     }

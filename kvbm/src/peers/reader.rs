@@ -24,7 +24,7 @@ use super::nixl::{NixlHolders, ReadByNixl};
 use super::protocol::{BrokenLink, LeaseEnd, ReadEnd};
 use super::sealed::Intake;
 use super::slices::{self, HostBytes};
-use super::{sealed, spans};
+use super::{ChainNames, sealed, spans};
 use crate::api::filling::FillingSlots;
 use crate::api::groups::{CheckpointGroups, NamedCheckpoint};
 use crate::api::lease::Lease;
@@ -86,7 +86,11 @@ pub struct PeerLease {
     info: RequestInfo,
     /// What the blocks are blocks of.
     namespace: NamespaceId,
+    /// In blocks of the peer's.
     pub(super) named: NamedBlocks,
+    /// Leading blocks that are here, and with those that the peer has.
+    before: usize,
+    blocks: usize,
     /// It was asked for then, or what it names was.
     asked: Instant,
     counted: CountedLease,
@@ -110,7 +114,7 @@ impl PeerLease {
 
     /// Leading blocks of the chain that are here or at the peer.
     pub const fn blocks(&self) -> usize {
-        self.named.before + self.named.checksums.len()
+        self.blocks
     }
 
     /// Whether the peer has more of the chain, which it does not lease: what it leased to all reaches
@@ -135,7 +139,7 @@ impl PeerLease {
 
     /// How many of them only the peer has.
     pub const fn only_there(&self) -> usize {
-        self.named.checksums.len()
+        self.blocks - self.before
     }
 }
 
@@ -168,13 +172,13 @@ impl Reader {
     pub(super) async fn lease(
         &self,
         peer: String,
-        chain: Vec<BlockHash>,
+        names: ChainNames,
         info: RequestInfo,
         wait: Duration,
     ) -> Result<PeerLease> {
         let span = spans::of_lease(&peer, &info);
         let trace = TraceParent::of(&span);
-        let leased = self.lease_traced(peer, chain, info, wait, trace);
+        let leased = self.lease_traced(peer, names, info, wait, trace);
         let leased = leased.instrument(span.clone()).await;
         spans::leased(&span, &leased);
         leased
@@ -183,7 +187,7 @@ impl Reader {
     async fn lease_traced(
         &self,
         peer: String,
-        chain: Vec<BlockHash>,
+        ChainNames { here: chain, there }: ChainNames,
         info: RequestInfo,
         wait: Duration,
         trace: Option<TraceParent>,
@@ -195,14 +199,17 @@ impl Reader {
         let (tenant, limit) = (info.hints.tenant, self.limit);
         let group = self.group;
         let seal = self.host.seal().map(|seal| &**seal);
+        let there = there.as_ref();
         let wanted =
-            Wanted { chain: &chain, group, before, epoch, tenant, wait, limit, trace, seal };
+            Wanted { chain: &chain, there, group, before, epoch, tenant, wait, limit, trace, seal };
         let mut counted = self.metrics.lease_in();
         match self.lease_at(&peer, &address, &wanted).await {
             Ok((link, named)) => {
                 let of = Arc::clone(&self.credentials);
-                let open = self.book.open(&peer, PeerUse::LeasedIn, named.checksums.len());
                 let asked = named.asked;
+                let blocks = link.whole_here(named.before + named.checksums.len());
+                let blocks = blocks.clamp(before, chain.len().max(before));
+                let open = self.book.open(&peer, PeerUse::LeasedIn, blocks - before);
                 let lease = PeerLease {
                     of,
                     link,
@@ -212,6 +219,8 @@ impl Reader {
                     info,
                     namespace,
                     named,
+                    before,
+                    blocks,
                     asked,
                     counted,
                     _open: open,
@@ -312,7 +321,8 @@ impl Reader {
             nixl.equip(link).await?;
         }
         // Its time counts from here: the first contact by NIXL takes a while.
-        in_time(self.limit + wanted.wait, link.lease(wanted)).await
+        let tokens = self.credentials.member.fingerprint.block_tokens;
+        in_time(self.limit + wanted.wait, link.lease(wanted, tokens)).await
     }
 
     /// A peer that answered that it gives no lease may give another.
@@ -394,7 +404,7 @@ impl Reader {
         cancelled: &CancellationToken,
     ) -> Result<(Pulled, PeerLease, Option<PeerFault>)> {
         let (blocks, way, started) = (lease.blocks(), lease.link.way(), Instant::now());
-        let (mut until, mut copied) = (lease.named.before, 0);
+        let (mut until, mut copied) = (lease.before, 0);
         let (held, here, fault) = loop {
             until = until.saturating_add(part).min(blocks);
             let PulledPart { held, blocks: here, copied: more, fault } =
@@ -456,7 +466,7 @@ impl Reader {
                     let entered = (chain, lease.namespace);
                     match self.intake(entered, lease.info, named).await {
                         Ok(intake) => {
-                            let into = (&mut filling, intake.as_ref());
+                            let into = (&mut filling, intake);
                             link.bring(named, limit, into, &mut by_nixl, cancelled).await
                         }
                         Err(error) => Err(error.into()),
@@ -480,7 +490,7 @@ impl Reader {
             lease.asked = began;
         }
         let copied = filling.kept() - before;
-        self.count(&lease.link, copied, by_nixl);
+        self.count(&mut lease.link, copied, by_nixl);
         if let Some(nixl) = &self.nixl {
             nixl.look_back(&mut lease.link, brought.as_ref().err()).await;
         }
@@ -536,7 +546,8 @@ impl Reader {
         bytes.unwrap_or(self.credentials.member.block_bytes as usize).max(1)
     }
 
-    fn count(&self, link: &PeerLink, copied: usize, by_nixl: ReadByNixl) {
+    fn count(&self, link: &mut PeerLink, copied: usize, by_nixl: ReadByNixl) {
+        self.metrics.saturated(std::mem::take(&mut link.saturated));
         let other = if link.memory.is_some() { PeerWay::SharedMemory } else { PeerWay::Tcp };
         let ways = [(PeerWay::Nixl, by_nixl.blocks), (other, copied - by_nixl.blocks)];
         for (way, blocks) in ways.into_iter().filter(|(_, blocks)| *blocks > 0) {
@@ -605,8 +616,8 @@ impl Reader {
             return Ok(None);
         };
         let info = RequestInfo { request: None, has_asked: true, ..lease.info };
-        let leasing =
-            group.lease_traced(lease.peer.clone(), names.clone(), info, Duration::ZERO, None);
+        let peer = lease.peer.clone();
+        let leasing = group.lease_traced(peer, names.into(), info, Duration::ZERO, None);
         let leased = tokio::select! {
             biased;
             () = cancelled.cancelled() => return Ok(Some(PeerFault::Cancelled.to_string())),

@@ -4,7 +4,6 @@
 
 use std::sync::Arc;
 
-use kvbm_tiers::checksum::checksum;
 use kvbm_tiers::sealed::{ArrivingBlock, HostSeal, KeyId, OtherSeal};
 use kvbm_tiers::{CopyError, Owner};
 use tokio::task::spawn_blocking;
@@ -84,18 +83,15 @@ impl Intake<'_> {
         self.seal.arriving_bytes(self.other)
     }
 
-    /// Brings a block that arrived into the next slot, if it is what its checksum and its seal say.
+    /// Brings a block that arrived with this checksum into the next slot, if its seal is right.
     pub(super) fn take_in(
         &self,
         filling: &mut FillingSlots<'_>,
-        expected: u32,
+        crc: u32,
         arrived: &mut [u8],
     ) -> Result<(), PeerFault> {
-        if checksum(arrived) != expected {
-            return Err(PeerFault::Wrong);
-        }
         let name = self.chain.key(filling.kept());
-        let block = ArrivingBlock { name, owner: self.owner, crc: expected };
+        let block = ArrivingBlock { name, owner: self.owner, crc };
         let slot = filling.next().ok_or(PeerFault::Wrong)?;
         self.seal.take_in(self.other, block, arrived, slot)?;
         // Of what lies there: an index may tell it to anybody.

@@ -4,7 +4,7 @@
 use kvbm_tiers::ranks::HeadLayout;
 
 use super::protocol::Member;
-use crate::names::fingerprint::{KvLayout, Ranks};
+use crate::names::fingerprint::{AxisOrders, KvLayout, Ranks};
 
 /// How heads lie in the slices of this rank or of this leader's ranks. `None`: its fingerprint does
 /// not say it, or they do not lie one by one.
@@ -12,8 +12,7 @@ pub(super) fn heads_of(member: &Member) -> Option<HeadLayout> {
     let [layout] = &member.fingerprint.layouts[..] else { return None };
     let axis = head_axis(layout)?;
     // Layers come one after the other, whether they are an axis or not.
-    let layers =
-        if axes(layout).any(|axis| axis == "layer") { 1 } else { u64::from(layout.layers) };
+    let layers = if layout.orders().keys.contains(&"layer") { 1 } else { u64::from(layout.layers) };
     let product =
         |first: u64, axes: &[u64]| axes.iter().try_fold(first, |all, &of| all.checked_mul(of));
     let outer = product(layers, &layout.shape[..axis])?;
@@ -64,15 +63,15 @@ pub(super) fn share_heads(ours: &Member, theirs: &Member) -> bool {
     }
 }
 
-fn axes(layout: &KvLayout) -> impl Iterator<Item = &str> {
-    layout.order.split(',').map(str::trim)
-}
-
 /// Which axis counts heads, if the order says so and axes lie in it from the outermost on.
 fn head_axis(layout: &KvLayout) -> Option<usize> {
     let is_ordered = layout.strides.is_sorted_by(|outer, inner| outer >= inner);
-    let is_told = axes(layout).count() == layout.shape.len();
-    axes(layout).position(|axis| axis == "head").filter(|_| is_ordered && is_told)
+    let AxisOrders { keys, values } = layout.orders();
+    let is_told = keys.len() == layout.shape.len();
+    let at = keys.iter().position(|axis| *axis == "head")?;
+    // Heads of keys lie as those of values do.
+    let is_one = values.get(..=at) == keys.get(..=at);
+    (is_ordered && is_told && is_one).then_some(at)
 }
 
 #[cfg(test)]

@@ -76,7 +76,11 @@ impl Worker {
             blocks,
             registry: options.registry,
             weights: RefCell::new("those of the fingerprint".to_owned()),
-            credentials: Arc::new(Credentials { member: member(name, incarnation), proofs }),
+            credentials: Arc::new(Credentials {
+                member: member(name, incarnation),
+                proofs,
+                converts_types: false,
+            }),
             nixl: None,
         }
     }
@@ -347,12 +351,8 @@ impl Pair {
         if (has_none || !matches!(fault, Fault::None)) && !self.connect(fault).await {
             return;
         }
-        let leased = self.reader.lease(
-            "there".to_owned(),
-            chain.to_vec(),
-            RequestInfo::default(),
-            Duration::ZERO,
-        );
+        let info = RequestInfo::default();
+        let leased = self.reader.lease("there".to_owned(), chain.into(), info, Duration::ZERO);
         let leased = leased.await;
         self.said = leased.as_ref().err().map(ToString::to_string);
         self.lease = leased.ok();
@@ -397,7 +397,7 @@ impl Pair {
             Step::Follow(n, blocks) => {
                 let (wanted, never) = (chain(n, blocks), CancellationToken::new());
                 let info = RequestInfo::default();
-                drop(self.reader.follow("there", &wanted, info, TTL / 8, &never).await);
+                drop(self.reader.follow("there", (&wanted).into(), info, TTL / 8, &never).await);
             }
             Step::Drop => self.lease = None,
             Step::Pass(time) => tokio::time::sleep(time).await,

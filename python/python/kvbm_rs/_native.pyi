@@ -180,6 +180,7 @@ class Manager:
         chain: Chain,
         *,
         most: int | None = None,
+        there: tuple[int, Chain] | None = None,
         request: int | None = None,
         hints: Hints | None = None,
     ) -> PeerLeasing: ...
@@ -191,6 +192,7 @@ class Manager:
         *,
         seconds: float,
         most: int | None = None,
+        there: tuple[int, Chain] | None = None,
         request: int | None = None,
         hints: Hints | None = None,
     ) -> Pull: ...

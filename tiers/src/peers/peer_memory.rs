@@ -74,12 +74,7 @@ impl PeerMemory {
         to: &DramRegion,
         frame: &mut Frame,
     ) -> Result<u32, CopyError> {
-        let source = self.slot(from).ok_or_else(|| {
-            CopyError::refused(format!(
-                "a peer with {} slots has no {from:?}",
-                self.geometry.slots()
-            ))
-        })?;
+        let source = self.source(from)?;
         let block_bytes = self.geometry.block_bytes();
         if to.geometry().block_bytes() != block_bytes {
             let message =
@@ -95,6 +90,26 @@ impl PeerMemory {
         let checksum = unsafe { copy_pages(source, block_bytes, slot) };
         to.record_checksum(frame, checksum);
         Ok(checksum)
+    }
+
+    /// Copies the block in a slot of the peer's to `to`, in place of what that has. As with
+    /// [`copy_into`](Self::copy_into) these are any bytes, of which the caller takes the checksum.
+    ///
+    /// # Errors
+    /// `Refused`: the peer has no such slot.
+    pub fn copy_out(&self, from: SlotId, to: &mut Vec<u8>) -> Result<(), CopyError> {
+        let source = self.source(from)?;
+        to.clear();
+        // SAFETY: as above: a slot is mapped pages that stay, and its block is no longer.
+        unsafe { stream::copy_block(source, self.geometry.block_bytes(), to) };
+        Ok(())
+    }
+
+    fn source(&self, slot: SlotId) -> Result<*const u8, CopyError> {
+        self.slot(slot).ok_or_else(|| {
+            let slots = self.geometry.slots();
+            CopyError::refused(format!("a peer with {slots} slots has no {slot:?}"))
+        })
     }
 
     /// Where a slot starts; `None`: there is no such slot.

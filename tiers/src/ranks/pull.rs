@@ -15,7 +15,7 @@ use crate::checksum::checksum;
 use crate::copy::{CopyError, CopyErrorKind, Done, SlotId, SlotRef, Tier};
 use crate::dram::DramRegion;
 use crate::memory::{Memory, forget_checksum};
-use crate::stream::{self, PAGE_BYTES, Page};
+use crate::stream;
 
 /// Where a rank serves those of other workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -171,7 +171,7 @@ impl RankSlots {
         self.generations.check(held).ok()?;
         // SAFETY: a slot is whole mapped pages that start on a page boundary, and its block is no
         // longer. The region outlives this call.
-        unsafe { copy_block(from.as_ptr().cast(), self.memory.block_bytes(), to) };
+        unsafe { stream::copy_block(from.as_ptr().cast(), self.memory.block_bytes(), to) };
         let known = self.memory.checksums()?;
         let is_sound = known.verify_inherited(slot, to).is_ok();
         let (crc, expected) = (checksum(to), known.get(slot));
@@ -186,21 +186,6 @@ impl RankSlots {
         }
         Some(crc)
     }
-}
-
-/// Copies a block that another thread may write meanwhile.
-///
-/// # Safety
-/// From `from` on, a page boundary, lie the pages of a block of `block_bytes` bytes, mapped as long
-/// as this runs.
-unsafe fn copy_block(from: *const u8, block_bytes: usize, to: &mut Vec<u8>) {
-    let (mut past, mut seen) = (Page::default(), Page::default());
-    for start in (0..block_bytes).step_by(PAGE_BYTES) {
-        // SAFETY: the page starts within the block, so it is one of those that the caller names.
-        unsafe { stream::copy_page(from.add(start), &mut past.0, &mut seen) };
-        to.extend_from_slice(&seen.0[..PAGE_BYTES.min(block_bytes - start)]);
-    }
-    stream::finish();
 }
 
 #[cfg(test)]

@@ -218,7 +218,11 @@ fn ranks_serve_on_the_ports_behind_their_leaders() {
 }
 
 fn reader() -> SliceReader {
-    let credentials = Credentials { member: member("rank 0", 1), proofs: PeerProofs::default() };
+    let credentials = Credentials {
+        member: member("rank 0", 1),
+        proofs: PeerProofs::default(),
+        converts_types: false,
+    };
     SliceReader { credentials: Arc::new(credentials), waiting: Mutex::default() }
 }
 

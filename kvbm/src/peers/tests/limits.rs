@@ -146,7 +146,8 @@ fn a_transfer_from_a_peer_that_hangs_can_be_cancelled() {
         let mut holder = Arc::into_inner(pair.there.holder(&pair.leased)).unwrap();
         let of_holder = Member { block_bytes: BLOCK as u64, ..member("there", 1) };
         let proofs = PeerProofs { secret: None, tls: None };
-        holder.credentials = Arc::new(Credentials { member: of_holder.clone(), proofs });
+        holder.credentials =
+            Arc::new(Credentials { member: of_holder.clone(), proofs, converts_types: false });
         let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = socket.local_addr().unwrap().to_string();
         tokio::spawn(hang(socket, holder));

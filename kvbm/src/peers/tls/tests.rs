@@ -90,14 +90,14 @@ async fn listening() -> (TcpListener, String) {
 
 /// What a holder says of the first that connects.
 async fn hold(socket: TcpListener, proofs: PeerProofs) -> Result<(), BrokenLink> {
-    let credentials = Credentials { member: member("holder", 1), proofs };
+    let credentials = Credentials { member: member("holder", 1), proofs, converts_types: false };
     let (stream, _) = socket.accept().await.unwrap();
     let stream = accept(stream, credentials.proofs.tls.as_ref()).await?;
     welcome(stream, &credentials).await.map(drop)
 }
 
 async fn read(address: &str, proofs: PeerProofs) -> Result<Member, BrokenLink> {
-    let credentials = Credentials { member: member("reader", 2), proofs };
+    let credentials = Credentials { member: member("reader", 2), proofs, converts_types: false };
     let mut stream = connect(address, &credentials.proofs).await?;
     credentials.greet(&mut stream).await
 }

@@ -15,6 +15,7 @@ from kvbm_rs.vllm import logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.request import Request
 
 # All tests run with it.
 TESTED = "0.32.0"
@@ -30,7 +31,9 @@ __all__ = [
     "TRIED",
     "CacheHitSource",
     "KVConnectorTransferResults",
+    "block_hashes",
     "check_shows_tables",
+    "cpu_kernel",
     "kv_cache_layout",
     "takes_what_is_new",
     "warn",
@@ -70,6 +73,36 @@ def kv_cache_layout(vllm_config: "VllmConfig") -> str:
     from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
     return str(get_kv_cache_layout())
+
+
+def cpu_kernel(vllm_config: "VllmConfig", block_tokens: int, head_size: int) -> str | None:
+    """By which instructions a CPU computes attention, which says how it has keys and values in blocks. `None`: this version of
+    vLLM does not say it so."""
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        kv_dtype = vllm_config.cache_config.cache_dtype
+        return _get_attn_isa(vllm_config.model_config.dtype, block_tokens, head_size, kv_dtype)
+    except (ImportError, TypeError):
+        return None
+
+
+class _Unnamed:
+    """A request none of whose blocks has a name yet."""
+
+    def __init__(self, request: "Request") -> None:
+        self._request, self.block_hashes = request, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def block_hashes(request: "Request", tokens: int, algorithm: str) -> list[bytes]:
+    """vLLM's names of what a request has behind each so many tokens."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
+    return get_request_block_hasher(tokens, get_hash_fn_by_name(algorithm))(_Unnamed(request))
 
 
 def check_shows_tables(what: str, version: str = vllm.__version__) -> None:

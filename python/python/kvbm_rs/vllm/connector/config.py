@@ -30,6 +30,7 @@ from kvbm_rs.weights import model_name, weights_at
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request
 
 # Seconds: how long leader and ranks wait for each other when an engine starts.
 _JOIN = 300.0
@@ -64,6 +65,8 @@ class Group:
     # Attention heads of one worker, and tokens of a block.
     heads: int = 0
     tokens: int = 0
+    # Numbers of a head in the keys of a token.
+    head_size: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -161,6 +164,11 @@ class Config:
         # How adapters are used: of what type their weights are made, and for which layers.
         self.adapter_options = lora and lora.compute_hash()
         self.names_media = _names_media(vllm_config)
+        # Whether an engine with other blocks has the numbers of a token in the same order: what vLLM chooses itself may depend on
+        # the size of blocks.
+        attention = getattr(vllm_config, "attention_config", None)
+        self.knows_rows = current_platform.is_cpu() or getattr(attention, "backend", None) is not None
+        self._hash = vllm_config.cache_config.prefix_caching_hash_algo
         dtype = _dtype(vllm_config, kv_cache_config)
         self.fingerprint = _fingerprint(vllm_config, self, dtype, extra.get("weights"))
 
@@ -179,6 +187,10 @@ class Config:
         """Leading blocks of a prompt of so many tokens that may be loaded. Its last token is computed in any case: it gives the
         next one."""
         return (tokens if self._loads_ends else tokens - 1) // self.block_tokens
+
+    def names_of(self, request: "Request", tokens: int) -> list[bytes]:
+        """How vLLM names what a request has behind each so many tokens."""
+        return versions.block_hashes(request, tokens, self._hash)
 
     def others(self, memories: list[EngineMemory]) -> list[CacheGroup]:
         """The groups beside the first, with the memory of each."""
@@ -272,8 +284,8 @@ def _group(index: int, spec: "KVCacheGroupSpec", cache: "KVCacheConfig", window:
     kept = _spec(spec)
     is_padded = getattr(kept, "page_size_padded", None) is not None
     heads = 0 if is_padded else getattr(kept, "num_kv_heads", 0)
-    tokens = spec.kv_cache_spec.block_size
-    return Group(index, tuple(spec.layer_names), tuple(pages), window, heads=heads, tokens=tokens)
+    tokens, size = spec.kv_cache_spec.block_size, getattr(kept, "head_size", 0)
+    return Group(index, tuple(spec.layer_names), tuple(pages), window, heads=heads, tokens=tokens, head_size=size)
 
 
 def _pages(cache: "KVCacheConfig") -> dict[str, int]:
@@ -387,7 +399,7 @@ def _fingerprint(vllm_config: "VllmConfig", config: Config, dtype: str, weights:
         "model": model_name(str(model.model), weights),
         "weights": _weights(vllm_config, weights),
         "dtype": f"{dtype}, as {_order(vllm_config)}",
-        "layouts": [_layout(group, layout) for group in config.groups],
+        "layouts": [_layout(group, layout, _inside_heads(vllm_config, group)) for group in config.groups],
         "tensor_world": config.slices,
         "block_tokens": config.block_tokens,
         "rope_scaling": _positions(model),
@@ -398,20 +410,42 @@ def _fingerprint(vllm_config: "VllmConfig", config: Config, dtype: str, weights:
     }
 
 
-def _layout(group: Group, layout: str) -> tuple[int, str, list[int], list[int]]:
+# How the numbers of a head lie on a CPU, whose kernels have all keys of a block before its values; and where that is not known.
+_COLUMNS, _UNKNOWN = "kv(channel,token|token,channel)", "byte"
+
+
+def _layout(group: Group, layout: str, inside: str | None = None) -> tuple[int, str, list[int], list[int]]:
     """How a block lies in our tiers: layer by layer, and within a layer as `layout` says, one letter for each axis of vLLM's
-    tensors. By it engines of other numbers of workers find their heads."""
+    tensors. By it engines of other numbers of workers find their heads, and of other sizes of blocks their tokens.
+
+    `inside` says how the numbers of a head lie where tokens do not come one after the other."""
     layers = len(group.layers)
     if group.shares != layers:
         return layers, f"byte of layers of {group.layer_bytes} of {layout}", [group.block_bytes], [1]
     layer_bytes, rows = group.layer_bytes[0], group.heads * group.tokens
     if sorted(layout) != sorted("LBNHC") or not rows or layer_bytes % rows:
         return layers, f"layer,byte of {layout}", [layers, layer_bytes], [layer_bytes, 1]
-    extents = {"N": ("token", group.tokens), "H": ("head", group.heads), "C": ("byte", layer_bytes // rows)}
-    axes = [("layer", layers), *(extents[letter] for letter in layout if letter in extents)]
+    token, head = ("token", group.tokens), ("head", group.heads)
+    numbers = 2 * group.head_size * rows
+    if inside == _COLUMNS and numbers and layer_bytes % numbers == 0:
+        kv = [(_COLUMNS, 2), ("", group.head_size), ("", group.tokens), ("byte", layer_bytes // numbers)]
+        axes = [("layer", layers), head, *kv]
+    elif inside is not None:
+        axes = [("layer", layers), head, ("byte", layer_bytes // group.heads)]
+    else:
+        extents = {"N": token, "H": head, "C": ("byte", layer_bytes // rows)}
+        axes = [("layer", layers), *(extents[letter] for letter in layout if letter in extents)]
     shape = [extent for _, extent in axes]
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    return layers, ",".join(name for name, _ in axes), shape, strides
+    return layers, ",".join(name for name, _ in axes if name), shape, strides
+
+
+def _inside_heads(vllm_config: "VllmConfig", group: Group) -> str | None:
+    """How the numbers of a head lie, if tokens do not come one after the other there: on CPUs that goes by the kernel."""
+    if not current_platform.is_cpu():
+        return None
+    kernel = versions.cpu_kernel(vllm_config, group.tokens, group.head_size) if group.head_size else None
+    return _COLUMNS if kernel in ("vec", "vec16") else _UNKNOWN
 
 
 def _order(vllm_config: "VllmConfig") -> str:

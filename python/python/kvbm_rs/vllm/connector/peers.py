@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from kvbm_rs import Chain
 from kvbm_rs.errors import KvbmError
 from kvbm_rs.vllm import logger
 
 if TYPE_CHECKING:
-    from kvbm_rs import Chain, Hints, Manager, Pull
+    from kvbm_rs import Hints, Manager, Pull
     from kvbm_rs.vllm.connector.config import Config
     from vllm.v1.request import Request
 
@@ -32,6 +33,12 @@ _PAUSE, _MAX_PAUSE = 0.005, 0.25
 
 # What names the peer in lists of ours. Proxies that build parameters anew keep its address alone.
 _PEER = "kvbm_peer"
+
+# Tokens of its blocks, and those behind each of which it has a name.
+_TOKENS = "kvbm_block_tokens"
+
+# No engine has a name for fewer tokens, which would take long to make.
+_FEWEST = 16
 
 # How a request ends whose prompt was computed.
 _COMPUTED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -48,6 +55,10 @@ class Prefilled:
     tokens: int
     # Seconds without a block after which no more is waited for.
     patience: float
+    # Of its blocks, where they have other names than ours: tokens, and behind how many each name is. And the names, once they
+    # are known.
+    other: tuple[int, int] | None = None
+    there: tuple[int, Chain] | None = None
     # Whether a request fails without it, where `kv_load_failure_policy` says so.
     is_owed: bool = True
     # Whether it still computes: then only its pauses are limited.
@@ -65,6 +76,7 @@ class Prefills:
         self._fails = config.fails
         self._max_pause = self._seconds if config.fails else _MAX_PAUSE
         self._engine, self._world, self._groups = config.engine, config.world, len(config.groups)
+        self._hash_tokens, self._names_of, self._knows_rows = config.hash_tokens, config.names_of, config.knows_rows
 
     def answer(self, request: "Request") -> dict[str, Any] | None:
         """What the engine that goes on with this request must know, in the form of vLLM's `NixlConnector`. `None`: none
@@ -91,6 +103,7 @@ class Prefills:
             "pp_size": 1,
             "transfer_mode": "pull",
             _PEER: name,
+            _TOKENS: [self._block_tokens, self._hash_tokens],
         }
 
     def of(self, request: "Request") -> Prefilled | None:
@@ -102,13 +115,35 @@ class Prefills:
                 return None
             tokens = said.get("remote_num_tokens")
             tokens = tokens if type(tokens) is int else request.num_prompt_tokens
-            tokens = min(max(tokens, 0), request.num_prompt_tokens)
-            return Prefilled(self._known(said), said, tokens, self._max_pause)
+            return self._prefilled(said, min(max(tokens, 0), request.num_prompt_tokens), self._max_pause)
         if isinstance(computing := said.get("remote_prefiller"), dict):
-            return Prefilled(self._known(computing), computing, request.num_prompt_tokens, self._seconds, is_under_way=True)
+            return self._prefilled(computing, request.num_prompt_tokens, self._seconds, is_under_way=True)
         if isinstance(source := said.get("remote_kv_source"), dict):
-            return Prefilled(self._known(source), source, request.num_prompt_tokens, patience=0.0, is_owed=False)
+            return self._prefilled(source, request.num_prompt_tokens, patience=0.0, is_owed=False)
         return None
+
+    def _prefilled(self, said: dict[str, Any], tokens: int, patience: float, **flags: bool) -> Prefilled:
+        other = self._other(said)
+        if other is not None:
+            tokens -= tokens % other[0]
+        return Prefilled(self._known(said), said, tokens, patience, other, **flags)
+
+    def _other(self, said: dict[str, Any]) -> tuple[int, int] | None:
+        """What the peer says of its blocks, if that makes other names. A proxy may have left it out, and a client may say anything."""
+        own = self._block_tokens
+        match said.get(_TOKENS):
+            case [int(block), int(name)] if _FEWEST <= name <= block and block % name == 0 and self._knows_rows:
+                is_other = (block, name) != (own, self._hash_tokens)
+                return (block, name) if is_other and max(block, own) % min(block, own) == 0 else None
+        return None
+
+    def names_there(self, prefilled: Prefilled, request: "Request", salt: bytes) -> None:
+        """Has the prompt's blocks named as the peer names them."""
+        if prefilled.other is None or prefilled.there is not None:
+            return
+        block, name = prefilled.other
+        hashes = self._names_of(request, name)[block // name - 1 :: block // name]
+        prefilled.there = block, Chain(hashes, salt=salt)
 
     def _known(self, said: dict[str, Any]) -> str | None:
         """Only who is on the list of peers: a request must not name anybody else."""
@@ -141,7 +176,13 @@ class Prefills:
             if prefilled.pull is None:
                 wanted = self.blocks(prefilled, most)
                 prefilled.pull = self._manager.follow(
-                    prefilled.peer, chain, seconds=prefilled.patience, most=wanted, request=number, hints=hints
+                    prefilled.peer,
+                    chain,
+                    seconds=prefilled.patience,
+                    most=wanted,
+                    there=prefilled.there,
+                    request=number,
+                    hints=hints,
                 )
             ended = prefilled.pull.wait(seconds)
         except KvbmError as error:

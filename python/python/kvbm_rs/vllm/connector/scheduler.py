@@ -294,6 +294,7 @@ class Scheduler:
         is_idle = self._waited != self._step and not any(other.steps for other in self._requests.values())
         self._waited = self._step
         seconds = _IDLE_WAIT if is_idle else 0.0
+        self._prefills.names_there(prefilled, known.request, known.salt or b"")
         return self._prefills.has_ended(prefilled, chain, most, known.number, known.hints, seconds)
 
     def _is_layered(self, lease: Lease) -> bool:

@@ -1,0 +1,170 @@
+//! Where blocks go that come from a peer one after the other: straight into slots, or by way of a
+//! buffer if they are made into other blocks.
+
+use kvbm_tiers::checksum::checksum;
+use kvbm_tiers::{PeerMemory, SlotId};
+
+use super::conversion::Conversion;
+use super::link::PeerFault;
+use super::sealed::Intake;
+use crate::api::filling::FillingSlots;
+
+/// Takes the blocks of a peer's chain in their order.
+pub(super) trait Arriving: Send {
+    /// Leading blocks of the peer's chain that need not come, and those that have.
+    fn kept(&self) -> usize;
+    /// Blocks that are still wanted.
+    fn left(&self) -> usize;
+    /// Where the next one is to be written, all of it. `None`: no more are wanted.
+    fn next(&mut self) -> Option<&mut [u8]>;
+    /// It is written: its checksum.
+    fn written(&mut self) -> Option<u32>;
+    /// Has the next one copied from a neighbour's memory; its checksum.
+    fn copy(&mut self, memory: &PeerMemory, slot: SlotId) -> Option<u32>;
+    /// It is what its checksum says.
+    fn keep(&mut self) -> Result<(), PeerFault>;
+}
+
+impl Arriving for FillingSlots<'_> {
+    fn kept(&self) -> usize {
+        self.kept()
+    }
+
+    fn left(&self) -> usize {
+        self.left()
+    }
+
+    fn next(&mut self) -> Option<&mut [u8]> {
+        self.next()
+    }
+
+    fn written(&mut self) -> Option<u32> {
+        Self::written(self)
+    }
+
+    fn copy(&mut self, memory: &PeerMemory, slot: SlotId) -> Option<u32> {
+        self.copy(|region, frame| memory.copy_into(slot, region, frame).ok())
+    }
+
+    fn keep(&mut self) -> Result<(), PeerFault> {
+        Self::keep(self);
+        Ok(())
+    }
+}
+
+/// Opens each block, or seals it, once it has come and is what its checksum says.
+pub(super) struct OpenedSlots<'a, 'f> {
+    filling: &'a mut FillingSlots<'f>,
+    intake: Intake<'a>,
+    arrived: Vec<u8>,
+    crc: u32,
+}
+
+impl<'a, 'f> OpenedSlots<'a, 'f> {
+    pub(super) fn new(filling: &'a mut FillingSlots<'f>, intake: Intake<'a>) -> Self {
+        let arrived = vec![0; intake.arriving_bytes()];
+        Self { filling, intake, arrived, crc: 0 }
+    }
+}
+
+impl Arriving for OpenedSlots<'_, '_> {
+    fn kept(&self) -> usize {
+        self.filling.kept()
+    }
+
+    fn left(&self) -> usize {
+        self.filling.left()
+    }
+
+    fn next(&mut self) -> Option<&mut [u8]> {
+        (self.left() > 0).then_some(&mut self.arrived)
+    }
+
+    fn written(&mut self) -> Option<u32> {
+        self.crc = checksum(&self.arrived);
+        Some(self.crc)
+    }
+
+    fn copy(&mut self, memory: &PeerMemory, slot: SlotId) -> Option<u32> {
+        memory.copy_out(slot, &mut self.arrived).ok()?;
+        self.written()
+    }
+
+    fn keep(&mut self) -> Result<(), PeerFault> {
+        self.intake.take_in(self.filling, self.crc, &mut self.arrived)?;
+        self.filling.keep();
+        Ok(())
+    }
+}
+
+/// Makes each block into blocks of ours once it has come and is what its checksum says.
+pub(super) struct ConvertedSlots<'a, 'f> {
+    filling: &'a mut FillingSlots<'f>,
+    conversion: &'a Conversion,
+    /// Counts numbers that were too large for their new type.
+    saturated: &'a mut u64,
+    block: Vec<u8>,
+    kept: usize,
+    until: usize,
+}
+
+impl<'a, 'f> ConvertedSlots<'a, 'f> {
+    /// Of the peer's blocks, each of `block_bytes`, the first `leased` may be read.
+    pub(super) fn new(
+        filling: &'a mut FillingSlots<'f>,
+        (conversion, saturated): (&'a Conversion, &'a mut u64),
+        (leased, block_bytes): (usize, usize),
+    ) -> Self {
+        let kept = conversion.whole_there(filling.kept());
+        let wanted = Some(filling.kept() + filling.left()).filter(|_| filling.left() > 0);
+        let until = wanted.map_or(0, |wanted| conversion.needed_there(wanted).min(leased));
+        let (until, block) = (until.max(kept), vec![0; block_bytes]);
+        Self { filling, conversion, saturated, block, kept, until }
+    }
+}
+
+impl Arriving for ConvertedSlots<'_, '_> {
+    fn kept(&self) -> usize {
+        self.kept
+    }
+
+    fn left(&self) -> usize {
+        self.until - self.kept
+    }
+
+    fn next(&mut self) -> Option<&mut [u8]> {
+        (self.left() > 0).then_some(&mut self.block)
+    }
+
+    fn written(&mut self) -> Option<u32> {
+        Some(checksum(&self.block))
+    }
+
+    fn copy(&mut self, memory: &PeerMemory, slot: SlotId) -> Option<u32> {
+        memory.copy_out(slot, &mut self.block).ok()?;
+        self.written()
+    }
+
+    fn keep(&mut self) -> Result<(), PeerFault> {
+        *self.saturated += self.conversion.convert_numbers(&mut self.block);
+        let block = self.kept;
+        self.kept += 1;
+        for (at, part) in self.conversion.parts_of(block) {
+            // The first of several may be here already, and the last one not be wanted.
+            if at < self.filling.kept() {
+                continue;
+            }
+            let Some(slot) = self.filling.next() else { break };
+            if self.conversion.put(part, &self.block, slot).is_none() {
+                // It was checked when this began. Nothing that lacks a part is kept.
+                self.until = self.kept;
+                break;
+            }
+            if self.conversion.is_last(part) {
+                self.filling.written();
+                self.filling.keep();
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,500 @@
+//! Workers of one model whose blocks are not the same bytes: they have more or fewer tokens, their
+//! axes another order, or their numbers another type of 16 bits. What comes from such a peer is made
+//! what it would be here, once it is verified.
+
+use kvbm_tiers::transform::{Transform, View};
+
+use super::numbers::HalfTypes;
+use super::protocol::Member;
+use crate::names::fingerprint::KvLayout;
+
+/// Blocks of a peer, made into ours.
+#[derive(Debug)]
+pub(super) struct Conversion {
+    /// Blocks of the peer that make one of ours; or else 1.
+    joined: usize,
+    /// Blocks of ours that one of the peer's makes; or else 1.
+    cut: usize,
+    /// How each of the joined ones goes into ours, or each of ours comes out of the peer's.
+    parts: Vec<Vec<Transform>>,
+    types: Option<HalfTypes>,
+}
+
+impl Conversion {
+    /// `None`: the bytes of `theirs` are the same as those of `ours`, or cannot be made so.
+    pub(super) fn between(ours: &Member, theirs: &Member) -> Option<Self> {
+        let both = [ours, theirs];
+        if both.iter().any(|member| member.ranks > 0 || !member.groups.is_empty()) {
+            return None;
+        }
+        let [dtype, their_dtype] = both.map(|member| &*member.fingerprint.dtype);
+        let types = HalfTypes::between(their_dtype, dtype);
+        let [tokens, their_tokens] = both.map(|member| member.fingerprint.block_tokens);
+        let [layout, their_layout] = both.map(|member| member.fingerprint.layouts.first());
+        let has_other_order = layout.zip(their_layout).is_some_and(|(a, b)| a.order != b.order);
+        if types.is_none() && tokens == their_tokens && !has_other_order {
+            return None;
+        }
+        let (joined, cut) = ratio(tokens, their_tokens)?;
+        let [ours, theirs] = [BlockLayout::of(ours)?, BlockLayout::of(theirs)?];
+        let parts = (0..joined.max(cut)).map(|part| {
+            let (skipped, skipped_there) = if cut > 1 { (0, part) } else { (part, 0) };
+            theirs.transforms([skipped_there, skipped], tokens.min(their_tokens), &ours)
+        });
+        Some(Self { joined, cut, parts: parts.collect::<Option<_>>()?, types })
+    }
+
+    /// Whether numbers may come out rounded.
+    pub(super) const fn changes_types(&self) -> bool {
+        self.types.is_some()
+    }
+
+    /// Leading blocks of the peer's chain that `ours` of ours have whole.
+    pub(super) const fn whole_there(&self, ours: usize) -> usize {
+        ours * self.joined / self.cut
+    }
+
+    /// Leading blocks of the peer's chain without which `ours` of ours are not whole.
+    pub(super) const fn needed_there(&self, ours: usize) -> usize {
+        (ours * self.joined).div_ceil(self.cut)
+    }
+
+    /// Leading blocks of ours that as many of the peer's make.
+    pub(super) const fn whole_here(&self, theirs: usize) -> usize {
+        theirs * self.cut / self.joined
+    }
+
+    /// What becomes of a block of the peer's: the position of each of ours, and the part that comes
+    /// from it.
+    pub(super) fn parts_of(&self, block: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let (joined, cut) = (self.joined, self.cut);
+        (0..cut)
+            .map(move |n| ((block * cut + n) / joined, if cut > 1 { n } else { block % joined }))
+    }
+
+    /// Whether a block of ours is whole with this part.
+    pub(super) const fn is_last(&self, part: usize) -> bool {
+        self.cut > 1 || part + 1 == self.joined
+    }
+
+    /// Makes the numbers of a peer's block ours; returns how many were too large for that, and are
+    /// the largest there is.
+    pub(super) fn convert_numbers(&self, block: &mut [u8]) -> u64 {
+        self.types.map_or(0, |types| types.convert(block))
+    }
+
+    /// Puts a part of a peer's block into ours. `None`: one of them has another size.
+    pub(super) fn put(&self, part: usize, theirs: &[u8], ours: &mut [u8]) -> Option<()> {
+        let transforms = self.parts.get(part)?;
+        transforms.iter().try_for_each(|one| one.apply(theirs, ours, &[(0, 0)]).ok())
+    }
+}
+
+/// How many of the peer's blocks make one of ours, and how many one of the peer's makes.
+fn ratio(ours: u64, theirs: u64) -> Option<(usize, usize)> {
+    if ours == 0 || theirs == 0 {
+        return None;
+    }
+    if ours.is_multiple_of(theirs) {
+        return Some((usize::try_from(ours / theirs).ok()?, 1));
+    }
+    let cut = theirs.is_multiple_of(ours).then_some(theirs / ours)?;
+    Some((1, usize::try_from(cut).ok()?))
+}
+
+/// How a block lies in the host tier: dense, in the order of its axes.
+struct BlockLayout {
+    bytes: usize,
+    /// Of what no axis goes into.
+    row_bytes: usize,
+    /// Of keys and of values, which are the same two axes unless the order says so.
+    keys: Axes,
+    values: Axes,
+    /// Whether the two have orders of their own.
+    is_split: bool,
+}
+
+/// From the outermost on.
+type Axes = Vec<Axis>;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Axis {
+    name: String,
+    extent: usize,
+    /// Bytes from one to the next.
+    stride: usize,
+}
+
+impl BlockLayout {
+    /// `None`: its fingerprint does not say how a block's bytes lie, or not of all of them.
+    fn of(member: &Member) -> Option<Self> {
+        let [layout] = &member.fingerprint.layouts[..] else { return None };
+        let is_ordered = layout.strides.is_sorted_by(|outer, inner| outer >= inner);
+        let row_bytes = usize::try_from(*layout.strides.last()?).ok().filter(|&row| row > 0)?;
+        let bytes = usize::try_from(member.block_bytes).ok().filter(|_| is_ordered)?;
+        let orders = layout.orders();
+        let extents = extents(layout, &orders.keys)?;
+        let axes =
+            |order: &[&str]| dense(order, &extents, row_bytes).filter(|(_, all)| *all == bytes);
+        let ((keys, _), (values, _)) = (axes(&orders.keys)?, axes(&orders.values)?);
+        let tokens = usize::try_from(member.fingerprint.block_tokens).ok()?;
+        let has_tokens = keys.iter().any(|axis| axis.name == "token" && axis.extent == tokens);
+        let is_split = orders.keys != orders.values;
+        has_tokens.then_some(Self { bytes, row_bytes, keys, values, is_split })
+    }
+
+    /// Copies `tokens` tokens of a block of this layout to one of another, behind as many times so
+    /// many tokens as are `skipped` in either.
+    fn transforms(&self, skipped: [usize; 2], tokens: u64, to: &Self) -> Option<Vec<Transform>> {
+        if self.row_bytes != to.row_bytes {
+            return None;
+        }
+        let tokens = usize::try_from(tokens).ok()?;
+        let first = skipped.map(|times| times * tokens);
+        let one = |[from_axes, to_axes]: [&Axes; 2], offsets: [usize; 2]| {
+            let axes = paired(from_axes, to_axes, tokens)?;
+            let paired = PairedAxes { axes, row_bytes: self.row_bytes };
+            let token =
+                |axes: &Axes| axes.iter().find(|axis| axis.name == "token").map(|of| of.stride);
+            let from = offsets[0] + first[0] * token(from_axes)?;
+            let to_first = offsets[1] + first[1] * token(to_axes)?;
+            paired.transform([self.bytes, to.bytes], [from, to_first])
+        };
+        if !self.is_split
+            && !to.is_split
+            && let Some(whole) = one([&self.keys, &to.keys], [0, 0])
+        {
+            return Some(vec![whole]);
+        }
+        // Then there are as few axes as a transform has.
+        let plane = |axes: [&Axes; 2], at: usize| {
+            let [(from, from_stride), (to, to_stride)] =
+                [without_kv(axes[0])?, without_kv(axes[1])?];
+            one([&from, &to], [at * from_stride, at * to_stride])
+        };
+        Some(vec![plane([&self.keys, &to.keys], 0)?, plane([&self.values, &to.values], 1)?])
+    }
+}
+
+/// Bytes from keys to values, and the other axes.
+fn without_kv(axes: &Axes) -> Option<(Axes, usize)> {
+    let kv = axes.iter().position(|axis| axis.name == "kv" && axis.extent == 2)?;
+    let mut others = axes.clone();
+    let kv = others.remove(kv);
+    Some((others, kv.stride))
+}
+
+/// How long each axis is. Layers come first, and need not be said.
+fn extents<'a>(layout: &KvLayout, order: &[&'a str]) -> Option<Vec<(&'a str, usize)>> {
+    let layers = (!order.contains(&"layer")).then_some(("layer", u64::from(layout.layers)));
+    if order.len() != layout.shape.len() {
+        return None;
+    }
+    let named = order.iter().copied().zip(layout.shape.iter().copied());
+    let extent = |(name, extent)| Some((name, usize::try_from(extent).ok()?));
+    layers.into_iter().chain(named).map(extent).collect()
+}
+
+/// The axes of a dense array in this order, of rows of so many bytes, and how many bytes that are.
+fn dense(order: &[&str], extents: &[(&str, usize)], row_bytes: usize) -> Option<(Axes, usize)> {
+    let outermost = extents.first().filter(|_| !order.contains(&"layer")).map(|(name, _)| *name);
+    let mut stride = row_bytes;
+    let mut axes = Axes::new();
+    for name in outermost.into_iter().chain(order.iter().copied()).rev() {
+        let extent = extents.iter().find(|(named, _)| *named == name)?.1;
+        if extent == 0 || axes.iter().any(|axis| axis.name == name) {
+            return None;
+        }
+        axes.push(Axis { name: name.to_owned(), extent, stride });
+        stride = stride.checked_mul(extent)?;
+    }
+    axes.reverse();
+    (axes.len() == extents.len()).then_some((axes, stride))
+}
+
+/// Axes that two layouts have in common: how many there are along each, and both strides.
+struct PairedAxes {
+    axes: Vec<(usize, [usize; 2])>,
+    row_bytes: usize,
+}
+
+/// `None`: they have not the same axes, or not as long ones.
+fn paired(from: &Axes, to: &Axes, tokens: usize) -> Option<Vec<(usize, [usize; 2])>> {
+    if from.len() != to.len() {
+        return None;
+    }
+    let pair = |to: &Axis| {
+        let from = from.iter().find(|axis| axis.name == to.name)?;
+        let extent = if to.name == "token" { tokens } else { to.extent };
+        let is_alike = to.name == "token" || from.extent == to.extent;
+        is_alike.then_some((extent, [from.stride, to.stride]))
+    };
+    to.iter().map(pair).collect()
+}
+
+impl PairedAxes {
+    /// In the longest rows, and with as few axes as there can be.
+    fn transform(mut self, bytes: [usize; 2], offsets: [usize; 2]) -> Option<Transform> {
+        self.axes.retain(|(extent, _)| *extent > 1);
+        while let Some(at) =
+            self.axes.iter().position(|(_, strides)| *strides == [self.row_bytes; 2])
+        {
+            self.row_bytes *= self.axes.remove(at).0;
+        }
+        while let Some((outer, inner)) = self.one_behind_the_other() {
+            self.axes[inner].0 *= self.axes[outer].0;
+            self.axes.remove(outer);
+        }
+        if self.axes.len() > 4 {
+            return None;
+        }
+        let view = |side: usize| {
+            let mut axes = [(1, 0); 4];
+            let innermost = &mut axes[4 - self.axes.len()..];
+            for (axis, (extent, strides)) in innermost.iter_mut().zip(&self.axes) {
+                *axis = (*extent, strides[side]);
+            }
+            View::strided(bytes[side], offsets[side], axes, self.row_bytes).ok()
+        };
+        Transform::new(view(0)?, view(1)?).ok()
+    }
+
+    /// Two axes that are one on both sides.
+    fn one_behind_the_other(&self) -> Option<(usize, usize)> {
+        let is_behind = |&(outer, inner): &(usize, usize)| {
+            let ((_, strides), (extent, inside)) = (self.axes[outer], self.axes[inner]);
+            outer != inner && strides == inside.map(|stride| stride * extent)
+        };
+        let all = 0..self.axes.len();
+        all.clone().flat_map(|outer| all.clone().map(move |inner| (outer, inner))).find(is_behind)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::hint::black_box;
+    use std::time::Duration;
+
+    use half::{bf16, f16};
+    use kvbm_tiers::clock::now;
+    use serde_json::json;
+
+    use super::super::greeting::tests::member;
+    use super::*;
+
+    /// How many there are of everything but tokens.
+    const EXTENTS: [(&str, usize); 5] =
+        [("layer", 3), ("kv", 2), ("head", 4), ("channel", 5), ("byte", 2)];
+    const ORDERS: [&str; 7] = [
+        "kv,token,head,channel,byte",
+        "kv,head,token,channel,byte",
+        "layer,kv,head,token,channel,byte",
+        "head,layer,token,kv,channel,byte",
+        "layer,head,kv(channel,token|token,channel),byte",
+        "kv(head,token|token,head),channel,byte",
+        "layer,head,token,channel,kv,byte",
+    ];
+
+    fn extent(name: &str, tokens: usize) -> usize {
+        let known = EXTENTS.iter().find(|(known, _)| *known == name);
+        known.map_or(tokens, |(_, extent)| *extent)
+    }
+
+    fn worker(order: &str, tokens: usize) -> Member {
+        worker_of(&EXTENTS, order, tokens)
+    }
+
+    fn worker_of(extents: &[(&str, usize)], order: &str, tokens: usize) -> Member {
+        let mut member = member(&format!("{order} {tokens}"), tokens as u64);
+        let layers = extents[0].1 as u32;
+        let mut layout = KvLayout { layers, order: order.to_owned(), ..KvLayout::default() };
+        let extent = |name: &&str| {
+            let known = extents.iter().find(|(known, _)| known == name);
+            known.map_or(tokens, |(_, extent)| *extent) as u64
+        };
+        layout.shape = layout.orders().keys.iter().map(extent).collect();
+        let inside = |axis: usize| layout.shape[axis + 1..].iter().product();
+        layout.strides = (0..layout.shape.len()).map(inside).collect();
+        member.fingerprint.block_tokens = tokens as u64;
+        member.block_bytes = extents.iter().map(|(_, extent)| *extent as u64).product();
+        member.block_bytes *= tokens as u64;
+        member.fingerprint.layouts = vec![layout];
+        member
+    }
+
+    /// A block from its definition: its axes are the digits of an address, and each byte says where
+    /// in the model it is.
+    fn block(of: &Member, at: usize) -> Vec<u8> {
+        let tokens = of.fingerprint.block_tokens as usize;
+        let orders = of.fingerprint.layouts[0].orders();
+        let mut bytes = vec![0; of.block_bytes as usize];
+        let all = [&EXTENTS[..], &[("token", tokens)]].concat();
+        for n in 0..bytes.len() {
+            let mut rest = n;
+            let digits: Vec<_> = all
+                .iter()
+                .map(|&(name, extent)| {
+                    let digit = rest % extent;
+                    rest /= extent;
+                    (name, digit)
+                })
+                .collect();
+            let digit = |wanted: &str| digits.iter().find(|(name, _)| *name == wanted).unwrap().1;
+            let order = if digit("kv") == 0 { &orders.keys } else { &orders.values };
+            let outermost = (!order.contains(&"layer")).then_some("layer");
+            let axes = outermost.into_iter().chain(order.iter().copied());
+            let address =
+                axes.fold(0, |address, axis| address * extent(axis, tokens) + digit(axis));
+            let place = digits.iter().fold(0_u64, |place, &(name, digit)| {
+                place * 131 + (if name == "token" { at * tokens + digit } else { digit }) as u64
+            });
+            bytes[address] = (place.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8;
+        }
+        bytes
+    }
+
+    #[test]
+    fn blocks_of_any_form_become_those_of_any_other() {
+        for (ours, theirs) in ORDERS.iter().flat_map(|a| ORDERS.iter().map(move |b| (a, b))) {
+            for (tokens, there) in [16, 32, 64].iter().flat_map(|a| [16, 32, 64].map(|b| (*a, b))) {
+                let [ours, theirs] = [worker(ours, tokens), worker(theirs, there)];
+                let Some(conversion) = Conversion::between(&ours, &theirs) else {
+                    assert_eq!(ours.fingerprint, theirs.fingerprint);
+                    continue;
+                };
+                let mut whole = Vec::new();
+                let mut made = vec![0; ours.block_bytes as usize];
+                for at in 0..128 / there {
+                    for (position, part) in conversion.parts_of(at) {
+                        conversion.put(part, &block(&theirs, at), &mut made).unwrap();
+                        if conversion.is_last(part) {
+                            whole.push(position);
+                            assert!(
+                                made == block(&ours, position),
+                                "{} {}",
+                                ours.name,
+                                theirs.name
+                            );
+                        }
+                    }
+                }
+                assert_eq!(whole, (0..128 / tokens).collect::<Vec<_>>());
+            }
+        }
+    }
+
+    #[test]
+    fn prefixes_are_as_long_as_their_tokens() {
+        let between = |ours, theirs| {
+            Conversion::between(&worker(ORDERS[0], ours), &worker(ORDERS[0], theirs)).unwrap()
+        };
+        let (joins, cuts) = (between(64, 16), between(16, 64));
+        assert_eq!(
+            (joins.whole_there(3), joins.needed_there(3), joins.whole_here(13)),
+            (12, 12, 3)
+        );
+        assert_eq!((cuts.whole_there(7), cuts.needed_there(7), cuts.whole_here(2)), (1, 2, 8));
+    }
+
+    #[test]
+    fn what_cannot_become_the_other_is_none() {
+        let ours = worker(ORDERS[0], 32);
+        let unlike: [&dyn Fn(&mut Member); 9] = [
+            &|of| of.fingerprint.block_tokens = 24,
+            &|of| of.fingerprint.layouts[0].order = "kv,slot,head,channel,byte".to_owned(),
+            &|of| of.fingerprint.layouts[0].order = "kv,token,head,number,byte".to_owned(),
+            &|of| of.fingerprint.layouts[0].shape[2] = 3,
+            &|of| of.fingerprint.layouts[0].strides.swap(0, 1),
+            &|of| of.fingerprint.layouts.clear(),
+            &|of| of.block_bytes += 2,
+            &|of| of.ranks = 1,
+            &|of| of.groups = "state".to_owned(),
+        ];
+        assert!(Conversion::between(&ours, &worker(ORDERS[0], 16)).is_some());
+        for spoil in unlike {
+            let mut theirs = worker(ORDERS[0], 16);
+            spoil(&mut theirs);
+            assert!(Conversion::between(&ours, &theirs).is_none(), "{theirs:?}");
+            assert!(Conversion::between(&theirs, &ours).is_none(), "{theirs:?}");
+        }
+    }
+
+    /// A quarter of the layers of Llama 3 8B: a block of 16 tokens has 512 KiB.
+    const LLAMA: [(&str, usize); 5] =
+        [("layer", 8), ("kv", 2), ("head", 8), ("channel", 128), ("byte", 2)];
+    const MEASURED_BYTES: usize = 64 << 20;
+    const ROUNDS: usize = 7;
+
+    /// Of memcpy, in turns; a block is converted as it comes, from the caches of this thread.
+    fn measured(there: &Member, here: &Member) -> f64 {
+        let conversion = Conversion::between(here, there).unwrap();
+        let [bytes, our_bytes] = [there, here].map(|member| member.block_bytes as usize);
+        // Numbers as keys and values are, from -4 to 4.
+        let mut random = fastrand::Rng::with_seed(1);
+        let number = |_| {
+            let number = 8.0 * random.f32() - 4.0;
+            match &*there.fingerprint.dtype {
+                "fp16" => f16::from_f32(number).to_le_bytes(),
+                _ => bf16::from_f32(number).to_le_bytes(),
+            }
+        };
+        let source: Vec<_> = (0..MEASURED_BYTES / 2).flat_map(number).collect();
+        let mut made = vec![0; MEASURED_BYTES];
+        let mut ratios: Vec<_> = (0..ROUNDS)
+            .map(|_| {
+                let began = now();
+                made.chunks_mut(bytes).zip(source.chunks(bytes)).for_each(|(to, from)| {
+                    to.copy_from_slice(black_box(from));
+                });
+                let plain = began.elapsed();
+                let mut block = vec![0; bytes];
+                let mut converted = Duration::ZERO;
+                for (at, from) in source.chunks(bytes).enumerate() {
+                    block.copy_from_slice(from);
+                    let began = now();
+                    conversion.convert_numbers(&mut block);
+                    for (position, part) in conversion.parts_of(at) {
+                        let ours = &mut made[position * our_bytes..][..our_bytes];
+                        conversion.put(part, black_box(&block), ours).unwrap();
+                    }
+                    converted += began.elapsed();
+                }
+                plain.div_duration_f64(converted)
+            })
+            .collect();
+        ratios.sort_by(f64::total_cmp);
+        ratios[ROUNDS / 2]
+    }
+
+    /// Says what `tests/peers.sh` shows.
+    #[test]
+    #[ignore = "it measures: tests/peers.sh has it"]
+    fn how_fast_blocks_become_others() {
+        let columns = "layer,head,kv(channel,token|token,channel),byte";
+        let of = |order, tokens| worker_of(&LLAMA, order, tokens);
+        let (nhd, hnd) = (ORDERS[0], ORDERS[1]);
+        let of_type = |dtype: &str| {
+            let mut member = of(nhd, 32);
+            member.fingerprint.dtype = dtype.to_owned();
+            member
+        };
+        let figures = [
+            ("32 to 64 tokens", of(nhd, 32), of(nhd, 64)),
+            ("64 to 32 tokens", of(nhd, 64), of(nhd, 32)),
+            ("32 to 64 tokens, heads outside", of(hnd, 32), of(hnd, 64)),
+            ("32 to 64 tokens, keys as columns", of(columns, 32), of(columns, 64)),
+            ("NHD to HND", of(nhd, 32), of(hnd, 32)),
+            ("HND to NHD", of(hnd, 32), of(nhd, 32)),
+            ("other order of layers", of(nhd, 32), of("kv,token,layer,head,channel,byte", 32)),
+            ("bf16 to fp16", of_type("bf16"), of_type("fp16")),
+            ("fp16 to bf16", of_type("fp16"), of_type("bf16")),
+        ];
+        for (name, there, here) in figures {
+            let of_memcpy = (100.0 * measured(&there, &here)).round() / 100.0;
+            println!(
+                "figures {}",
+                json!({ "conversion": { "what": name, "of_memcpy": of_memcpy } })
+            );
+        }
+    }
+}

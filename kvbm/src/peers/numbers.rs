@@ -1,0 +1,221 @@
+//! Numbers of 16 bits as the other type of 16 bits: IEEE's binary16 and bfloat16, rounded to the
+//! nearest, of two as near the even one.
+
+use half::{bf16, f16};
+
+/// Numbers that are converted together.
+const AT_ONCE: usize = 64;
+/// From here on a number is rounded to an infinity in binary16.
+const TOO_LARGE: f32 = 65_520.0;
+/// All bits but the sign.
+const MAGNITUDE: u16 = 0x7FFF;
+/// How far apart the exponents of one number are, which count from another origin in each type.
+const BIAS: u16 = 127 - 15;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum HalfType {
+    F16,
+    Bf16,
+}
+
+/// The words for them: ours, and those of engines.
+const WORDS: [(&str, HalfType); 5] = [
+    ("fp16", HalfType::F16),
+    ("f16", HalfType::F16),
+    ("float16", HalfType::F16),
+    ("bf16", HalfType::Bf16),
+    ("bfloat16", HalfType::Bf16),
+];
+
+/// The type that numbers have, and the one that they get.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct HalfTypes {
+    from: HalfType,
+    to: HalfType,
+}
+
+impl HalfTypes {
+    /// By the `dtype` of fingerprints. `None`: they are of one type, or differ in more than that.
+    pub(super) fn between(from: &str, to: &str) -> Option<Self> {
+        let [(from, around), (to, also_around)] = [told(from)?, told(to)?];
+        (from != to && around == also_around).then_some(Self { from, to })
+    }
+
+    /// Converts all numbers of `block`. Returns how many are too large: such a number is the largest
+    /// of its sign. Infinities and what is no number stay so.
+    pub(super) fn convert(self, block: &mut [u8]) -> u64 {
+        block.chunks_mut(2 * AT_ONCE).map(|numbers| self.convert_few(numbers)).sum()
+    }
+
+    fn convert_few(self, numbers: &mut [u8]) -> u64 {
+        let (pairs, _) = numbers.as_chunks_mut::<2>();
+        let magnitudes = pairs.iter().map(|pair| u16::from_le_bytes(*pair) & MAGNITUDE);
+        if !magnitudes.fold(true, |are_plain, of| are_plain & self.is_plain(of)) {
+            return pairs.iter_mut().map(|pair| self.convert_any(pair)).sum();
+        }
+        for pair in pairs {
+            let bits = u16::from_le_bytes(*pair);
+            let (magnitude, sign) = (bits & MAGNITUDE, bits & !MAGNITUDE);
+            let made = if magnitude == 0 { 0 } else { self.convert_plain(magnitude) };
+            *pair = (made | sign).to_le_bytes();
+        }
+        0
+    }
+
+    /// Whether a number is zero, or one that both types have with a full significand: almost all are,
+    /// and many of them are converted at once.
+    const fn is_plain(self, magnitude: u16) -> bool {
+        let (first, end) = match self.from {
+            HalfType::F16 => (1 << 10, 31 << 10),
+            HalfType::Bf16 => ((BIAS + 1) << 7, (BIAS + 31) << 7),
+        };
+        (magnitude == 0) | (magnitude.wrapping_sub(first) < end - first)
+    }
+
+    const fn convert_plain(self, magnitude: u16) -> u16 {
+        match self.from {
+            HalfType::F16 => {
+                // Where the rest is a half, up only from an odd number.
+                let rounded = magnitude.wrapping_add(3).wrapping_add(magnitude >> 3 & 1) >> 3;
+                rounded.wrapping_add(BIAS << 7)
+            }
+            HalfType::Bf16 => magnitude.wrapping_sub(BIAS << 7) << 3,
+        }
+    }
+
+    /// Returns 1 if it is too large.
+    fn convert_any(self, pair: &mut [u8; 2]) -> u64 {
+        match self.from {
+            HalfType::F16 => {
+                *pair = bf16::from_f32(f16::from_le_bytes(*pair).to_f32()).to_le_bytes();
+                0
+            }
+            HalfType::Bf16 => {
+                let exact = bf16::from_le_bytes(*pair).to_f32();
+                let is_too_large = exact.abs() >= TOO_LARGE && exact.is_finite();
+                let largest = f16::MAX.to_f32().copysign(exact);
+                *pair = f16::from_f32(if is_too_large { largest } else { exact }).to_le_bytes();
+                is_too_large.into()
+            }
+        }
+    }
+}
+
+/// The one type of 16 bits that a `dtype` names, as often as it likes, and what it says beside.
+fn told(dtype: &str) -> Option<(HalfType, String)> {
+    let (mut found, mut around) = (None, String::new());
+    for word in dtype.split_inclusive(|letter: char| !letter.is_ascii_alphanumeric()) {
+        let name = word.trim_end_matches(|letter: char| !letter.is_ascii_alphanumeric());
+        match WORDS.iter().find(|(known, _)| *known == name) {
+            Some((_, of)) if found.is_some_and(|other| other != *of) => return None,
+            Some((_, of)) => {
+                found = Some(*of);
+                around += "16 bits";
+                around += &word[name.len()..];
+            }
+            None => around += word,
+        }
+    }
+    found.map(|of| (of, around))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the bits of a number mean, by the definition of IEEE 754: a sign, an exponent, and so many
+    /// bits of a significand. `None`: it is no finite number.
+    fn value(bits: u16, significand_bits: u32) -> Option<f64> {
+        let exponent_bits = 15 - significand_bits;
+        let exponent = i32::from(bits & 0x7FFF) >> significand_bits;
+        let fraction =
+            f64::from(bits & ((1 << significand_bits) - 1)) / f64::from(1 << significand_bits);
+        let origin = (1 << (exponent_bits - 1)) - 1;
+        if exponent == (1 << exponent_bits) - 1 {
+            return None;
+        }
+        let (whole, exponent) = if exponent == 0 { (0.0, 1) } else { (1.0, exponent) };
+        let magnitude = (whole + fraction) * 2.0_f64.powi(exponent - origin);
+        Some(if bits >> 15 == 1 { -magnitude } else { magnitude })
+    }
+
+    const F16_BITS: u32 = 10;
+    const BF16_BITS: u32 = 7;
+
+    /// The nearest of all numbers to a magnitude, of two as near the even one; and whether it is too
+    /// large for any.
+    fn nearest(magnitude: f64, all: &[f64]) -> (u16, bool) {
+        let above = all.partition_point(|of| *of < magnitude);
+        let last = all.len() - 1;
+        if above > last {
+            // What would come next, if there were another exponent.
+            let next = 2.0 * all[last] - all[last - 1];
+            return (last as u16, magnitude >= f64::midpoint(all[last], next));
+        }
+        let below = above.saturating_sub(1);
+        let (down, up) = (magnitude - all[below], all[above] - magnitude);
+        let is_up = up < down || (up.total_cmp(&down).is_eq() && above % 2 == 0);
+        (if is_up { above } else { below } as u16, false)
+    }
+
+    fn each_number_is_the_nearest(types: HalfTypes, [from_bits, to_bits]: [u32; 2]) -> u64 {
+        let all_bits: Vec<_> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+        let mut block = all_bits.clone();
+        let counted = types.convert(&mut block);
+        // It does not matter beside which others a number is.
+        let mut alone = all_bits;
+        alone.chunks_mut(2).for_each(|number| _ = types.convert(number));
+        assert!(alone == block);
+        let all: Vec<_> = (0..0x8000).map_while(|bits| value(bits, to_bits)).collect();
+        let mut too_large = 0;
+        for (bits, made) in (0..=u16::MAX).zip(block.as_chunks::<2>().0) {
+            let made = u16::from_le_bytes(*made);
+            let Some(exact) = value(bits, from_bits) else {
+                let is_infinite = |bits: u16, of: u32| bits.trailing_zeros() >= of;
+                assert_eq!(value(made, to_bits), None, "{bits:x} became {made:x}");
+                assert_eq!(is_infinite(made, to_bits), is_infinite(bits, from_bits), "{bits:x}");
+                continue;
+            };
+            let (expected, is_too_large) = nearest(exact.abs(), &all);
+            assert_eq!(made, expected | (bits & 0x8000), "{bits:x} is {exact}");
+            too_large += u64::from(is_too_large);
+            // What docs/peers.md promises.
+            let error = (value(made, to_bits).unwrap() - exact).abs();
+            let relative = if to_bits == BF16_BITS { exact.abs() / 256.0 } else { 0.0 };
+            let is_tiny = to_bits == F16_BITS && exact.abs() < 2.0_f64.powi(-14);
+            let bound = if is_tiny { 2.0_f64.powi(-25) } else { relative };
+            assert!(is_too_large || error <= bound, "{exact} off by {error}");
+        }
+        assert_eq!(counted, too_large);
+        counted
+    }
+
+    #[test]
+    fn every_number_is_rounded_to_the_nearest() {
+        let of = |from, to| HalfTypes::between(from, to).unwrap();
+        assert_eq!(each_number_is_the_nearest(of("fp16", "bf16"), [F16_BITS, BF16_BITS]), 0);
+        let large = each_number_is_the_nearest(of("bf16", "fp16"), [BF16_BITS, F16_BITS]);
+        // Those from 65,536 on: bfloat16 has 112 exponents there, of 128 numbers each, and two signs.
+        assert_eq!(large, 2 * 112 * 128);
+    }
+
+    #[test]
+    fn types_are_told_by_their_words() {
+        let types = HalfTypes::between;
+        assert!(types("torch.float16 None", "torch.bfloat16 None").is_some());
+        assert!(
+            types("torch.float16 torch.float16, as x", "torch.bfloat16 torch.bfloat16, as x")
+                .is_some()
+        );
+        for (from, to) in [
+            ("fp16", "fp16"),
+            ("fp16", "fp32"),
+            ("fp8_e4m3", "bf16"),
+            ("bf16 fp16", "fp16 fp16"),
+            ("torch.float16, as x", "torch.bfloat16, as y"),
+            ("", ""),
+        ] {
+            assert_eq!(types(from, to), None, "{from} {to}");
+        }
+    }
+}

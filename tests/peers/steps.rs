@@ -1,0 +1,145 @@
+//! What a prompt's transfer adds to a prompt that is computed in steps, each of which travels while
+//! the next one is computed.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use kvbm::blocking::Blocks;
+use kvbm::{BlockHash, Error, RequestInfo, Tier};
+use kvbm_tests::rig::chain;
+use kvbm_tiers::testing::{fill_pattern, has_pattern};
+use serde_json::json;
+
+use super::{LIMIT, by, has_nixl, list, name_of, open, settings, tell_figures};
+
+const STEPS: u32 = 32;
+const STEP_BLOCKS: u32 = 16;
+const BLOCKS: u32 = STEPS * STEP_BLOCKS;
+const BLOCK_BYTES: usize = 256 << 10;
+const ROUNDS: u32 = 5;
+/// A step is computed in this many times what its part of the transfer takes.
+const PACE: f64 = 1.5;
+const HOST: &str = "block_bytes = \"256KiB\"\nhost.capacity = \"160MiB\"\npeers.lease_share = 1.0";
+
+struct Pair {
+    there: Blocks,
+    here: Blocks,
+    peer: String,
+    /// What is computed, so that saving it is a copy.
+    computed: Vec<u8>,
+}
+
+impl Pair {
+    fn open(way: &str) -> Self {
+        let host = format!("{HOST}\n{}", by(way));
+        let there = open(settings(&host), "1").unwrap();
+        let address = there.manager().peers().unwrap().address().to_string();
+        let here = open(settings(&format!("{host}\n{}", list(&address))), "1").unwrap();
+        let mut computed = vec![0; BLOCKS as usize * BLOCK_BYTES];
+        computed
+            .chunks_mut(BLOCK_BYTES)
+            .enumerate()
+            .for_each(|(at, block)| fill_pattern(at, block));
+        Self { there, here, peer: name_of(&address), computed }
+    }
+
+    /// Saves what is computed of a prompt.
+    fn save(&self, prompt: &[BlockHash]) {
+        let fill = |at: usize, slot: &mut [u8]| {
+            slot.copy_from_slice(&self.computed[at * BLOCK_BYTES..][..BLOCK_BYTES]);
+            Ok::<_, Error>(())
+        };
+        assert_eq!(self.there.put(prompt, fill).unwrap(), prompt.len());
+    }
+
+    /// Brings a prompt as it comes to be there; says when it was here.
+    fn follow(&self, prompt: &[BlockHash]) -> Instant {
+        let peers = self.here.manager().peers().unwrap();
+        let pulled =
+            peers.follow(&self.peer, prompt, RequestInfo::default(), LIMIT).wait().unwrap();
+        let end = Instant::now();
+        assert_eq!((pulled.copied, pulled.fault), (prompt.len(), None));
+        end
+    }
+
+    /// Every byte is right; then both are empty.
+    fn check(&self, prompt: &[BlockHash]) {
+        let check = |at: usize, block: &[u8]| {
+            assert!(has_pattern(at, block), "a wrong block at {at}");
+            Ok::<_, Error>(())
+        };
+        assert_eq!(self.here.get(prompt, check).unwrap(), prompt.len());
+        for worker in [&self.there, &self.here] {
+            worker.manager().admin().evict(Tier::Host, usize::MAX);
+        }
+    }
+
+    /// What the transfer of a prompt takes that is all there.
+    fn whole(&self, n: u32) -> Duration {
+        let prompt = chain(n, BLOCKS);
+        self.save(&prompt);
+        let began = Instant::now();
+        let took = self.follow(&prompt) - began;
+        self.check(&prompt);
+        took
+    }
+
+    /// What is left of it when the last step has been computed.
+    fn tail(&self, n: u32, whole: Duration) -> Duration {
+        let prompt = chain(n, BLOCKS);
+        let step = whole.mul_f64(PACE / f64::from(STEPS));
+        let (last, end) = thread::scope(|scope| {
+            let computing = scope.spawn(|| {
+                let mut computed = Instant::now();
+                for until in 1..=STEPS {
+                    computed += step;
+                    thread::sleep(computed.saturating_duration_since(Instant::now()));
+                    self.save(&prompt[..(until * STEP_BLOCKS) as usize]);
+                }
+                computed
+            });
+            let end = self.follow(&prompt);
+            (computing.join().unwrap(), end)
+        });
+        self.check(&prompt);
+        end.saturating_duration_since(last)
+    }
+
+    /// What it takes to hear of a peer that it has nothing more.
+    fn notification(&self, n: u32) -> Duration {
+        let (peers, began) = (self.here.manager().peers().unwrap(), Instant::now());
+        let lease = peers.lease(&self.peer, chain(n, 1), RequestInfo::default()).wait().unwrap();
+        assert_eq!(lease.only_there(), 0);
+        began.elapsed()
+    }
+}
+
+fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort_unstable();
+    times[times.len() / 2]
+}
+
+#[test]
+#[ignore = "it measures: tests/peers.sh has it"]
+fn what_is_left_when_the_last_step_is_computed() {
+    for way in ["memory", "tcp", "nixl"].into_iter().filter(|way| *way != "nixl" || has_nixl()) {
+        let pair = Pair::open(way);
+        // First contact, and memory that is touched for the first time.
+        pair.whole(0);
+        let times = |of: &dyn Fn(u32) -> Duration| median((1..=ROUNDS).map(of).collect());
+        let notification = times(&|n| pair.notification(1_000 + n));
+        let whole = times(&|n| pair.whole(n));
+        let tail = times(&|n| pair.tail(100 + n, whole));
+        let left = tail.saturating_sub(notification).div_duration_f64(whole);
+        let us = |time: Duration| time.as_micros() as u64;
+        tell_figures(&json!({"steps": {
+            "way": way,
+            "steps": STEPS,
+            "bytes": BLOCKS as usize * BLOCK_BYTES,
+            "whole_us": us(whole),
+            "left_us": us(tail),
+            "notification_us": us(notification),
+            "left_of_whole": (1e4 * left).round() / 1e4,
+        }}));
+    }
+}
