@@ -3,8 +3,8 @@
 
 mod messages;
 mod network;
+mod overlap;
 mod scale;
-mod steps;
 mod trace;
 
 use std::io::stdin;

@@ -77,7 +77,7 @@ transfer() {
 }
 
 push() {
-    expect 'steps travel while others are computed' nextest 'package(kvbm-tests) and test(peers::steps::)'
+    expect 'steps travel while others are computed' nextest 'package(kvbm-tests) and test(peers::overlap::)'
 }
 
 kill_and_freeze() {
