@@ -4,15 +4,18 @@ JSON object; tests/disagg.sh runs it.
     python tests/vllm/handover.py [--rounds N]
 
 A model of 12 layers with made-up weights in bf16, prompts of 2,048 tokens, one at a time, behind vLLM's own proxy; two engines of
-one kind of connector, then two of the other, in turns, since NIXL's threads take a core also when nothing is asked; medians. `first_token` is what a client waits for it. `hand_over` is the time from
-the arrival of a request at the second engine to the begin of its first step, as vLLM counts it. `decode` is a token's time at the
-second engine while it reads other prompts at its peer, in times of alone: both compute nothing else.
+one kind of connector, then two of the other, in turns, since NIXL's threads take a core also when nothing is asked; medians.
+`first_token` is what a client waits for it. `hand_over` is the time from the arrival of a request at the second engine to the begin
+of its first step, as vLLM counts it. `decode` is a token's time at the second engine while it reads other prompts at its peer, in
+times of alone: both compute nothing else. `decode_beside_copy` is the same beside a process that copies as many bytes and does
+nothing else: what the memory of this machine takes.
 """
 
 import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -92,8 +95,23 @@ class Pair:
         return self.engines[1].metric("vllm:prompt_tokens_by_source_total", source="local_compute")
 
 
-def decoding(model: Path, rounds: int) -> tuple[float, int]:
-    """A token's time beside a transfer, in times of alone, and how many blocks came. The medians are of a round each."""
+# Copies so many bytes a second, whatever they are, until it is ended.
+COPYING = """
+import sys, time, numpy
+speed, piece = float(sys.argv[1]), 4 << 20
+there, here = (numpy.ones(64 * piece, numpy.uint8) for _ in range(2))
+due = time.monotonic()
+while True:
+    for at in range(0, there.size, piece):
+        here[at : at + piece] = there[at : at + piece]
+        due = max(due + piece / speed, time.monotonic() - 0.1)
+        time.sleep(max(0.0, due - time.monotonic()))
+"""
+
+
+def decoding(model: Path, rounds: int) -> dict[str, float]:
+    """A token's time beside a transfer, and beside a mere copy of as many bytes a second by another process, in times of alone; and
+    how many GB a second that are. The medians are of a round each."""
     own = {"dtype": "bfloat16", "load_format": "dummy", "environment": {"OMP_NUM_THREADS": "1"}}
     with Engine(model, kv_transfer_config=ours("kv_producer", 0, None)[0], **own) as first:
         name, address = probe(first, "peer")
@@ -105,12 +123,22 @@ def decoding(model: Path, rounds: int) -> tuple[float, int]:
         # Less than is read: what comes again has left.
         transfer["kv_connector_extra_config"]["settings"]["host.capacity"] = 3 * TOKENS // BLOCK * BLOCK_BYTES
         with Engine(model, kv_transfer_config=transfer, **own) as second:
-            ratios, blocks = [], 0
+            rows = []
+
+            def timed(some: list) -> tuple[float, float]:
+                took = probe(second, "token_times", tokens=TIMED, read=some, peer=name)
+                return statistics.median(took["times"]), took["blocks"] * BLOCK_BYTES / sum(took["times"])
+
             for _ in range(rounds + 1):
-                alone, beside = (probe(second, "token_times", tokens=TIMED, read=some, peer=name) for some in ([], read))
-                ratios.append(statistics.median(beside["times"]) / statistics.median(alone["times"]))
-                blocks += beside["blocks"]
-    return statistics.median(ratios[1:]), blocks
+                (alone, _), (beside, speed) = timed([]), timed(read)
+                copying = subprocess.Popen([sys.executable, "-c", COPYING, str(speed)])
+                try:
+                    (copied, _) = timed([])
+                finally:
+                    copying.kill()
+                    copying.wait()
+                rows.append({"decode": beside / alone, "decode_beside_copy": copied / alone, "decode_gb_s": speed / 1e9})
+    return {name: round(statistics.median(row[name] for row in rows[1:]), 3) for name in rows[0]}
 
 
 def main() -> None:
@@ -130,11 +158,11 @@ def main() -> None:
                 # The first prompt is the first contact.
                 times[name] += [pair.ask(number) for number in range(rounds + 1)][1:]
                 computed[name] += pair.computed() / (TURNS * (rounds + 1))
-        beside, blocks = decoding(model, rounds)
+        beside = decoding(model, rounds)
     found = {name: {what: statistics.median(one[what] for one in all_of) for what in WANTED} for name, all_of in times.items()}
     ms = {name: {what: round(1e3 * took, 1) for what, took in medians.items()} for name, medians in found.items()}
-    figures = {"rounds": rounds, "ms": ms, "computed_tokens": computed, "decode": round(beside, 3), "decode_blocks": blocks}
-    short = ["a token beside a transfer"] if beside > WANTED_DECODE else []
+    figures = {"rounds": rounds, "ms": ms, "computed_tokens": computed} | beside
+    short = ["a token beside a transfer"] if beside["decode"] > WANTED_DECODE else []
     if "nixl" in found:
         ratios = {what: found["kvbm"][what] / found["nixl"][what] for what in WANTED}
         figures["over_nixl"] = {what: round(ratio, 3) for what, ratio in ratios.items()}
