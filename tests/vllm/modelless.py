@@ -1,9 +1,10 @@
 """An engine without a model: vLLM's own scheduler and a connector, over KV tensors in which nobody computes.
 
-Every step ends at once, and each request says one token in it. What a connector costs the scheduler is all there is to it.
+Each request says one token in a step. What a connector costs the scheduler is all there is to it.
 """
 
 import tempfile
+from collections import deque
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -35,12 +35,17 @@ LONGEST = 32_768
 
 
 class Modelless:
-    """`transfer` is vLLM's `kv_transfer_config`."""
+    """`transfer` is vLLM's `kv_transfer_config`. With `is_async` the next step is scheduled before one has ended."""
 
-    def __init__(self, transfer: dict[str, Any], blocks: int, requests: int, **arguments: Any) -> None:
+    def __init__(
+        self, transfer: dict[str, Any], blocks: int, requests: int, is_async: bool = False, **arguments: Any
+    ) -> None:
         config = _config(transfer, blocks, requests, **arguments)
         cache = _cache(blocks)
         config.cache_config.num_gpu_blocks = blocks
+        # CPUs have none, whatever is said.
+        config.scheduler_config.async_scheduling = is_async
+        self._most, self._under_way = 1 + is_async, deque[tuple[SchedulerOutput, ModelRunnerOutput]]()
         self._worker = None
         with set_current_vllm_config(config):
             if transfer["kv_connector"] != "OffloadingConnector":
@@ -49,7 +54,7 @@ class Modelless:
                 tensors = torch.zeros(LAYERS, blocks, 2, BLOCK, 1, 32, dtype=torch.bfloat16)
                 self._worker.register_kv_caches(dict(zip(layers, tensors)))
             block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
-            self.scheduler = Scheduler(
+            self.scheduler = config.scheduler_config.get_scheduler_cls()(
                 config,
                 cache,
                 StructuredOutputManager(config),
@@ -69,16 +74,17 @@ class Modelless:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> SchedulerOutput:
+        """Begins a step, and ends those that are too many then."""
         output = self.scheduler.schedule()
         names = list(output.num_scheduled_tokens)
         said = [[3] if self._is_at_its_end(name) else [] for name in names]
+        at = {name: number for number, name in enumerate(names)}
         came = self._transfers(output)
-        self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                names, {name: at for at, name in enumerate(names)}, sampled_token_ids=said, kv_connector_output=came
-            ),
+        self._under_way.append(
+            (output, ModelRunnerOutput(names, at, sampled_token_ids=said, kv_connector_output=came))
         )
+        if len(self._under_way) >= self._most:
+            self.scheduler.update_from_output(*self._under_way.popleft())
         return output
 
     def _is_at_its_end(self, name: str) -> bool:

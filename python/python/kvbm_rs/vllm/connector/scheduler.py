@@ -53,6 +53,10 @@ _IDLE_WAIT = 0.002
 # Seconds that a request which needs room waits for a save to free some. A save that takes longer waits for a slow medium.
 _MAX_SAVE = 0.05
 
+# Generated blocks of a request that are saved together while it runs. A preemption loses those that wait; of a model with windows or
+# states none do, as these are gone soon.
+_GENERATED = 4
+
 # One block of so many may be pinned: what is pinned makes no room.
 _MAX_PINNED_SHARE = 4
 
@@ -509,6 +513,9 @@ class Scheduler:
         known = self._requests.get(name)
         if known is None or not self._advance(known, step):
             return
+        if known.request.num_computed_tokens < known.request.num_tokens - 1:
+            # What was taken back may be computed again by any step.
+            self._look_in(1, name)
         self._save(known)
         self._compare(known)
 
@@ -540,7 +547,7 @@ class Scheduler:
 
     def _save(self, known: _Request) -> None:
         full = self._full(known, known.computed)
-        if full <= known.saved or self._kv is None:
+        if full <= known.saved or self._kv is None or self._waits_for_more(known, full):
             return
         tables = self._kv.get_blocks(known.request.request_id).blocks
         prompt = self._config.loadable(known.request.num_prompt_tokens)
@@ -549,6 +556,11 @@ class Scheduler:
             self._start(known, self._stretches(known, tables, prompt), is_end=True)
         if full > known.saved:
             self._start(known, self._stretches(known, tables, full), is_end=False)
+
+    def _waits_for_more(self, known: _Request, full: int) -> bool:
+        """Whether blocks that it generated are saved with those that follow, or at its end: most of a save does not depend on its length."""
+        is_prompt_saved = known.saved >= known.request.num_prompt_tokens // self._config.block_tokens
+        return is_prompt_saved and full - known.saved < _GENERATED and not self._config.is_windowed
 
     def _stretches(self, known: _Request, tables: "Sequence[Sequence[KVCacheBlock]]", end: int) -> list[_Stretch]:
         """By cache group the blocks before `end` that are to be saved, of vLLM's tables."""
