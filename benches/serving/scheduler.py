@@ -28,6 +28,7 @@ from connector_figures import connector  # noqa: E402
 from engine import prompt  # noqa: E402
 from modelless import BLOCK, BLOCK_BYTES, Modelless  # noqa: E402
 from vllm.config import KVEventsConfig  # noqa: E402
+from vllm.envs import enable_envs_cache  # noqa: E402
 
 # In the engine's cache, and in the tier below it.
 BLOCKS, BELOW = 40_000, 80_000
@@ -161,6 +162,8 @@ def main() -> None:
     parser.add_argument("--running", type=int, nargs="+", default=[1, 100, 1000])
     parser.add_argument("--only", choices=CONTENDERS, nargs="+", default=list(CONTENDERS))
     arguments = parser.parse_args()
+    # As an engine does.
+    enable_envs_cache()
     found: dict[str, list[Any]] = {name: [] for name in arguments.only}
     # The first round is for warming up.
     for number in range(arguments.rounds + 1):
