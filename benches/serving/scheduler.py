@@ -3,7 +3,7 @@
     python benches/serving/scheduler.py [--rounds N] [--running N …]
 
 vLLM's own scheduler runs with `KvbmConnector` and with its `OffloadingConnector` in turns, over a host tier that has room for all.
-A block has 16 tokens; requests have prompts of 2 to 10 blocks, so that of 1,000 that decode some 62 fill one in each step. Times are
+A block has 16 tokens; requests have come one after the other, so that of 1,000 that decode some 62 fill one in each step. Times are
 in µs, medians over the rounds: `step` and `mean` of all calls in a step (the mean has what is done now and then, such as metrics),
 `by_method` of the mean by method, `arrival` and `finish` of one more request of 3 blocks, and `prompt` of one of 512 blocks with
 KV events on: when it arrives and is looked up (`arrival`), and what events of it cost until they are told (`events`). Needs the
@@ -40,8 +40,8 @@ OWN = {
 OURS = connector({"host.capacity": BELOW * BLOCK_BYTES}, weights="made up")["kv_transfer_config"]
 CONTENDERS = {"KvbmConnector": OURS, "OffloadingConnector": OWN}
 
-# Steps that are measured: requests end a block in one of 16.
-STEPS = 4 * BLOCK
+# Steps in which requests come, and as many that are measured. In so many a request fills eight blocks, which are saved together.
+STEPS = 8 * BLOCK
 # Requests that come to those that run, one by one, and prompts of 512 blocks.
 MORE, PROMPTS, PROMPT_BLOCKS = 20, 3, 512
 
@@ -85,9 +85,9 @@ class Meter:
 def at(engine: Modelless, meter: Meter, running: int, seed: int) -> dict[str, Any]:
     """With so many requests that decode."""
     names = [f"{seed}-{running}-{number}" for number in range(running)]
-    for number, name in enumerate(names):
-        engine.add(name, prompt(seed + number, 2 * BLOCK + 1 + number % (8 * BLOCK)), tokens=20 * BLOCK)
-    for _ in range(2 * BLOCK):
+    for first in range(STEPS):
+        for number in range(first, running, STEPS):
+            engine.add(names[number], prompt(seed + number, 2 * BLOCK + 1), tokens=2 * STEPS + 10 * BLOCK)
         engine.step()
     gc.collect()
     gc.freeze()

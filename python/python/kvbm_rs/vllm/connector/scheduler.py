@@ -53,9 +53,9 @@ _IDLE_WAIT = 0.002
 # Seconds that a request which needs room waits for a save to free some. A save that takes longer waits for a slow medium.
 _MAX_SAVE = 0.05
 
-# Generated blocks of a request that are saved together while it runs. A preemption loses those that wait; of a model with windows or
-# states none do, as these are gone soon.
-_GENERATED = 4
+# Tokens whose blocks are saved together when a request has generated them. A preemption loses those that wait; of a model with windows
+# or states none do, as these are gone soon.
+_GENERATED = 128
 
 # One block of so many may be pinned: what is pinned makes no room.
 _MAX_PINNED_SHARE = 4
@@ -559,8 +559,9 @@ class Scheduler:
 
     def _waits_for_more(self, known: _Request, full: int) -> bool:
         """Whether blocks that it generated are saved with those that follow, or at its end: most of a save does not depend on its length."""
-        is_prompt_saved = known.saved >= known.request.num_prompt_tokens // self._config.block_tokens
-        return is_prompt_saved and full - known.saved < _GENERATED and not self._config.is_windowed
+        tokens = self._config.block_tokens
+        is_prompt_saved = known.saved >= known.request.num_prompt_tokens // tokens
+        return is_prompt_saved and (full - known.saved) * tokens < _GENERATED and not self._config.is_windowed
 
     def _stretches(self, known: _Request, tables: "Sequence[Sequence[KVCacheBlock]]", end: int) -> list[_Stretch]:
         """By cache group the blocks before `end` that are to be saved, of vLLM's tables."""
