@@ -519,12 +519,12 @@ class Scheduler:
         self._save(known)
         self._compare(known)
 
-    def _advance(self, known: _Request, step: int) -> bool:
+    @staticmethod
+    def _advance(known: _Request, step: int) -> bool:
         has_ended = False
         while known.steps and known.steps[0][0] <= step:
-            _, done = known.steps.popleft()
             # The engine takes back what it computed behind blocks that another connector could not load.
-            known.computed = min(done, known.request.num_computed_tokens)
+            known.computed = min(known.steps.popleft()[1], known.request.num_computed_tokens)
             has_ended = True
         return has_ended
 
@@ -558,7 +558,7 @@ class Scheduler:
             self._start(known, self._stretches(known, tables, full), is_end=False)
 
     def _waits_for_more(self, known: _Request, full: int) -> bool:
-        """Whether blocks that it generated are saved with those that follow, or at its end: most of a save does not depend on its length."""
+        """Whether what it generated is saved with what follows, or at its end: a save of one block costs as much as one of many."""
         tokens = self._config.block_tokens
         is_prompt_saved = known.saved >= known.request.num_prompt_tokens // tokens
         return is_prompt_saved and (full - known.saved) * tokens < _GENERATED and not self._config.is_windowed
