@@ -1,5 +1,7 @@
 """`KvbmConnector` beside what else an engine does: sleep, other weights, speculative decoding, other connectors."""
 
+from collections import deque
+
 import pytest
 from connectors import LENGTH, SERVED, connector, host, is_at_rest, peerless, probe
 from engine import BLOCK, TINY_BLOCK_BYTES, Engine, EngineError, offloading, prompt
@@ -184,11 +186,12 @@ def test_a_producer_loads_where_no_step_under_way_writes(role):
     scheduler._adapters = SimpleNamespace(look_again=lambda: None)
     scheduler._requests, scheduler._loading, scheduler._layered = {"one": known}, {}, []
     scheduler._saving, scheduler._ending, scheduler._pinning = [], [], []
-    scheduler._step, scheduler._ended = 7, 6
+    scheduler._step, scheduler._ended, scheduler._computing = 7, 6, 7
+    scheduler._due, scheduler._filling = {}, deque()
     nothing = SimpleNamespace(
         preempted_req_ids=None,
         scheduled_new_reqs=[],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=()),
         num_scheduled_tokens={},
         total_num_scheduled_tokens=0,
     )
@@ -237,7 +240,7 @@ def test_what_steps_compute_of_withdrawn_tokens_is_not_kept():
     from kvbm_rs.vllm.connector.scheduler import Scheduler, _Request
 
     def output(computed: int, scheduled: int) -> SimpleNamespace:
-        cached = SimpleNamespace(req_ids=["session"], num_computed_tokens=[computed])
+        cached = SimpleNamespace(req_ids=["session"], num_computed_tokens=[computed], resumed_req_ids={"session"})
         return SimpleNamespace(
             preempted_req_ids=None,
             scheduled_new_reqs=[],
@@ -248,7 +251,9 @@ def test_what_steps_compute_of_withdrawn_tokens_is_not_kept():
         )
 
     scheduler = Scheduler.__new__(Scheduler)
-    scheduler._step, scheduler._layered, scheduler._loading = 0, [], {}
+    scheduler._step, scheduler._ended, scheduler._layered, scheduler._loading = 0, 0, [], {}
+    scheduler._due, scheduler._filling = {}, deque()
+    scheduler._config = SimpleNamespace(block_tokens=BLOCK, step_tokens=1)
     scheduler._adapters = Adapters(None)
     request = SimpleNamespace(num_tokens=4 * BLOCK, num_computed_tokens=4 * BLOCK)
     known = _Request(1, request, None, None, b"")
@@ -358,11 +363,12 @@ def test_a_preempted_request_has_computed_nothing():
     known.steps.append((1, 5 * BLOCK))
     scheduler = Scheduler.__new__(Scheduler)
     scheduler._step, scheduler._requests, scheduler._loading, scheduler._layered = 1, {"one": known}, {}, []
+    scheduler._ended, scheduler._computing, scheduler._due, scheduler._filling = 1, 1, {}, deque()
     scheduler._adapters = SimpleNamespace(look_again=lambda: None)
     nothing = SimpleNamespace(
         preempted_req_ids={"one"},
         scheduled_new_reqs=[],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=()),
         num_scheduled_tokens={},
         total_num_scheduled_tokens=0,
     )

@@ -130,5 +130,6 @@ def test_what_is_remembered_is_bounded(manager, monkeypatch):
     for number in range(20):
         asked = request(f"never saved {number}", 5)
         publisher.note(asked, asked.block_hashes, Chain(asked.block_hashes), 0)
+    assert publisher.take() == []
     assert len(publisher._expected) == 7
     assert not publisher._blocks

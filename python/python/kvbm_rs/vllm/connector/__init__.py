@@ -96,7 +96,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.look_up(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.load(request, blocks.get_block_ids(), num_external_tokens)
+        tables = blocks.get_block_ids() if num_external_tokens else ()
+        self._scheduler.load(request, tables, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         return self._scheduler.sources(request, num_external_tokens)

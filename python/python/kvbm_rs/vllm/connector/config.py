@@ -129,6 +129,8 @@ class Config:
         # With one worker in the scheduler's process, the manager copies itself.
         self.is_alone = self.world == 1 and parallel.distributed_executor_backend == "uni"
         self.max_tokens: int = vllm_config.model_config.max_model_len
+        # Tokens that a request which decodes gains in a step, at most.
+        self.step_tokens: int = 1 + getattr(vllm_config.speculative_config, "num_speculative_tokens", 0)
         self.slots: int = kv_cache_config.num_blocks
         self.block_tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.hash_tokens = _hash_tokens(kv_cache_config, self.block_tokens)

@@ -3,6 +3,8 @@
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain as chained
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
@@ -38,6 +40,34 @@ class _Block:
     tiers: set[str] = field(default_factory=set)
 
 
+class _Prompt:
+    """Blocks of a request that follow each other: what an event says of one is put together when it comes to a tier."""
+
+    def __init__(self, request: "Request", hashes: "list[BlockHash]", chain: "Chain", first: int, block_tokens: int) -> None:
+        self._chain, self._first, self._block_tokens = chain, first, block_tokens
+        # A session takes back what it said last.
+        self._parent = hashes[first - 1] if first else None
+        self._hashes = hashes[first:]
+        self._tokens = request.all_token_ids[first * block_tokens : len(hashes) * block_tokens]
+        self._lora = request.lora_request and (request.lora_request.adapter_id, request.lora_request.name)
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """By name the place of a block among these."""
+        names = self._chain.names(self._first)[: len(self._hashes)]
+        return {name: at for at, name in enumerate(names)}
+
+    @cached_property
+    def _packed(self) -> array:
+        return array("I", self._tokens)
+
+    def block(self, name: int) -> _Block:
+        at = self.places[name]
+        parent = self._hashes[at - 1] if at else self._parent
+        tokens = self._packed[at * self._block_tokens : (at + 1) * self._block_tokens]
+        return _Block(self._hashes[at], parent, tokens, self._lora)
+
+
 class Publisher:
     """Turns a manager's events into vLLM's.
 
@@ -51,41 +81,38 @@ class Publisher:
         # Whose blocks are told, by vLLM's number.
         self._group = group
         self._blocks: dict[int, _Block] = {}
-        # Those of no tier.
-        self._expected: OrderedDict[int, _Block] = OrderedDict()
+        # Those of no tier, and what has come since the last look at events.
+        self._expected: OrderedDict[int, _Block | _Prompt] = OrderedDict()
+        self._noted: list[_Prompt] = []
         # Found by look-ups, and to be told with the next events.
         self._found: list[KVCacheEvent] = []
 
     def note(self, request: "Request", hashes: "list[BlockHash]", chain: "Chain", first: int) -> None:
         """The blocks of `request` from position `first` on may come to a tier, or are there. `hashes` has one for each block."""
-        tokens = request.all_token_ids
-        lora = request.lora_request and (request.lora_request.adapter_id, request.lora_request.name)
-        for at, name in enumerate(chain.names(first), first):
-            if name in self._blocks or name in self._expected:
-                continue
-            start = at * self._block_tokens
-            parent = hashes[at - 1] if at else None
-            these = array("I", tokens[start : start + self._block_tokens])
-            self._expect(name, _Block(hashes[at], parent, these, lora))
+        self._noted.append(_Prompt(request, hashes, chain, first, self._block_tokens))
 
-    def _expect(self, name: int, block: _Block) -> None:
-        self._expected[name] = block
-        if len(self._expected) > _MAX_EXPECTED:
+    def _expect_noted(self) -> None:
+        """Takes up what was noted: not when it arrives, since nobody asks before the next events."""
+        noted, self._noted = self._noted, []
+        for prompt in noted:
+            new = [name for name in prompt.places if name not in self._blocks and name not in self._expected]
+            self._expected.update(dict.fromkeys(new, prompt))
+        while len(self._expected) > _MAX_EXPECTED:
             self._expected.popitem(last=False)
 
     def find(self, chain: "Chain") -> None:
         """Tells what the tiers have of `chain`, whose blocks are noted, and nobody was told yet."""
-        names = None
         for tier, blocks in self._manager.matches(chain).items():
-            names = names or chain.names(0)
             # Whatever is there, what comes before it is: so only the end can be new.
-            last = self._blocks.get(names[blocks - 1])
+            last = self._blocks.get(chain.names(blocks - 1)[0])
             if last is None or tier not in last.tiers:
-                self._found += self._merged([("stored", tier, name) for name in names[:blocks]])
+                self._expect_noted()
+                self._found += self._merged([("stored", tier, name) for name in chain.names(0)[:blocks]])
 
     def take(self) -> list[KVCacheEvent]:
         """What happened since the last call."""
         told, self._found = self._found, []
+        self._expect_noted()
         while events := self._events.take(_BATCH):
             told += self._merged([event[:3] for event in events])
         return told
@@ -121,6 +148,8 @@ class Publisher:
             return None
         if what == "stored":
             block = self._blocks.get(name) or self._expected.pop(name, None)
+            if isinstance(block, _Prompt):
+                block = block.block(name)
             if block is None or tier in block.tiers:
                 return None
             self._blocks[name] = block
@@ -131,7 +160,7 @@ class Publisher:
             return None
         block.tiers.remove(tier)
         if not block.tiers:
-            self._expect(name, self._blocks.pop(name))
+            self._expected[name] = self._blocks.pop(name)
         return block
 
     def _forget(self) -> "Iterator[KVCacheEvent]":
@@ -142,7 +171,7 @@ class Publisher:
                 yield BlockRemoved(block_hashes=hashes, medium=medium, group_idx=self._group)
         for name, block in blocks.items():
             block.tiers.clear()
-            self._expect(name, block)
+            self._expected[name] = block
 
     def _stored(self, run: list[_Block], medium: str) -> "Iterator[KVCacheEvent]":
         if not run:
@@ -151,7 +180,7 @@ class Publisher:
         yield BlockStored(
             block_hashes=[maybe_convert_block_hash(block.hash) for block in run],
             parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-            token_ids=[token for block in run for token in block.tokens],
+            token_ids=list(chained.from_iterable(block.tokens for block in run)),
             block_size=self._block_tokens,
             lora_id=lora and lora[0],
             medium=medium,

@@ -53,6 +53,10 @@ _IDLE_WAIT = 0.002
 # Seconds that a request which needs room waits for a save to free some. A save that takes longer waits for a slow medium.
 _MAX_SAVE = 0.05
 
+# Tokens whose blocks are saved together when a request has generated them. A preemption loses those that wait; of a model with windows
+# or states none do, as these are gone soon.
+_GENERATED = 128
+
 # One block of so many may be pinned: what is pinned makes no room.
 _MAX_PINNED_SHARE = 4
 
@@ -96,9 +100,12 @@ class _Request:
     # Leading blocks that were handed to saves, and the last block with which one of them ended a prompt or a turn.
     saved: int = 0
     end: int = 0
-    # Steps that are under way, each with the leading tokens whose keys and values are there when it has ended.
+    # Steps that are under way and may fill a block, each with the leading tokens whose keys and values are there when it has ended.
     steps: deque[tuple[int, int]] = field(default_factory=deque)
+    # Of the last such step. Those since have filled no block.
     computed: int = 0
+    # The step that may fill its next block, or 0: it is not known before it is scheduled anew.
+    due: int = 0
 
     def __post_init__(self) -> None:
         self.forget_chain()
@@ -114,7 +121,7 @@ class _Request:
     def begin_anew(self) -> None:
         """Its blocks are not its own any more."""
         self.steps.clear()
-        self.computed, self.shadowed = 0, None
+        self.computed, self.due, self.shadowed = 0, 0, None
 
 
 # The blocks of a cache group from a position of the chain on.
@@ -195,6 +202,9 @@ class Scheduler:
         self._requests: dict[str, _Request] = {}
         # Those of requests that live.
         self._numbers: set[int] = set()
+        # By step the requests that may fill a block in it, some of which may have gone; and those that were looked at in steps under way.
+        self._due: dict[int, list[str]] = {}
+        self._filling: deque[tuple[int, list[str]]] = deque()
         self._loading: dict[str, _Loading] = {}
         # Loads of the step that is being scheduled.
         self._layered: list[LayeredLoad] = []
@@ -208,8 +218,8 @@ class Scheduler:
         self._limits = Limits(config.max_tokens, _NOT_HYBRID if config.is_hybrid else "", can_prefetch)
         self._max_pinned = min(slots for slots, _ in tiers.values()) // _MAX_PINNED_SHARE
         self._step = 0
-        # The last step that is known to have ended.
-        self._ended = 0
+        # The last step that computes anything, and the last one that is known to have ended.
+        self._computing = self._ended = 0
         # The last step that was waited in for a peer.
         self._waited = -1
         self._pool: BlockPool | None = None
@@ -291,7 +301,7 @@ class Scheduler:
 
     def _has_come(self, prefilled: Prefilled, known: _Request, chain: Chain, most: int) -> bool:
         # Where nothing computes vLLM asks again at once. One of those that wait sleeps, once a step.
-        is_idle = self._waited != self._step and not any(other.steps for other in self._requests.values())
+        is_idle = self._waited != self._step and self._computing <= self._ended
         self._waited = self._step
         seconds = _IDLE_WAIT if is_idle else 0.0
         self._prefills.names_there(prefilled, known.request, known.salt or b"")
@@ -378,23 +388,12 @@ class Scheduler:
         for name in output.preempted_req_ids or ():
             if name in self._requests:
                 self._requests[name].begin_anew()
-        new = output.scheduled_new_reqs
-        cached = output.scheduled_cached_reqs
-        before = {scheduled.req_id: scheduled.num_computed_tokens for scheduled in new}
-        before.update(zip(cached.req_ids, cached.num_computed_tokens))
-        for name, scheduled in output.num_scheduled_tokens.items():
-            known = self._requests.get(name)
-            if known is not None and name in before:
-                drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
-                computed = min(before[name] + scheduled - drafts, known.request.num_tokens)
-                if known.steps and known.steps[-1][1] > before[name]:
-                    # A session goes on before what steps under way compute: that is of a token that was taken back.
-                    known.steps = deque((step, min(done, before[name])) for step, done in known.steps)
-                known.steps.append((self._step, computed))
+        if output.total_num_scheduled_tokens:
+            self._computing = self._step
+        self._look(output)
         told = Ended(self._step, self._layered)
         self._layered = []
-        is_idle = not output.total_num_scheduled_tokens and not any(known.steps for known in self._requests.values())
-        seconds = _IDLE_WAIT if is_idle else 0.0
+        seconds = _IDLE_WAIT if self._computing <= self._ended else 0.0
         for name, loading in list(self._loading.items()):
             has_ended, seconds = self._has_ended(loading, seconds), 0.0
             if has_ended:
@@ -409,6 +408,48 @@ class Scheduler:
                     if name in self._requests:
                         self._requests[name].has_failed = True
         return told
+
+    def _look(self, output: Any) -> None:
+        """Notes what the step computes of requests that may fill a block in it. One that decodes fills a block in one of many
+        steps, and is left alone in the others."""
+        cached = output.scheduled_cached_reqs
+        before = dict(zip(cached.req_ids, cached.num_computed_tokens))
+        new = {scheduled.req_id: scheduled.num_computed_tokens for scheduled in output.scheduled_new_reqs}
+        before.update(new)
+        is_due = (name for name in self._due.pop(self._step, ()) if self._is_due(name))
+        looked = [name for name in dict.fromkeys((*new, *cached.resumed_req_ids, *is_due)) if name in self._requests]
+        for name in looked:
+            known = self._requests[name]
+            if name in before:
+                drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
+                self._compute(known, before[name], output.num_scheduled_tokens[name] - drafts)
+                self._look_in(self._steps_to_next(known), name)
+            elif known.request.status == RequestStatus.RUNNING:
+                self._look_in(1, name)
+        self._filling.append((self._step, looked))
+
+    def _is_due(self, name: str) -> bool:
+        return name in self._requests and self._requests[name].due == self._step
+
+    def _compute(self, known: _Request, before: int, tokens: int) -> None:
+        """The step computes so many tokens behind those of `before`."""
+        if known.steps and known.steps[-1][1] > before:
+            # A session goes on before what steps under way compute: that is of a token that was taken back.
+            known.steps = deque((step, min(done, before)) for step, done in known.steps)
+        known.steps.append((self._step, min(before + tokens, known.request.num_tokens)))
+
+    def _steps_to_next(self, known: _Request) -> int:
+        """After how many steps at least a request has filled its next block, of which this step computes the last that is known."""
+        _, computed = known.steps[-1]
+        if computed < known.request.num_tokens:
+            # A step takes as much of a prompt as there is room for.
+            return 1
+        missing = self._config.block_tokens - computed % self._config.block_tokens
+        return -(-missing // self._config.step_tokens)
+
+    def _look_in(self, steps: int, name: str) -> None:
+        due = self._requests[name].due = self._step + steps
+        self._due.setdefault(due, []).append(name)
 
     def _has_ended(self, loading: _Loading, seconds: float) -> bool:
         if loading.lease is None and loading.load is None:
@@ -443,10 +484,9 @@ class Scheduler:
         if stepped is not None:
             self._ended = stepped.step
             self._take_back(stepped)
-            for known in self._requests.values():
-                if self._advance(known, stepped.step):
-                    self._save(known)
-                    self._compare(known)
+            while self._filling and self._filling[0][0] <= stepped.step:
+                for name in self._filling.popleft()[1]:
+                    self._fill(name, stepped.step)
             self._ending = [ending for ending in self._ending if not self._end(ending, stepped.step)]
         # Nobody waits here for saves: the last answer goes out with this step.
         self._release()
@@ -468,6 +508,17 @@ class Scheduler:
                 self._kv.evict_blocks(set(table[first:]))
                 # Of those that share a block vLLM leaves it to one of them, which may not live to do it.
                 request.num_computed_tokens = min(request.num_computed_tokens, first * block_tokens)
+
+    def _fill(self, name: str, step: int) -> None:
+        """Saves what a request has filled by the end of `step`."""
+        known = self._requests.get(name)
+        if known is None or not self._advance(known, step):
+            return
+        if known.request.num_computed_tokens < known.request.num_tokens - 1:
+            # What was taken back may be computed again by any step.
+            self._look_in(1, name)
+        self._save(known)
+        self._compare(known)
 
     @staticmethod
     def _advance(known: _Request, step: int) -> bool:
@@ -497,7 +548,7 @@ class Scheduler:
 
     def _save(self, known: _Request) -> None:
         full = self._full(known, known.computed)
-        if full <= known.saved or self._kv is None:
+        if full <= known.saved or self._kv is None or self._waits_for_more(known, full):
             return
         tables = self._kv.get_blocks(known.request.request_id).blocks
         prompt = self._config.loadable(known.request.num_prompt_tokens)
@@ -506,6 +557,12 @@ class Scheduler:
             self._start(known, self._stretches(known, tables, prompt), is_end=True)
         if full > known.saved:
             self._start(known, self._stretches(known, tables, full), is_end=False)
+
+    def _waits_for_more(self, known: _Request, full: int) -> bool:
+        """Whether what it generated is saved with what follows, or at its end: a save of one block costs as much as one of many."""
+        tokens = self._config.block_tokens
+        is_prompt_saved = known.saved >= known.request.num_prompt_tokens // tokens
+        return is_prompt_saved and (full - known.saved) * tokens < _GENERATED and not self._config.is_windowed
 
     def _stretches(self, known: _Request, tables: "Sequence[Sequence[KVCacheBlock]]", end: int) -> list[_Stretch]:
         """By cache group the blocks before `end` that are to be saved, of vLLM's tables."""

@@ -1,0 +1,151 @@
+"""An engine without a model: vLLM's own scheduler and a connector, over KV tensors in which nobody computes.
+
+Each request says one token in a step. What a connector costs the scheduler is all there is to it.
+"""
+
+import tempfile
+from collections import deque
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import models
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+# Tokens of a block, as on a GPU.
+BLOCK = 16
+LAYERS = 2
+_SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
+BLOCK_BYTES = LAYERS * _SPEC.page_size_bytes
+
+LONGEST = 32_768
+
+
+class Modelless:
+    """`transfer` is vLLM's `kv_transfer_config`. With `is_async` the next step is scheduled before one has ended."""
+
+    def __init__(
+        self, transfer: dict[str, Any], blocks: int, requests: int, is_async: bool = False, **arguments: Any
+    ) -> None:
+        config = _config(transfer, blocks, requests, **arguments)
+        cache = _cache(blocks)
+        config.cache_config.num_gpu_blocks = blocks
+        # CPUs have none, whatever is said.
+        config.scheduler_config.async_scheduling = is_async
+        self._most, self._under_way = 1 + is_async, deque[tuple[SchedulerOutput, ModelRunnerOutput]]()
+        self._worker = None
+        with set_current_vllm_config(config):
+            if transfer["kv_connector"] != "OffloadingConnector":
+                self._worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+                layers = cache.kv_cache_groups[0].layer_names
+                tensors = torch.zeros(LAYERS, blocks, 2, BLOCK, 1, 32, dtype=torch.bfloat16)
+                self._worker.register_kv_caches(dict(zip(layers, tensors)))
+            block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
+            self.scheduler = config.scheduler_config.get_scheduler_cls()(
+                config,
+                cache,
+                StructuredOutputManager(config),
+                block_size=block_size,
+                hash_block_size=hash_block_size,
+                log_stats=True,
+            )
+        self._hasher = _hasher(hash_block_size)
+
+    def add(self, name: str, prompt: list[int], tokens: int = LONGEST) -> Request:
+        said = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
+        request = Request(name, prompt, said, None, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+        return request
+
+    def finish(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> SchedulerOutput:
+        """Begins a step, and ends those that are too many then."""
+        output = self.scheduler.schedule()
+        names = list(output.num_scheduled_tokens)
+        said = [[3] if self._is_at_its_end(name) else [] for name in names]
+        at = {name: number for number, name in enumerate(names)}
+        came = self._transfers(output)
+        self._under_way.append(
+            (output, ModelRunnerOutput(names, at, sampled_token_ids=said, kv_connector_output=came))
+        )
+        if len(self._under_way) >= self._most:
+            self.scheduler.update_from_output(*self._under_way.popleft())
+        return output
+
+    def _is_at_its_end(self, name: str) -> bool:
+        request = self.scheduler.requests[name]
+        return request.num_computed_tokens >= request.num_tokens
+
+    def _transfers(self, output: SchedulerOutput) -> KVConnectorOutput:
+        """What the connector's workers say behind a step."""
+        told, worker = output.kv_connector_metadata, self._worker
+        if worker is None:
+            # vLLM's own wants a GPU: each copy has ended when it was asked for.
+            ended = OffloadingWorkerMetadata({job: 1 for job in (*told.load_jobs, *told.store_jobs)})
+            loaded = {job.req_id for job in told.load_jobs.values()}
+            return KVConnectorOutput(finished_recving=loaded, kv_connector_worker_meta=ended)
+        worker.bind_connector_metadata(told)
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(output.finished_req_ids)
+        return KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        if self._worker is not None:
+            self._worker.shutdown()
+
+
+@cache
+def _hasher(tokens: int) -> Any:
+    hash_function = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_function)
+    return get_request_block_hasher(tokens, hash_function)
+
+
+def _config(transfer: dict[str, Any], blocks: int, requests: int, **arguments: Any) -> VllmConfig:
+    with tempfile.TemporaryDirectory() as place:
+        config = EngineArgs(
+            model=str(models.make(Path(place), "bench")),
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            block_size=BLOCK,
+            max_model_len=LONGEST,
+            hf_overrides={"max_position_embeddings": LONGEST},
+            max_num_seqs=requests,
+            max_num_batched_tokens=LONGEST,
+            num_gpu_blocks_override=blocks,
+            kv_transfer_config=transfer,
+            **arguments,
+        ).create_engine_config()
+    # On a CPU it is `mp`, whatever is said.
+    config.parallel_config.distributed_executor_backend = "uni"
+    config.cache_config.kv_cache_layout = "LBNHC"
+    return config
+
+
+def _cache(blocks: int) -> KVCacheConfig:
+    layers, page = [f"model.layers.{number}.attn" for number in range(LAYERS)], _SPEC.page_size_bytes
+    tensor = KVCacheTensor(page * blocks * LAYERS, layers, layer_stride=page * blocks, block_stride=page)
+    return KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(layers, _SPEC)], hash_block_size=BLOCK)
