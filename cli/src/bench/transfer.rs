@@ -96,6 +96,9 @@ struct Row {
 struct Direct {
     gb_s: Spread,
     ratio: Spread,
+    /// The same, with a checksum of each block, as a pull takes one.
+    summed_gb_s: Spread,
+    summed_ratio: Spread,
 }
 
 #[derive(Debug, Serialize)]
@@ -289,17 +292,20 @@ fn measure(
     let mut direct = DirectReads::open(chain.len(), size, place)?;
     let bytes = size as usize * chain.len();
     let (from, mut to) = (vec![1_u8; bytes], vec![2_u8; bytes]);
-    let (mut pulls, mut copies, mut reads) = (Vec::new(), Vec::new(), Vec::new());
+    let [mut pulls, mut copies, mut reads, mut sums] = [const { Vec::new() }; 4];
     for round in 0..=args.rounds {
         pulls.push(reader.pull(&chain)?.as_secs_f64());
         let started = clock::now();
         to.copy_from_slice(black_box(&from));
         black_box(&mut to);
         copies.push(started.elapsed().as_secs_f64());
-        reads.extend(direct.read()?.map(|took| took.as_secs_f64()));
+        if let Some((read, summed)) = direct.read()? {
+            reads.push(read.as_secs_f64());
+            sums.push(summed.as_secs_f64());
+        }
         // The first round warms up.
         if round == 0 {
-            [&mut pulls, &mut copies, &mut reads].into_iter().for_each(Vec::clear);
+            [&mut pulls, &mut copies, &mut reads, &mut sums].into_iter().for_each(Vec::clear);
         }
     }
     let gb_s = |times: &[f64]| {
@@ -316,7 +322,12 @@ fn measure(
         gb_s: gb_s(&pulls),
         memcpy_gb_s: gb_s(&copies),
         ratio: ratio(&copies),
-        direct: (!reads.is_empty()).then(|| Direct { gb_s: gb_s(&reads), ratio: ratio(&reads) }),
+        direct: (!reads.is_empty()).then(|| Direct {
+            gb_s: gb_s(&reads),
+            ratio: ratio(&reads),
+            summed_gb_s: gb_s(&sums),
+            summed_ratio: ratio(&sums),
+        }),
         prompts: prompts.collect::<Result<_, _>>()?,
     })
 }
@@ -339,7 +350,7 @@ impl DirectReads {
         Ok(Self {})
     }
 
-    fn read(&mut self) -> Result<Option<Duration>, CommandFailure> {
+    fn read(&mut self) -> Result<Option<(Duration, Duration)>, CommandFailure> {
         #[cfg(feature = "nixl")]
         return self.reader.as_mut().map(direct::DirectReader::read).transpose();
         #[cfg(not(feature = "nixl"))]
@@ -401,6 +412,7 @@ impl TransferReport {
             "ratio",
             "NIXL directly",
             "ratio",
+            "and summed",
             "1 block, p50 / p99",
             "32",
             "512",
@@ -428,6 +440,7 @@ impl TransferReport {
                     format!("{:.2}", row.ratio.median),
                     direct(|direct| format!("{:.1}", direct.gb_s.median)),
                     direct(|direct| format!("{:.2}", direct.ratio.median)),
+                    direct(|direct| format!("{:.2}", direct.summed_ratio.median)),
                 ]
                 .into_iter()
                 .chain(PROMPTS.map(latency)),

@@ -40,9 +40,9 @@ const PAUSE: Duration = Duration::from_mins(1);
 const MAX_PAUSE: Duration = Duration::from_hours(1);
 
 /// What a post moves. Tests have small blocks.
-const READ_BYTES: usize = if cfg!(test) { 2 << 10 } else { 1 << 20 };
+const READ_BYTES: usize = if cfg!(test) { 2 << 10 } else { 4 << 20 };
 /// Posts of a pull that wait or are under way.
-const READS: usize = if cfg!(test) { 2 } else { 4 };
+const READS: usize = if cfg!(test) { 2 } else { 3 };
 
 /// The name of a worker's own agent.
 pub(super) fn agent_name(incarnation: u64) -> String {

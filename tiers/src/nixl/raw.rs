@@ -2,9 +2,11 @@
 
 use std::ffi::c_int;
 use std::fs;
+use std::hint::black_box;
 use std::path::Path;
 use std::process;
 use std::ptr::null_mut;
+use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::Poll;
@@ -15,6 +17,7 @@ use super::library::Library;
 use super::registration::{RegisteredRange, Registration, device_of};
 use super::request::{Direction, NixlRequest, SegmentList};
 use super::sys::{self, XferReqS};
+use crate::checksum::checksum;
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, SlotId, Tier};
 use crate::disk::{DiskOptions, DiskRegion};
@@ -28,6 +31,7 @@ use crate::memory::Memory;
 pub struct RawNixl {
     near: Arc<SegmentList>,
     far: Arc<SegmentList>,
+    memory: Arc<dyn Memory>,
     batch: usize,
     in_flight: usize,
 }
@@ -54,7 +58,8 @@ impl RawNixl {
     ) -> Result<Self, SetupError> {
         let posix = start("POSIX", &[("use_uring", "true")])?;
         let disk = Arc::new(DiskRegion::open(disk)?);
-        let (near, stride) = near(&posix, memory)?;
+        let (near, memory) = near(&posix, memory)?;
+        let stride = memory.stride();
         let files = Registration::files(&posix, &disk)?;
         let place = |slot| {
             let (file, offset) = disk.place(SlotId(slot)).unwrap_or_default();
@@ -65,7 +70,7 @@ impl RawNixl {
             }
         };
         let far = SegmentList::far(&files, (0..disk.geometry().slots()).map(place))?;
-        Ok(Self { near, far, batch, in_flight })
+        Ok(Self { near, far, memory, batch, in_flight })
     }
 
     /// Memory of this process, through the plugin UCX.
@@ -75,10 +80,10 @@ impl RawNixl {
     pub fn loopback(memory: DramOptions, batch: usize) -> Result<Self, SetupError> {
         let ucx = start("UCX", &[])?;
         let other: Arc<dyn Memory> = Arc::new(DramRegion::open(Tier::Device, memory)?);
-        let (near, _) = near(&ucx, memory)?;
+        let (near, memory) = near(&ucx, memory)?;
         let registration = Registration::memory(&ucx, &other)?;
         let far = SegmentList::far(&registration, segments(&*other))?;
-        Ok(Self { near, far, batch, in_flight: 1 })
+        Ok(Self { near, far, memory, batch, in_flight: 1 })
     }
 
     /// Memory of the process that [`RawNixlPeer`] is in, through the plugin UCX, once it has left
@@ -93,7 +98,9 @@ impl RawNixl {
         in_flight: usize,
     ) -> Result<Self, SetupError> {
         let ucx = start("UCX", &[])?;
-        let (near, stride) = near(&ucx, memory)?;
+        let slots = memory.geometry.slots();
+        let (near, memory) = near(&ucx, memory)?;
+        let stride = memory.stride();
         let (base, metadata) = await_introduction(place)?;
         let peer = Arc::new(ucx.agent().load_remote_metadata(&metadata)?);
         peer.connect()?;
@@ -102,8 +109,8 @@ impl RawNixl {
             bytes: stride,
             device: 0,
         };
-        let far = SegmentList::of_peer(&peer, (0..memory.geometry.slots()).map(segment))?;
-        Ok(Self { near, far, batch, in_flight })
+        let far = SegmentList::of_peer(&peer, (0..slots).map(segment))?;
+        Ok(Self { near, far, memory, batch, in_flight })
     }
 
     /// Moves everything once.
@@ -134,6 +141,31 @@ impl RawNixl {
                 },
             ),
         }
+    }
+
+    /// Reads everything once, and sums each block when it is there.
+    ///
+    /// # Errors
+    /// A transfer failed.
+    pub fn read_and_sum(&mut self) -> Result<Duration, CopyError> {
+        let raw = &*self;
+        raw.drive(
+            |indices| Ok((Direct::start(raw, Direction::Read, indices)?, indices.to_vec())),
+            |(direct, indices)| {
+                let is_over = direct.is_over()?;
+                if is_over {
+                    indices.iter().for_each(|&index| _ = black_box(raw.sum(index as usize)));
+                }
+                Ok(is_over)
+            },
+        )
+    }
+
+    fn sum(&self, slot: usize) -> u32 {
+        let at = self.memory.base().as_ptr().wrapping_add(slot * self.memory.stride());
+        // SAFETY: a slot of the region, which `self` keeps; its transfer is over, and nothing else
+        // has a slot handle to it.
+        checksum(unsafe { slice::from_raw_parts(at, self.memory.block_bytes()) })
     }
 
     fn drive<T>(
@@ -242,7 +274,8 @@ impl RawNixlPeer {
     /// `NoSpace`: no memory; `NotWritable`: the file; `Unavailable`: no NIXL.
     pub fn open(memory: DramOptions, place: &Path) -> Result<Self, SetupError> {
         let ucx = start("UCX", &[])?;
-        let memory: Arc<dyn Memory> = Arc::new(DramRegion::host(memory)?);
+        // Of the pages that a holder's tier has, which neighbours may map.
+        let memory: Arc<dyn Memory> = Arc::new(DramRegion::shareable_host(memory)?);
         let registration = Registration::memory(&ucx, &memory)?;
         // SAFETY: nothing has a slot handle to any slot here: the other process may do with them
         // what it likes.
@@ -285,10 +318,10 @@ fn start(plugin: &str, parameters: &[(&str, &str)]) -> Result<Arc<BackendHandle>
 fn near(
     plugin: &Arc<BackendHandle>,
     options: DramOptions,
-) -> Result<(Arc<SegmentList>, usize), SetupError> {
+) -> Result<(Arc<SegmentList>, Arc<dyn Memory>), SetupError> {
     let memory: Arc<dyn Memory> = Arc::new(DramRegion::host(options)?);
     let registration = Registration::memory(plugin, &memory)?;
-    Ok((SegmentList::near(&registration, segments(&*memory))?, memory.stride()))
+    Ok((SegmentList::near(&registration, segments(&*memory))?, memory))
 }
 
 fn segments(memory: &dyn Memory) -> impl Iterator<Item = RegisteredRange> + use<> {

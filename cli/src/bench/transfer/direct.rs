@@ -1,4 +1,4 @@
-//! NIXL without a manager: the same reads, posted and awaited by one thread that verifies nothing.
+//! NIXL without a manager: the same reads, posted and awaited by one thread that compares nothing.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,8 +10,8 @@ use kvbm_tiers::{DramOptions, Geometry, SetupError};
 use crate::output::{CommandFailure, with_causes};
 
 /// Bytes of a request, and requests in flight: as of a pull.
-const REQUEST_BYTES: u64 = 4 << 20;
-const IN_FLIGHT: usize = 2;
+const REQUEST_BYTES: u64 = 1 << 20;
+const IN_FLIGHT: usize = 4;
 
 /// The reader's side.
 pub(super) struct DirectReader(RawNixl);
@@ -24,10 +24,11 @@ impl DirectReader {
         RawNixl::load_remote_metadata(memory, place, batch, IN_FLIGHT).map(Self).map_err(setup)
     }
 
-    /// Reads all blocks once.
-    pub(super) fn read(&mut self) -> Result<Duration, CommandFailure> {
+    /// Reads all blocks once; then again, and sums each when it is there.
+    pub(super) fn read(&mut self) -> Result<(Duration, Duration), CommandFailure> {
         let read = self.0.run(Direction::Read, Caller::Direct);
-        read.map_err(|error| CommandFailure::unexpected(with_causes(&error)))
+        let both = read.and_then(|read| Ok((read, self.0.read_and_sum()?)));
+        both.map_err(|error| CommandFailure::unexpected(with_causes(&error)))
     }
 }
 
