@@ -143,7 +143,7 @@ def decoding(model: Path, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=6)
     rounds = parser.parse_args().rounds
     program = proxy_of(vllm.__version__.split("+")[0])
     if program is None:
