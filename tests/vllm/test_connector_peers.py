@@ -102,6 +102,10 @@ def test_what_one_engine_computed_another_one_goes_on_with(model, said):
                 params = {"do_remote_prefill": True, "kvbm_peer": wrong, "remote_host": wrong, "remote_port": wrong}
                 params["kvbm_block_tokens"] = [wrong, wrong]
                 assert decode(second, 2, params | {"remote_num_tokens": wrong})["said"] == said[2]
+            told = prefill(first, 2)
+            # The first has the largest number that vLLM lets through.
+            for wrong in ([(1 << 64) - BLOCK, BLOCK], [BLOCK << 40, BLOCK], [BLOCK, 0.5], "xy"):
+                assert decode(second, 2, told | {"kvbm_block_tokens": wrong})["said"] == said[2], wrong
             went_on = decode(second, 4, prefill(first, 4) | {"remote_num_tokens": -1})
             assert went_on["said"] == said[4]
             # It dies, and what it told is computed here.

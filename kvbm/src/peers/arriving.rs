@@ -6,6 +6,7 @@ use kvbm_tiers::{PeerMemory, SlotId};
 
 use super::conversion::Conversion;
 use super::link::PeerFault;
+use super::protocol::BrokenLink;
 use super::sealed::Intake;
 use crate::api::filling::FillingSlots;
 
@@ -155,11 +156,8 @@ impl Arriving for ConvertedSlots<'_, '_> {
                 continue;
             }
             let Some(slot) = self.filling.next() else { break };
-            if self.conversion.put(part, &self.block, slot).is_none() {
-                // It was checked when this began. Nothing that lacks a part is kept.
-                self.until = self.kept;
-                break;
-            }
+            let put = self.conversion.put(part, &self.block, slot);
+            put.ok_or(BrokenLink::Unexpected("a block has another size than its layout"))?;
             if self.conversion.is_last(part) {
                 self.filling.written();
                 self.filling.keep();

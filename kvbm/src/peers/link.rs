@@ -59,6 +59,7 @@ pub(super) struct PeerLink {
 #[derive(Clone, Copy)]
 pub(super) struct Wanted<'a> {
     pub(super) chain: &'a [BlockHash],
+    pub(super) block_tokens: u64,
     /// What its blocks are called where they have another number of tokens.
     pub(super) there: Option<&'a PeerChain>,
     /// The cache group whose chain it is.
@@ -189,8 +190,8 @@ impl PeerLink {
     }
 
     /// What is wanted in blocks of the holder's.
-    fn as_there<'a>(&self, wanted: &Wanted<'a>, here: u64) -> Result<Wanted<'a>, PeerFault> {
-        let there = self.holder.fingerprint.block_tokens;
+    fn as_there<'a>(&self, wanted: &Wanted<'a>) -> Result<Wanted<'a>, PeerFault> {
+        let (here, there) = (wanted.block_tokens, self.holder.fingerprint.block_tokens);
         let chain = match wanted.there.filter(|names| names.block_tokens == there) {
             Some(names) => &names.hashes[..],
             None if there == here => wanted.chain,
@@ -202,7 +203,7 @@ impl PeerLink {
         });
         let most = most.min(chain.len());
         let before = before.min(most);
-        Ok(Wanted { chain: &chain[..most], before, ..*wanted })
+        Ok(Wanted { chain: &chain[..most], block_tokens: there, before, ..*wanted })
     }
 
     /// Asks the holder something.
@@ -212,13 +213,8 @@ impl PeerLink {
     }
 
     /// Leases what is there: two messages if that is all that is wanted or nothing, else four.
-    /// `block_tokens` are those of blocks here.
-    pub(super) async fn lease(
-        &mut self,
-        wanted: &Wanted<'_>,
-        block_tokens: u64,
-    ) -> Result<NamedBlocks, PeerFault> {
-        let wanted = &self.as_there(wanted, block_tokens)?;
+    pub(super) async fn lease(&mut self, wanted: &Wanted<'_>) -> Result<NamedBlocks, PeerFault> {
+        let wanted = &self.as_there(wanted)?;
         let since = Instant::now();
         if let Some(parent) = wanted.trace {
             send(&mut self.stream, &ToHolder::Trace(parent)).await?;
@@ -281,28 +277,19 @@ impl PeerLink {
         let leased = named.before + named.checksums.len();
         let blocks = (leased, self.holder.block_bytes as usize);
         let arriving = async {
-            if let Some(conversion) = conversion {
-                if intake.is_some() {
-                    return Err(CopyError::refused(NOT_CONVERTED).into());
+            match (conversion, intake) {
+                (Some(_), Some(_)) => Err(CopyError::refused(NOT_CONVERTED).into()),
+                (Some(conversion), None) => {
+                    let made = (&*conversion, &mut saturated);
+                    let slots = &mut ConvertedSlots::new(filling, made, blocks);
+                    self.bring_each(named, until, slots).await
                 }
-                let made = (&*conversion, &mut saturated);
-                let slots = &mut ConvertedSlots::new(filling, made, blocks);
-                return self.bring_each(named, until, slots).await;
-            }
-            if let Some(intake) = intake {
-                let slots = &mut OpenedSlots::new(filling, intake);
-                return self.bring_each(named, until, slots).await;
-            }
-            if filling.kept() >= named.before
-                && self.memory.is_none()
-                && let Some(reads) = self.reads().cloned()
-            {
-                match nixl::read(&*reads, named, until, filling, came).await {
-                    Err(PeerFault::Nixl(_)) if !self.needs_nixl && filling.lent() == 0 => {}
-                    brought => return brought,
+                (None, Some(intake)) => {
+                    let slots = &mut OpenedSlots::new(filling, intake);
+                    self.bring_each(named, until, slots).await
                 }
+                (None, None) => self.bring_as_they_are(named, until, filling, came).await,
             }
-            self.bring_each(named, until, filling).await
         };
         // All may end anywhere: this thread writes the slots, and nothing goes on to; or NIXL does,
         // and has their frames until it has ended.
@@ -313,6 +300,26 @@ impl PeerLink {
         };
         self.saturated += saturated;
         brought
+    }
+
+    /// By NIXL if it can be, else as all others.
+    async fn bring_as_they_are(
+        &mut self,
+        named: &NamedBlocks,
+        until: Instant,
+        filling: &mut FillingSlots<'_>,
+        came: &mut ReadByNixl,
+    ) -> Result<(), PeerFault> {
+        if filling.kept() >= named.before
+            && self.memory.is_none()
+            && let Some(reads) = self.reads().cloned()
+        {
+            match nixl::read(&*reads, named, until, filling, came).await {
+                Err(PeerFault::Nixl(_)) if !self.needs_nixl && filling.lent() == 0 => {}
+                brought => return brought,
+            }
+        }
+        self.bring_each(named, until, filling).await
     }
 
     /// From a neighbour's memory or over the connection, one after the other.

@@ -200,8 +200,20 @@ impl Reader {
         let group = self.group;
         let seal = self.host.seal().map(|seal| &**seal);
         let there = there.as_ref();
-        let wanted =
-            Wanted { chain: &chain, there, group, before, epoch, tenant, wait, limit, trace, seal };
+        let block_tokens = self.credentials.member.fingerprint.block_tokens;
+        let wanted = Wanted {
+            chain: &chain,
+            block_tokens,
+            there,
+            group,
+            before,
+            epoch,
+            tenant,
+            wait,
+            limit,
+            trace,
+            seal,
+        };
         let mut counted = self.metrics.lease_in();
         match self.lease_at(&peer, &address, &wanted).await {
             Ok((link, named)) => {
@@ -321,8 +333,7 @@ impl Reader {
             nixl.equip(link).await?;
         }
         // Its time counts from here: the first contact by NIXL takes a while.
-        let tokens = self.credentials.member.fingerprint.block_tokens;
-        in_time(self.limit + wanted.wait, link.lease(wanted, tokens)).await
+        in_time(self.limit + wanted.wait, link.lease(wanted)).await
     }
 
     /// A peer that answered that it gives no lease may give another.

@@ -10,8 +10,8 @@ use kvbm_tiers::{DramOptions, Geometry, SetupError};
 use crate::output::{CommandFailure, with_causes};
 
 /// Bytes of a request, and requests in flight: as of a pull.
-const REQUEST_BYTES: u64 = 1 << 20;
-const IN_FLIGHT: usize = 4;
+const REQUEST_BYTES: u64 = 4 << 20;
+const IN_FLIGHT: usize = 3;
 
 /// The reader's side.
 pub(super) struct DirectReader(RawNixl);
