@@ -99,9 +99,8 @@ Each source overrides the one above it:
 3. the environment: `DYN_KVBM_*`;
 4. the command line.
 
-An unknown `DYN_KVBM_*` variable or TOML key is an error that names the nearest one. An invalid value is an error that names the
-key, the value, its variable or line, and what is valid. Settings are also checked together: a tier needs `block_bytes`, a
-size must hold at least one block, the two S3 keys come as a pair. A URL with a user, a password or a query is refused and never
+An unknown `DYN_KVBM_*` variable or TOML key is an error that names the nearest one. An invalid value is an error that says
+where it stands and what is valid. A tier needs `block_bytes`. A URL with a user, a password or a query is refused and never
 shown.
 
 ```toml run

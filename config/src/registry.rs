@@ -193,9 +193,9 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "eviction",
         Choice(|s| &mut s.eviction),
         &[own("DYN_KVBM_EVICTION")],
-        "Which block leaves a full tier. `hazard`: the leaf with the fewest expected hits for the time that it would be \
-         held, learned from the traffic (docs/policies.md); `lru`: the leaf used least recently; `fifo`: the leaf that came first; \
-         `turn`: as `lru`, with grace for late turns of a conversation and for frequent use; others as known by these names.",
+        "Which block leaves a full tier. `hazard`: the leaf with the fewest expected hits, learned from the traffic \
+         (docs/policies.md); `turn`: as `lru`, with grace for late turns of a conversation and for frequent use; others \
+         as known by these names.",
     ),
     key(
         "fair_tenants",
@@ -265,8 +265,7 @@ pub(crate) static KEYS: &[SettingKey] = &[
         Directory(|s| &mut s.host.persist),
         &[own("DYN_KVBM_CPU_CACHE_PERSIST")],
         "A directory on tmpfs or hugetlbfs, such as `/dev/shm/kvbm`, for the host tier: it survives any end of the \
-         process, and the next one serves from it (docs/persistent-dram.md). Blocks are found again under the same \
-         fingerprint, and are encrypted if `encryption` has keys. `none`: private memory.",
+         process, and the next one serves from it (docs/persistent-dram.md). `none`: private memory.",
     ),
     key(
         "host.persist_index",
@@ -309,7 +308,8 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "disk.backend",
         Choice(|s| &mut s.disk.backend),
         &[own("DYN_KVBM_DISK_BACKEND")],
-        "What moves the bytes: `uring`, a pool of `threads`, `auto`: the first of these that works here; `gds`: cuFile; `nixl`: its plugin POSIX, which must be on.",
+        "What moves the bytes: `uring`, a pool of `threads`, `auto`: the first of these that works here; `gds`: \
+         cuFile; `nixl`: its plugin POSIX, which must be on.",
     ),
     key(
         "disk.queue_depth",
@@ -389,13 +389,13 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "object.access_key",
         Secret(|s| &mut s.object.access_key),
         &[upstream("DYN_KVBM_OBJECT_ACCESS_KEY", SAME)],
-        "S3 access key; goes with the secret key. Shown as `(set)` only.",
+        "S3 access key; goes with the secret key.",
     ),
     key(
         "object.secret_key",
         Secret(|s| &mut s.object.secret_key),
         &[upstream("DYN_KVBM_OBJECT_SECRET_KEY", SAME)],
-        "S3 secret key. Shown as `(set)` only.",
+        "S3 secret key.",
     ),
     key(
         "object.backend",
@@ -494,7 +494,7 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "encryption.key",
         Secret(|s| &mut s.encryption.key),
         &[own("DYN_KVBM_ENCRYPTION_KEY")],
-        "The same keys themselves, separated by commas. Shown as `(set)` only.",
+        "The same keys themselves, separated by commas.",
     ),
     key(
         "transfer.max_concurrent",
@@ -537,7 +537,8 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "transfer.scrub_mib_per_second",
         Count(|s| &mut s.transfer.scrub_mib_per_second, 0..=100_000),
         &[own("DYN_KVBM_SCRUB_MIB_PER_SECOND")],
-        "MiB a second of the disk tier and of a persistent host tier that are verified while the disk is idle. `0`: none.",
+        "MiB a second of the disk tier and of a persistent host tier that are verified while the disk is idle. `0`: \
+         none.",
     ),
     key(
         "transfer.prefill_tokens_per_second",
@@ -582,8 +583,7 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "metrics.host",
         Address(|s| &mut s.metrics.host),
         &[own("DYN_KVBM_METRICS_HOST")],
-        "Address to bind. `0.0.0.0` opens it to the network, as upstream does; addresses that other machines reach \
-         need `metrics.token_file` or `metrics.token`.",
+        "Address to bind. Addresses that other machines reach need `metrics.token_file` or `metrics.token`.",
     ),
     key(
         "metrics.port",
@@ -598,8 +598,7 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "metrics.allowed_hosts",
         Hosts(|s| &mut s.metrics.allowed_hosts),
         &[own("DYN_KVBM_METRICS_ALLOWED_HOSTS")],
-        "Further names by which requests may address it (`Host`), for a proxy on this machine. An IP address and `localhost` \
-         always do; at `127.0.0.1` and `::1`, and wherever names are listed, other names are refused: docs/observe.md.",
+        "Further names by which requests may address it (`Host`), for a proxy on this machine: docs/observe.md.",
     ),
     key(
         "metrics.token_file",
@@ -611,7 +610,7 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "metrics.token",
         Secret(|s| &mut s.metrics.token),
         &[own("DYN_KVBM_METRICS_TOKEN")],
-        "The same token itself. Shown as `(set)` only.",
+        "The same token itself.",
     ),
     key(
         "traces.enabled",
@@ -712,7 +711,7 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "peers.secret",
         Secret(|s| &mut s.peers.secret),
         &[own("DYN_KVBM_PEERS_SECRET")],
-        "The same secret itself. Shown as `(set)` only.",
+        "The same secret itself.",
     ),
     key(
         "peers.tls_certificate",
@@ -784,7 +783,9 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "nixl",
         Parameters(|s| &mut s.nixl.parameters),
         &[own("DYN_KVBM_NIXL_PARAM_")],
-        "Parameters of a plugin, as its documentation names them: `[nixl.posix] use_uring = true`, or `DYN_KVBM_NIXL_PARAM_POSIX__USE_URING=true`. A name in capitals alone is one in small letters. No credentials.",
+        "Parameters of a plugin, as its documentation names them: `[nixl.posix] use_uring = true`, or \
+         `DYN_KVBM_NIXL_PARAM_POSIX__USE_URING=true`. A name in capitals alone is one in small letters. No \
+         credentials.",
     ),
 ];
 
