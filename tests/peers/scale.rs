@@ -49,7 +49,7 @@ fn worker(blocks: u32, addresses: &[String], way: &'static str) -> Worker {
     Worker::with(&settings, way)
 }
 
-/// Each figure is for one peer.
+/// Each figure is for one more peer: what all share comes with the first.
 fn measure(way: &'static str) -> Value {
     let mut holders: Vec<_> = (0..IN_USE).map(|_| worker(BLOCKS, &[], way)).collect();
     let mut known: Vec<_> = holders.iter().map(|holder| holder.address.clone()).collect();
@@ -57,13 +57,15 @@ fn measure(way: &'static str) -> Value {
     let alone = worker(BLOCKS, &known[..1], way);
     let mut reader = worker(BLOCKS, &known, way);
     let (of_one, idle) = (Usage::of(&alone), Usage::of(&reader));
+    let mut used = Vec::new();
     for (n, holder) in (1..).zip(&mut holders) {
         assert_eq!(holder.ask(&format!("compute {n} {BLOCKS}")), BLOCKS as usize);
         assert_eq!(reader.read(n, BLOCKS, &holder.address), BLOCKS as usize);
         assert_eq!(reader.ask(&format!("evict {BLOCKS}")), BLOCKS as usize);
+        used.push(Usage::of(&reader));
     }
-    let used = Usage::of(&reader);
-    let each = |figure: fn(&Usage) -> f64| (figure(&used) - figure(&idle)) / IN_USE as f64;
+    let (first, all) = (used[0], used[IN_USE - 1]);
+    let each = |figure: fn(&Usage) -> f64| (figure(&all) - figure(&first)) / (IN_USE - 1) as f64;
     // They grow with the region, unless its pages are huge.
     let region_gib = f64::from(BLOCKS) / 1024.0;
     let page_tables_kib = each(|usage| usage.page_tables_kib) / region_gib * REGION_GIB;
