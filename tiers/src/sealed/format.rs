@@ -214,15 +214,12 @@ mod tests {
 
     use super::super::KeyRing;
     use super::*;
+    use crate::testing::main_key;
 
     const BLOCK: BlockKey = BlockKey { hash: 7, group: 1 };
 
     fn keys(text: &str) -> Arc<TenantKeys> {
         Arc::new(TenantKeys::in_memory(Arc::new(KeyRing::parse(text).unwrap()), "test"))
-    }
-
-    fn key(number: u32, digits: &str) -> String {
-        format!("{number}:{}", digits.repeat(4))
     }
 
     fn cipher(keys: &Arc<TenantKeys>, tier: Tier, namespace: &str, block_bytes: usize) -> Cipher {
@@ -236,7 +233,7 @@ mod tests {
     }
 
     fn mixed(number: u32) -> Arc<TenantKeys> {
-        keys(&key(number, "0123456789abcdef"))
+        keys(&main_key(number, "0123456789abcdef"))
     }
 
     proptest! {
