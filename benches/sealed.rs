@@ -99,7 +99,7 @@ fn sealed(block_bytes: usize) -> Arc<dyn Backend> {
     let cipher = Cipher::new(Arc::new(keys), Tier::Disk, "bench", block_bytes);
     // As where it is assembled: what arrives is opened, which tells more than its checksum.
     let inner = on_disk(&scratch.memory(), slots(block_bytes)).of_departures();
-    Arc::new(Sealed::new(inner, host(block_bytes), (scratch, cipher), 1).expect("threads"))
+    Arc::new(Sealed::new(inner, host(block_bytes), scratch, cipher, 1).expect("threads"))
 }
 
 fn host(block_bytes: usize) -> Arc<dyn Memory> {

@@ -202,7 +202,7 @@ impl Drive {
         let ring = Arc::new(KeyRing::parse(keys).unwrap());
         let keys = Arc::new(TenantKeys::new(ring, "model", Box::new(files)));
         let cipher = Cipher::new(keys, Tier::Disk, "model", BLOCK);
-        Sealed::new(threads, Arc::clone(&self.memory) as _, (scratch, cipher), 1).unwrap()
+        Sealed::new(threads, Arc::clone(&self.memory) as _, scratch, cipher, 1).unwrap()
     }
 
     fn store(&mut self, keys: &str, block: usize) {

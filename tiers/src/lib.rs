@@ -88,7 +88,9 @@ pub use files::{open_secret, privacy_problem};
 pub use frame::{Frame, FramePool, Loan};
 pub use geometry::{Geometry, Part, Piece, Segment, SegmentMap};
 pub use huge::{Ahead, HugeVec, mapped_bytes};
-pub use index::{IndexChange, IndexEntry, IndexOptions, KeptIndex, Recovered, TierIndex};
+pub use index::{
+    IndexChange, IndexEntry, IndexOptions, KeptIndex, Recovered, TierEpoch, TierIndex,
+};
 pub use media_layer::MediaLayer;
 pub use memcpy::MemcpyBackend;
 pub use memory::{DeviceRegion, Memory, Space};

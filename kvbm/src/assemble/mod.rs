@@ -512,7 +512,7 @@ impl OpenedRegions {
         let is_shared = self.namespace.identity.is_some();
         let keys = if is_shared { sealed::KeyPlace::In(&store) } else { sealed::KeyPlace::Nowhere };
         let end = self.memory_end(Tier::Object, segment_blocks, keys, settings)?;
-        let kept_epoch = self.kept.iter().flat_map(KeptTier::epochs).map(|(epoch, _)| epoch).max();
+        let kept_epoch = self.kept.iter().flat_map(KeptTier::epochs).map(|kept| kept.epoch).max();
         let keys = self.keys.as_ref();
         let options = objects::options(
             &settings.object,

@@ -3,6 +3,7 @@
 use crc_fast::{CrcAlgorithm, Digest};
 use ring::hmac;
 
+use super::TierEpoch;
 use crate::copy::{BlockKey, SlotId, Tier};
 use crate::sealed::{KeyRing, MacKey};
 
@@ -40,8 +41,7 @@ const HAS_TENANT: u8 = 1;
 pub(super) struct IndexHeader {
     /// Drawn anew for each file: entries of another one do not pass.
     pub(super) file: u64,
-    pub(super) epoch: u64,
-    pub(super) forgotten: u64,
+    pub(super) epoch: TierEpoch,
     pub(super) block_bytes: u64,
     pub(super) identity: u128,
     pub(super) slots: u32,
@@ -84,8 +84,8 @@ impl IndexHeader {
         // The checksum, which counts as zero in its own sum.
         put(&[0; 4]);
         put(&self.file.to_le_bytes());
-        put(&self.epoch.to_le_bytes());
-        put(&self.forgotten.to_le_bytes());
+        put(&self.epoch.epoch.to_le_bytes());
+        put(&self.epoch.forgotten.to_le_bytes());
         put(&self.block_bytes.to_le_bytes());
         put(&self.identity.to_le_bytes());
         put(&self.slots.to_le_bytes());
@@ -125,8 +125,7 @@ impl IndexHeader {
         let namespace = str::from_utf8(&bytes[NAMESPACE_AT..NAMESPACE_AT + name]);
         Ok(Self {
             file: u64_at(bytes, 16),
-            epoch: u64_at(bytes, 24),
-            forgotten: u64_at(bytes, 32),
+            epoch: TierEpoch { epoch: u64_at(bytes, 24), forgotten: u64_at(bytes, 32) },
             block_bytes: u64_at(bytes, 40),
             identity: u128_at(bytes, 48),
             slots: u32_at(bytes, 64),

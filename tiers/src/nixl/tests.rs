@@ -301,7 +301,8 @@ fn transfer(
     notification: Option<&[u8]>,
 ) -> Result<(), CopyError> {
     let all: Vec<c_int> = (0..SLOTS.cast_signed()).collect();
-    let mut request = NixlRequest::new(direction, (near, &all), (far, &all), notification)?;
+    let [near, far] = [near, far].map(|list| ListedSegments { list, indices: &all });
+    let mut request = NixlRequest::new(direction, near, far, notification)?;
     // SAFETY: the test has all slot handles of both ends, and touches nothing until the end.
     unsafe { request.post() }?;
     let deadline = Instant::now() + Duration::from_secs(20);
@@ -368,7 +369,9 @@ fn what_does_not_fit_is_refused() {
         (&near, &[], &[]),
         (&other, &[0], &[0]),
     ] {
-        let request = NixlRequest::new(Direction::Write, (&near, near_at), (far, far_at), None);
+        let near = ListedSegments { list: &near, indices: near_at };
+        let far = ListedSegments { list: far, indices: far_at };
+        let request = NixlRequest::new(Direction::Write, near, far, None);
         assert_eq!(kind(request), Some(CopyErrorKind::Refused));
     }
 }

@@ -327,7 +327,7 @@ mod tests {
     fn seal(cipher: &Cipher, tenant: u32) -> Result<Vec<u8>, CopyErrorKind> {
         let mut room = vec![0; 64 + SEAL_BYTES];
         let owner = Some(Owner { tenant, life: 0 });
-        cipher.seal((BLOCK, owner), (&[5; 64], 1), &mut room).map_err(|error| error.kind())?;
+        cipher.seal(BLOCK, owner, &[5; 64], 1, &mut room).map_err(|error| error.kind())?;
         Ok(room)
     }
 

@@ -368,7 +368,8 @@ impl HelloFrame {
 }
 
 impl ForgotTenant {
-    pub(super) fn new((tenant, life): (u32, u32), outcome: Result<(), String>) -> Self {
+    pub(super) fn new(owner: Owner, outcome: Result<(), String>) -> Self {
+        let Owner { tenant, life } = owner;
         Self { tenant, life, failed: outcome.err().map(|why| shortened(&why)) }
     }
 }

@@ -72,8 +72,10 @@ impl Cipher {
     /// written there is never in the clear, and no copy of the block is made for it.
     pub(crate) fn seal(
         &self,
-        (block, owner): (BlockKey, Option<Owner>),
-        (content, crc): (&[u8], u32),
+        block: BlockKey,
+        owner: Option<Owner>,
+        content: &[u8],
+        crc: u32,
         room: &mut [u8],
     ) -> Result<(), CopyError> {
         let (id, secret) = self.keys.to_seal(owner).map_err(no_key)?;
@@ -228,7 +230,7 @@ mod tests {
 
     fn sealed(cipher: &Cipher, content: &[u8]) -> Vec<u8> {
         let mut room = vec![0; content.len() + SEAL_BYTES];
-        cipher.seal((BLOCK, None), (content, 99), &mut room).unwrap();
+        cipher.seal(BLOCK, None, content, 99, &mut room).unwrap();
         room
     }
 
@@ -285,7 +287,7 @@ mod tests {
         let owner = |tenant| Some(Owner { tenant, life: 0 });
         let sealed_for = |owner| {
             let mut room = vec![0; 64 + SEAL_BYTES];
-            ours.seal((BLOCK, owner), (&[5; 64], 99), &mut room).unwrap();
+            ours.seal(BLOCK, owner, &[5; 64], 99, &mut room).unwrap();
             room
         };
         let rooms = [None, owner(7), owner(8)].map(sealed_for);
@@ -299,7 +301,7 @@ mod tests {
         keys.forget(7, 1).unwrap();
         assert_eq!(opens(&rooms[1]).unwrap_err().kind(), CopyErrorKind::Corrupt);
         assert!(opens(&rooms[0]).is_ok() && opens(&rooms[2]).is_ok());
-        let late = ours.seal((BLOCK, owner(7)), (&[5; 64], 99), &mut [0; 64 + SEAL_BYTES]);
+        let late = ours.seal(BLOCK, owner(7), &[5; 64], 99, &mut [0; 64 + SEAL_BYTES]);
         assert_eq!(late.unwrap_err().kind(), CopyErrorKind::Refused);
     }
 

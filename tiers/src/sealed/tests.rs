@@ -45,7 +45,7 @@ fn seal<B: Backend + 'static>(
     run: usize,
 ) -> Sealed<B> {
     let cipher = Cipher::new(keys(1), Tier::Disk, "test", memory.block_bytes());
-    Sealed::new(inner, Arc::clone(memory) as _, (scratch, cipher), run).unwrap()
+    Sealed::new(inner, Arc::clone(memory) as _, scratch, cipher, run).unwrap()
 }
 
 /// As where it is assembled: what arrives is left to the seal.
@@ -116,7 +116,7 @@ fn around_memory(
     let scratch = Scratch::in_the_clear(options).unwrap();
     let copies = MemcpyBackend::new(vec![Arc::clone(device) as _, scratch.memory()], 2).unwrap();
     let cipher = Cipher::new(keys(1), Tier::Host, "test", block_bytes);
-    Sealed::of_memory(copies, Arc::clone(memory) as _, (scratch, cipher), run).unwrap()
+    Sealed::of_memory(copies, Arc::clone(memory) as _, scratch, cipher, run).unwrap()
 }
 
 #[test]
@@ -426,7 +426,7 @@ fn a_slow_key_store_delays_no_block_with_known_key() {
     let ring = key_ring(1, "0123456789abcdef");
     let keys = Arc::new(TenantKeys::new(ring, "test", Box::new(slow.clone())));
     let cipher = Cipher::new(Arc::clone(&keys), Tier::Disk, "test", BLOCK);
-    let sealed = Sealed::new(store, Arc::clone(&memory) as _, (scratch, cipher), 1).unwrap();
+    let sealed = Sealed::new(store, Arc::clone(&memory) as _, scratch, cipher, 1).unwrap();
     let mut here = frames(&memory);
     fill_pattern(1, memory.write(&mut here[0]).unwrap());
     let out = |tenant, slot: usize| CopyOp {
@@ -455,7 +455,7 @@ fn what_does_not_fit_is_refused() {
     let refused = |inner_over: &Arc<dyn Memory>, scratch: Scratch, block_bytes| {
         let store = MemoryStore::new(Arc::clone(inner_over), Tier::Disk, 1).unwrap();
         let cipher = Cipher::new(keys(1), Tier::Disk, "test", block_bytes);
-        let error = Sealed::new(store, Arc::clone(&memory) as _, (scratch, cipher), 1).unwrap_err();
+        let error = Sealed::new(store, Arc::clone(&memory) as _, scratch, cipher, 1).unwrap_err();
         assert_eq!(error.kind(), SetupErrorKind::Invalid, "{error}");
     };
     let other = scratch(BLOCK + 1, 1);

@@ -142,7 +142,7 @@ impl HostSeal {
         if !cipher.can_seal(block.owner) {
             return Err(CopyError::refused("its tenant was forgotten meanwhile"));
         }
-        cipher.seal((block.name, block.owner), (content, crc), slot)
+        cipher.seal(block.name, block.owner, content, crc, slot)
     }
 }
 
@@ -193,7 +193,7 @@ mod tests {
             return content();
         }
         let mut room = vec![0; BYTES + SEAL_BYTES];
-        cipher(worker).seal((NAME, OWNER), (&content(), crc()), &mut room).unwrap();
+        cipher(worker).seal(NAME, OWNER, &content(), crc(), &mut room).unwrap();
         room
     }
 

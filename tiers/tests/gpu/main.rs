@@ -337,9 +337,8 @@ fn check_transform(
     bench.upload(1, &expected);
     transform.apply(&input, &mut expected, pairs).unwrap();
     let rearranger = Rearranger::new(gpu).unwrap();
-    let addresses = (bench.address(0), bench.address(1));
     // SAFETY: two slots as large as the layouts, that nobody else uses now.
-    unsafe { rearranger.apply(&transform, addresses, pairs) }.unwrap();
+    unsafe { rearranger.apply(&transform, bench.address(0), bench.address(1), pairs) }.unwrap();
     assert_eq!(bench.download(1)[..target], expected);
 }
 
