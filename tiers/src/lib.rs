@@ -47,6 +47,7 @@ pub mod cuda;
 pub mod disk;
 pub mod dram;
 pub mod error;
+mod fields;
 mod files;
 mod fork;
 pub mod frame;

@@ -21,8 +21,11 @@ use crate::error::{Error, ErrorKind, Result};
 /// the object tier not much more.
 const SCRATCH_BYTES: usize = 64 << 20;
 
-/// The keys that the settings give; `None`: nothing is encrypted.
-pub(super) fn keys(settings: &Settings) -> Result<Option<Arc<KeyRing>>> {
+/// The main keys that the settings give; `None`: nothing is encrypted.
+///
+/// # Errors
+/// They cannot be read, or are no keys.
+pub fn main_keys(settings: &Settings) -> Result<Option<Arc<KeyRing>>> {
     let encryption = &settings.encryption;
     let keys = match (&encryption.key_file, &encryption.key) {
         (Some(file), _) => KeyRing::from_file(Path::new(file)),

@@ -400,12 +400,7 @@ impl<T: Copy> Pinned<T> {
     /// # Panics
     /// If there are more than fit.
     pub(crate) fn write(&mut self, values: &[T]) {
-        assert!(
-            values.len() <= self.capacity,
-            "{} values in an array of {}",
-            values.len(),
-            self.capacity
-        );
+        self.check_room(values.len());
         // SAFETY: they fit, and the array is borrowed mutably.
         unsafe { self.start.copy_from_nonoverlapping(NonNull::from(values).cast(), values.len()) };
     }
@@ -415,16 +410,15 @@ impl<T: Copy> Pinned<T> {
     /// # Panics
     /// If there are not as many.
     pub(crate) fn copy_to(&self, values: &mut [T]) {
-        assert!(
-            values.len() <= self.capacity,
-            "{} values of an array of {}",
-            values.len(),
-            self.capacity
-        );
+        self.check_room(values.len());
         // SAFETY: the array has as many, which every caller has had written before.
         unsafe {
             self.start.copy_to_nonoverlapping(NonNull::from(&mut *values).cast(), values.len());
         };
+    }
+
+    fn check_room(&self, values: usize) {
+        assert!(values <= self.capacity, "{values} values in an array of {}", self.capacity);
     }
 
     /// Where kernels find it: locked memory has one address for all (unified addressing).

@@ -5,6 +5,7 @@ use ring::hmac;
 
 use super::TierEpoch;
 use crate::copy::{BlockKey, SlotId, Tier};
+use crate::fields::{u32_at, u64_at, u128_at};
 use crate::sealed::{KeyRing, MacKey};
 
 const MAGIC: [u8; 8] = *b"KVBMindx";
@@ -305,22 +306,4 @@ fn crc32c(parts: &[&[u8]]) -> u32 {
     let mut digest = Digest::new(CrcAlgorithm::Crc32Iscsi);
     parts.iter().for_each(|part| digest.update(part));
     digest.finalize() as u32
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes(field(bytes, at))
-}
-
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes(field(bytes, at))
-}
-
-fn u128_at(bytes: &[u8], at: usize) -> u128 {
-    u128::from_le_bytes(field(bytes, at))
-}
-
-fn field<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    let mut field = [0; N];
-    field.copy_from_slice(&bytes[at..at + N]);
-    field
 }

@@ -29,6 +29,7 @@ use zeroize::Zeroizing;
 use super::keys::SecretKey;
 use super::tenants::{ID_BYTES, KeyId, NoKey, TenantKeys};
 use crate::copy::{BlockKey, CopyError, CopyErrorKind, Owner, Tier};
+use crate::fields::u32_at;
 
 /// What a sealed block has beyond the block.
 pub const SEAL_BYTES: usize = CRC_BYTES + TAG_BYTES + HEADER_BYTES;
@@ -112,7 +113,7 @@ impl Cipher {
             key.open_in_place_separate_tag(nonce, Aad::from(identity), &tag, &mut room[hidden]);
         let opened = opened
             .map_err(|_| corrupt("its seal is broken, or was made with another key".to_owned()))?;
-        Ok(u32::from_le_bytes(std::array::from_fn(|byte| opened[self.block_bytes + byte])))
+        Ok(u32_at(opened, self.block_bytes))
     }
 
     fn parts(&self) -> SealedParts {

@@ -13,6 +13,7 @@ use zeroize::Zeroizing;
 
 use super::keys::{KeyRing, SecretKey};
 use crate::copy::Owner;
+use crate::fields::{array_at, u32_at, u64_at};
 use crate::index::IndexEntry;
 
 /// Bytes of a wrapped key.
@@ -89,17 +90,13 @@ impl WrappedKey {
 
     /// Whose blocks it seals; `None`: no particular tenant's.
     pub fn tenant(&self) -> Option<u32> {
-        let tenant = u64::from_le_bytes(array_at(&self.0, 8));
+        let tenant = u64_at(&self.0, 8);
         tenant.checked_sub(1).and_then(|tenant| u32::try_from(tenant).ok())
     }
 
     fn main(&self) -> u32 {
-        u32::from_le_bytes(array_at(&self.0, 4))
+        u32_at(&self.0, 4)
     }
-}
-
-fn array_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    std::array::from_fn(|byte| bytes[at + byte])
 }
 
 /// The tenant's number plus one; 0: no tenant's.
@@ -546,7 +543,7 @@ impl TenantKeys {
     }
 
     fn wrapping(&self, bytes: &[u8; RECORD_BYTES]) -> Option<(LessSafeKey, Nonce)> {
-        let number = u32::from_le_bytes(array_at(bytes, 4));
+        let number = u32_at(bytes, 4);
         let info = [PURPOSE, &bytes[SALT_AT..SALT_AT + SALT_BYTES]];
         let key = self.ring.get(number)?.expand(&info, &AES_256_GCM).ok()?;
         let nonce = Nonce::assume_unique_for_key(array_at(bytes, NONCE_AT));
