@@ -9,11 +9,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
-use kvbm_tiers::sealed::{Cipher, KeyRing, Scratch, ScratchOptions, TenantKeys};
-use kvbm_tiers::testing::each;
+use kvbm_tiers::sealed::{Cipher, Scratch, ScratchOptions, TenantKeys};
+use kvbm_tiers::testing::{disk, each, key_ring};
 use kvbm_tiers::{
-    Backend, BlockKey, CopyOp, DiskOptions, DiskRegion, DramOptions, DramRegion, Geometry, Memory,
-    Route, Sealed, SlotId, SlotRef, Tier, UringBackend, Verified,
+    Backend, BlockKey, CopyOp, DramOptions, DramRegion, Geometry, Memory, Route, Sealed, SlotId,
+    SlotRef, Tier, UringBackend, Verified,
 };
 
 const WORKING_SET: usize = 512 << 20;
@@ -94,12 +94,12 @@ fn plain(block_bytes: usize) -> Arc<dyn Backend> {
 fn sealed(block_bytes: usize) -> Arc<dyn Backend> {
     let options = ScratchOptions { block_bytes, blocks: IN_FLIGHT, huge_pages: true };
     let scratch = Scratch::open(options).expect("memory for sealed blocks");
-    let keys = KeyRing::parse(&format!("1:{}", "0123456789abcdef".repeat(4))).expect("a key");
-    let keys = TenantKeys::in_memory(Arc::new(keys), "bench");
+    let keys = key_ring(1, "0123456789abcdef");
+    let keys = TenantKeys::in_memory(keys, "bench");
     let cipher = Cipher::new(Arc::new(keys), Tier::Disk, "bench", block_bytes);
     // As where it is assembled: what arrives is opened, which tells more than its checksum.
     let inner = on_disk(&scratch.memory(), slots(block_bytes)).of_departures();
-    Arc::new(Sealed::new(inner, host(block_bytes), (scratch, cipher), 1).expect("threads"))
+    Arc::new(Sealed::new(inner, host(block_bytes), scratch, cipher, 1).expect("threads"))
 }
 
 fn host(block_bytes: usize) -> Arc<dyn Memory> {
@@ -118,14 +118,7 @@ fn host(block_bytes: usize) -> Arc<dyn Memory> {
 }
 
 fn on_disk(memory: &Arc<dyn Memory>, slots: u32) -> Verified<UringBackend> {
-    let options = DiskOptions {
-        geometry: Geometry::new(slots, memory.block_bytes()).expect("a valid geometry"),
-        dirs: vec![std::env::temp_dir()],
-        o_direct: true,
-        zerofill_fallback: true,
-        keep: None,
-    };
-    let disk = Arc::new(DiskRegion::open(&options).expect("room on disk"));
+    let disk = disk(&[std::env::temp_dir()], slots, memory.block_bytes());
     let ring = UringBackend::new(Arc::clone(memory), disk, DEPTH).expect("io_uring");
     let verified = Verified::new(ring, Arc::clone(memory), Arc::default()).expect("threads");
     verified.on_threads_of_its_own()

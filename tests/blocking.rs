@@ -1,6 +1,6 @@
 //! Engines that copy for themselves: `get` and `put` on plain threads, every byte checked.
 
-use std::fs::{self, OpenOptions};
+use std::fs::OpenOptions;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,11 +12,10 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use kvbm::blocking::Blocks;
-use kvbm::{BlockHash, Chain, Error, ErrorKind, Manager, Options, RequestId, RequestInfo, Tier};
-use kvbm_settings::{Capacity, EvictionKind, Settings};
+use kvbm::{BlockHash, Error, ErrorKind, Manager, Options, RequestId, RequestInfo, Tier};
+use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine;
-use kvbm_tests::rig::{hash, metric, number, wait_until};
-use kvbm_tiers::chaos::{Chaos, Schedule};
+use kvbm_tests::rig::{chain, chaos, files_of, hash, metric, number_of, wait_until};
 use kvbm_tiers::testing::{fill_pattern, has_pattern};
 use prometheus::Registry;
 use proptest::prelude::*;
@@ -73,7 +72,7 @@ impl Engine {
 
     fn with(options: Options, change: impl FnOnce(&mut Settings, &Options)) -> Self {
         let (dir, registry) = (tempfile::tempdir().unwrap(), options.registry.clone());
-        let mut settings = settings(16);
+        let mut settings = host_only(16);
         settings.disk.dirs = vec![dir.path().join("slots")];
         change(&mut settings, &options);
         Self { blocks: Blocks::open(settings, options).unwrap(), registry, dir }
@@ -104,7 +103,7 @@ impl Engine {
             }
             assert_eq!(block.len(), self.blocks.block_bytes());
             assert!(
-                has_pattern(number_of(chain, position), block),
+                has_pattern(number_of(chain[position]), block),
                 "block {position} is not its own"
             );
             positions.push(position);
@@ -126,7 +125,7 @@ impl Engine {
                 slot[..BLOCK as usize / 2].fill(1);
                 return Err(EngineError::Copy(position));
             }
-            fill_pattern(number_of(chain, position), slot);
+            fill_pattern(number_of(chain[position]), slot);
             positions.push(position);
             Ok(())
         });
@@ -148,7 +147,7 @@ impl Engine {
 
     /// Flips a bit of a block where it lies on disk.
     fn spoil_on_disk(&self, hash: BlockHash) {
-        let number = number_of(&[hash], 0);
+        let number = number_of(hash);
         let file = OpenOptions::new().read(true).write(true).open(self.slot_file()).unwrap();
         let mut block = vec![0; BLOCK as usize];
         let slots = file.metadata().unwrap().len() / BLOCK;
@@ -162,12 +161,7 @@ impl Engine {
     }
 
     fn slot_file(&self) -> PathBuf {
-        let files =
-            fs::read_dir(self.dir.path().join("slots")).unwrap().map(|entry| entry.unwrap().path());
-        files
-            .filter(|path| path.extension().is_some_and(|e| e == "blocks"))
-            .last()
-            .expect("a slot file")
+        files_of(self.dir.path(), "blocks").pop().expect("a slot file")
     }
 
     /// Every slot is free or resident, the table is sound, and everything works.
@@ -175,7 +169,7 @@ impl Engine {
     fn assert_sound(&self) {
         assert!(self.manager().drain(LIMIT).is_complete());
         self.assert_no_slot_is_missing();
-        let anew = chain(999);
+        let anew = chain(999, 6);
         assert_eq!(self.put(&anew).result.unwrap(), anew.len());
         self.get(&anew).assert(0..anew.len(), anew.len());
     }
@@ -198,27 +192,11 @@ impl Engine {
 }
 
 /// A host tier of `host` blocks, which gives up what was used longest ago.
-fn settings(host: u64) -> Settings {
-    let mut settings =
-        Settings { block_bytes: Some(BLOCK), eviction: EvictionKind::Lru, ..Settings::default() };
-    settings.host.capacity = Some(Capacity::Blocks(host));
-    settings.host.huge_pages = false;
+fn host_only(host: u64) -> Settings {
+    let mut settings = engine::without_device(BLOCK, host);
     settings.disk.keep = true;
     settings.transfer.timeout_ms = 2_000;
     settings
-}
-
-/// Six blocks that no other `n` has.
-fn chain(n: u32) -> Vec<BlockHash> {
-    long_chain(n, 6)
-}
-
-fn long_chain(n: u32, blocks: u32) -> Vec<BlockHash> {
-    (0..blocks).map(|i| hash(1000 * n + i + 1)).collect()
-}
-
-fn number_of(chain: &[BlockHash], position: usize) -> usize {
-    number(Chain::from(chain).key(position))
 }
 
 /// What an engine does next.
@@ -316,7 +294,7 @@ proptest! {
 #[test]
 fn blocks_come_in_order_up_to_the_first_miss() {
     let engine = Engine::of_host(16);
-    let (all, beginning) = (chain(1), &chain(1)[..4]);
+    let (all, beginning) = (chain(1, 6), &chain(1, 6)[..4]);
     engine.get(&all).assert(0..0, 0);
     engine.put(beginning).assert(0..4, 4);
     engine.get(&all).assert(0..4, 4);
@@ -333,7 +311,7 @@ fn blocks_come_in_order_up_to_the_first_miss() {
 #[test]
 fn blocks_of_any_size_come_whole() {
     for bytes in [1, 512, 4097, 300_000] {
-        let mut settings = settings(8);
+        let mut settings = host_only(8);
         settings.block_bytes = Some(bytes);
         let engine = Engine {
             blocks: Blocks::open(settings, Options::default()).unwrap(),
@@ -341,30 +319,33 @@ fn blocks_of_any_size_come_whole() {
             dir: tempfile::tempdir().unwrap(),
         };
         assert_eq!(engine.blocks.block_bytes() as u64, bytes);
-        engine.put(&chain(1)).assert(0..6, 6);
-        engine.get(&chain(1)).assert(0..6, 6);
+        engine.put(&chain(1, 6)).assert(0..6, 6);
+        engine.get(&chain(1, 6)).assert(0..6, 6);
     }
 }
 
 #[test]
 fn disk_blocks_come_back_through_the_host_tier_and_stay() {
     let engine = Engine::with_disk();
-    engine.sink(&chain(1));
-    engine.put(&chain(1)[..2]).assert(0..2, 2);
-    engine.get(&chain(1)).assert(0..6, 6);
-    assert_eq!(engine.held(&chain(1), Tier::Host), 6);
-    engine.put(&chain(1)).assert(0..0, 6);
+    engine.sink(&chain(1, 6));
+    engine.put(&chain(1, 6)[..2]).assert(0..2, 2);
+    engine.get(&chain(1, 6)).assert(0..6, 6);
+    assert_eq!(engine.held(&chain(1, 6), Tier::Host), 6);
+    engine.put(&chain(1, 6)).assert(0..0, 6);
     engine.assert_sound();
 }
 
 #[test]
 fn what_lies_in_objects_comes_back_too() {
     let engine = Engine::open(|settings, _| settings.object.url = Some("memory:///".to_owned()));
-    engine.put(&chain(1)).assert(0..6, 6);
+    engine.put(&chain(1, 6)).assert(0..6, 6);
     assert!(engine.manager().drain(LIMIT).is_complete());
     engine.manager().admin().evict(Tier::Host, usize::MAX);
-    assert_eq!((engine.held(&chain(1), Tier::Host), engine.held(&chain(1), Tier::Object)), (0, 6));
-    engine.get(&chain(1)).assert(0..6, 6);
+    assert_eq!(
+        (engine.held(&chain(1, 6), Tier::Host), engine.held(&chain(1, 6), Tier::Object)),
+        (0, 6)
+    );
+    engine.get(&chain(1, 6)).assert(0..6, 6);
     engine.assert_sound();
 }
 
@@ -372,18 +353,18 @@ fn what_lies_in_objects_comes_back_too() {
 #[test]
 fn a_long_prompt_is_handed_over_during_its_load() {
     const BLOCKS: u32 = 70;
-    let mut settings = settings(80);
+    let mut settings = host_only(80);
     settings.block_bytes = Some(1 << 20);
     settings.disk.capacity = Some(Capacity::Blocks(80));
     let dir = tempfile::tempdir().unwrap();
     settings.disk.dirs = vec![dir.path().join("slots")];
     let blocks = Blocks::open(settings, Options::default()).unwrap();
     let engine = Engine { blocks, registry: Registry::new(), dir };
-    let chain = long_chain(1, BLOCKS);
+    let chain = chain(1, BLOCKS);
     engine.sink(&chain);
     let mut in_host = Vec::new();
     let got = engine.blocks.get(&chain, |position, block| {
-        assert!(has_pattern(number_of(&chain, position), block));
+        assert!(has_pattern(number_of(chain[position]), block));
         in_host.push(engine.held(&chain, Tier::Host));
         Ok::<_, Error>(())
     });
@@ -401,7 +382,7 @@ fn a_long_prompt_is_handed_over_during_its_load() {
 #[test]
 fn a_prompt_beyond_the_host_tier_is_kept_in_part() {
     for engine in [Engine::of_host(16), Engine::with_disk()] {
-        let chain = long_chain(1, 40);
+        let chain = chain(1, 40);
         engine.put(&chain).assert(0..16, 16);
         engine.get(&chain).assert(0..16, 16);
         assert!(engine.manager().drain(LIMIT).is_complete());
@@ -413,7 +394,7 @@ fn a_prompt_beyond_the_host_tier_is_kept_in_part() {
 #[test]
 fn a_rotten_block_ends_the_get_and_is_written_anew() {
     let engine = Engine::with_disk();
-    let chain = chain(1);
+    let chain = chain(1, 6);
     engine.sink(&chain);
     engine.spoil_on_disk(chain[3]);
     engine.get(&chain).assert(0..3, 3);
@@ -429,14 +410,14 @@ fn a_rotten_block_ends_the_get_and_is_written_anew() {
 #[test]
 fn an_engine_whose_copy_fails_keeps_what_came_before() {
     let engine = Engine::with_disk();
-    let put = engine.put_until(&chain(1), 4);
+    let put = engine.put_until(&chain(1, 6), 4);
     assert!(matches!(put.result, Err(EngineError::Copy(4))), "{put:?}");
-    engine.get(&chain(1)).assert(0..4, 4);
-    let got = engine.get_until(&chain(1), 2);
+    engine.get(&chain(1, 6)).assert(0..4, 4);
+    let got = engine.get_until(&chain(1, 6), 2);
     assert!(matches!(got.result, Err(EngineError::Copy(2))), "{got:?}");
     assert_eq!(got.positions, [0, 1]);
-    engine.put(&chain(1)).assert(4..6, 6);
-    engine.get(&chain(1)).assert(0..6, 6);
+    engine.put(&chain(1, 6)).assert(4..6, 6);
+    engine.get(&chain(1, 6)).assert(0..6, 6);
     engine.assert_sound();
 }
 
@@ -444,21 +425,21 @@ fn an_engine_whose_copy_fails_keeps_what_came_before() {
 fn a_panic_in_the_engines_copy_leaks_nothing() {
     let engine = Engine::with_disk();
     let put = AssertUnwindSafe(|| {
-        engine.blocks.put(&chain(1), |position, slot| {
+        engine.blocks.put(&chain(1, 6), |position, slot| {
             assert!(position < 2, "injected panic");
-            fill_pattern(number_of(&chain(1), position), slot);
+            fill_pattern(number_of(chain(1, 6)[position]), slot);
             Ok::<_, Error>(())
         })
     });
     assert!(catch_unwind(put).is_err());
     engine.assert_no_slot_is_missing();
-    engine.get(&chain(1)).assert(0..2, 2);
+    engine.get(&chain(1, 6)).assert(0..2, 2);
     let get = AssertUnwindSafe(|| {
-        engine.blocks.get(&chain(1), |_, _| -> Result<(), Error> { panic!("injected") })
+        engine.blocks.get(&chain(1, 6), |_, _| -> Result<(), Error> { panic!("injected") })
     });
     assert!(catch_unwind(get).is_err());
-    engine.put(&chain(1)).assert(2..6, 6);
-    engine.get(&chain(1)).assert(0..6, 6);
+    engine.put(&chain(1, 6)).assert(2..6, 6);
+    engine.get(&chain(1, 6)).assert(0..6, 6);
     assert!(engine.manager().drain(LIMIT).is_complete());
     engine.manager().admin().evict(Tier::Host, usize::MAX);
     assert_eq!(
@@ -474,7 +455,7 @@ fn each_block_is_written_by_one_of_many() {
     const ENGINES: usize = 8;
     let engine = Engine::of_host(64);
     for round in 0..50 {
-        let chain = long_chain(round, 12);
+        let chain = chain(round, 12);
         let (written, start) = (AtomicUsize::new(0), Barrier::new(ENGINES));
         std::thread::scope(|scope| {
             for beginning in (0..ENGINES).map(|n| &chain[..5 + n]) {
@@ -495,7 +476,7 @@ fn each_block_is_written_by_one_of_many() {
 
 /// One engine is still writing the beginning of a prompt that another one has all of.
 fn meanwhile(engine: &Engine, end: Result<(), EngineError>) {
-    let all = chain(1);
+    let all = chain(1, 6);
     let (begun, has_begun) = mpsc::channel();
     let (go_on, may_go_on) = mpsc::channel();
     std::thread::scope(|scope| {
@@ -508,7 +489,7 @@ fn meanwhile(engine: &Engine, end: Result<(), EngineError>) {
                     may_go_on.recv().unwrap();
                     end.take().expect("it is asked for once")?;
                 }
-                fill_pattern(number_of(beginning, position), slot);
+                fill_pattern(number_of(beginning[position]), slot);
                 Ok::<_, EngineError>(())
             })
         });
@@ -524,7 +505,7 @@ fn meanwhile(engine: &Engine, end: Result<(), EngineError>) {
 fn nobody_waits_for_what_another_one_writes() {
     let engine = Engine::with_disk();
     meanwhile(&engine, Ok(()));
-    engine.get(&chain(1)).assert(0..6, 6);
+    engine.get(&chain(1, 6)).assert(0..6, 6);
     engine.assert_sound();
 }
 
@@ -532,10 +513,10 @@ fn nobody_waits_for_what_another_one_writes() {
 fn what_hangs_on_an_unwritten_block_goes_with_it() {
     let engine = Engine::with_disk();
     meanwhile(&engine, Err(EngineError::Copy(2)));
-    engine.get(&chain(1)).assert(0..2, 2);
+    engine.get(&chain(1, 6)).assert(0..2, 2);
     engine.assert_no_slot_is_missing();
-    engine.put(&chain(1)).assert(2..6, 6);
-    engine.get(&chain(1)).assert(0..6, 6);
+    engine.put(&chain(1, 6)).assert(2..6, 6);
+    engine.get(&chain(1, 6)).assert(0..6, 6);
     engine.assert_sound();
 }
 
@@ -574,30 +555,30 @@ fn engines_share_a_small_host_tier_over_a_disk() {
 #[test]
 fn a_manager_closed_midway_says_so_and_keeps_no_slot() {
     let engine = Engine::with_disk();
-    engine.sink(&chain(1));
-    let put = engine.blocks.put(&chain(2), |position, slot| {
+    engine.sink(&chain(1, 6));
+    let put = engine.blocks.put(&chain(2, 6), |position, slot| {
         if position == 3 {
             assert!(engine.manager().close(LIMIT).is_complete());
         }
-        fill_pattern(number_of(&chain(2), position), slot);
+        fill_pattern(number_of(chain(2, 6)[position]), slot);
         Ok::<_, EngineError>(())
     });
     Copied { positions: Vec::new(), result: put }.assert_closed();
-    assert_eq!(engine.held(&chain(2), Tier::Host), 0);
-    engine.get(&chain(1)).assert_closed();
-    engine.put(&chain(1)).assert_closed();
+    assert_eq!(engine.held(&chain(2, 6), Tier::Host), 0);
+    engine.get(&chain(1, 6)).assert_closed();
+    engine.put(&chain(1, 6)).assert_closed();
     engine.assert_no_slot_is_missing();
 }
 
 #[test]
 fn a_manager_closed_midway_hands_over_no_wrong_block() {
     let engine = Engine::with_disk();
-    engine.sink(&chain(1));
-    engine.put(&chain(1)[..2]).assert(0..2, 2);
+    engine.sink(&chain(1, 6));
+    engine.put(&chain(1, 6)[..2]).assert(0..2, 2);
     let mut shown = 0;
-    let got = engine.blocks.get(&chain(1), |position, block| {
+    let got = engine.blocks.get(&chain(1, 6), |position, block| {
         let _ = engine.manager().close(Duration::ZERO);
-        assert!(has_pattern(number_of(&chain(1), position), block));
+        assert!(has_pattern(number_of(chain(1, 6)[position]), block));
         shown += 1;
         Ok::<_, Error>(())
     });
@@ -614,17 +595,17 @@ fn a_manager_closed_midway_hands_over_no_wrong_block() {
 #[test]
 fn a_reset_midway_is_told_and_nothing_old_comes_back() {
     let engine = Engine::with_disk();
-    engine.sink(&chain(1));
-    engine.put(&chain(1)[..2]).assert(0..2, 2);
-    let got = engine.blocks.get(&chain(1), |position, _| {
+    engine.sink(&chain(1, 6));
+    engine.put(&chain(1, 6)[..2]).assert(0..2, 2);
+    let got = engine.blocks.get(&chain(1, 6), |position, _| {
         if position == 1 {
             engine.manager().reset(1)?;
         }
         Ok::<_, EngineError>(())
     });
     Copied { positions: Vec::new(), result: got }.assert_fails(ErrorKind::Stale);
-    engine.get(&chain(1)).assert(0..0, 0);
-    let put = engine.blocks.put(&chain(1), |position, slot| {
+    engine.get(&chain(1, 6)).assert(0..0, 0);
+    let put = engine.blocks.put(&chain(1, 6), |position, slot| {
         if position == 3 {
             engine.manager().reset(2)?;
         }
@@ -632,28 +613,30 @@ fn a_reset_midway_is_told_and_nothing_old_comes_back() {
         Ok::<_, EngineError>(())
     });
     Copied { positions: Vec::new(), result: put }.assert_fails(ErrorKind::Stale);
-    engine.get(&chain(1)).assert(0..0, 0);
-    engine.put(&chain(1)).assert(0..6, 6);
-    engine.get(&chain(1)).assert(0..6, 6);
+    engine.get(&chain(1, 6)).assert(0..0, 0);
+    engine.put(&chain(1, 6)).assert(0..6, 6);
+    engine.get(&chain(1, 6)).assert(0..6, 6);
     engine.assert_sound();
 }
 
 /// A disk that hangs is given up after the time limit; when it is well again, everything is.
 #[test]
 fn a_disk_that_hangs_costs_time_and_what_lies_there() {
-    let chaos = Chaos::new(Schedule::scripted(["disk:hang@0s+1h".parse().unwrap()]));
+    let chaos = chaos(&["disk:hang@0s+1h"]);
     let options = Options { media_layer: Some(chaos.layer()), ..Options::default() };
     let engine = Engine::with(options, |settings, _| {
         settings.disk.capacity = Some(Capacity::Blocks(64));
         settings.transfer.timeout_ms = 200;
     });
-    engine.sink(&chain(1));
-    engine.put(&chain(1)[..2]).assert(0..2, 2);
+    engine.sink(&chain(1, 6));
+    engine.put(&chain(1, 6)[..2]).assert(0..2, 2);
     chaos.start();
-    engine.get(&chain(1)).assert(0..2, 2);
-    engine.put(&chain(1)[..3]).assert(2..3, 3);
+    engine.get(&chain(1, 6)).assert(0..2, 2);
+    engine.put(&chain(1, 6)[..3]).assert(2..3, 3);
     chaos.heal();
-    wait_until(LIMIT, "the disk is not used again", || engine.get(&chain(1)).result.unwrap() == 6);
+    wait_until(LIMIT, "the disk is not used again", || {
+        engine.get(&chain(1, 6)).result.unwrap() == 6
+    });
     engine.assert_sound();
 }
 
@@ -662,9 +645,9 @@ fn a_request_that_is_named_is_counted_once() {
     let engine = Engine::of_host(16);
     let info = RequestInfo { request: Some(RequestId(7)), ..RequestInfo::default() };
     let requested = || metric(&engine.registry, "kvbm_requested_tokens_total", &[]);
-    let got = engine.blocks.get_for(info, &chain(1), |_, _| Ok::<_, Error>(()));
+    let got = engine.blocks.get_for(info, &chain(1, 6), |_, _| Ok::<_, Error>(()));
     assert_eq!(got.unwrap(), 0);
-    let put = engine.blocks.put_for(info, &chain(1), |_, slot| {
+    let put = engine.blocks.put_for(info, &chain(1, 6), |_, slot| {
         slot.fill(1);
         Ok::<_, Error>(())
     });
@@ -676,7 +659,7 @@ fn a_request_that_is_named_is_counted_once() {
 #[test]
 fn without_a_host_tier_the_error_names_the_setting() {
     let dir = tempfile::tempdir().unwrap();
-    let mut settings = settings(16);
+    let mut settings = host_only(16);
     settings.host.capacity = None;
     engine::add_disk(&mut settings, 64, dir.path());
     let error = Blocks::open(settings, Options::default()).unwrap_err();
@@ -687,9 +670,9 @@ fn without_a_host_tier_the_error_names_the_setting() {
 #[test]
 fn inside_of_an_async_runtime_a_manager_is_opened_first() {
     let error =
-        engine::block_on(async { Blocks::open(settings(16), Options::default()) }).unwrap_err();
+        engine::block_on(async { Blocks::open(host_only(16), Options::default()) }).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
-    let manager = engine::block_on(Manager::open(settings(16), Options::default())).unwrap();
+    let manager = engine::open_with(host_only(16), Options::default()).unwrap();
     let blocks = Blocks::of(Arc::new(manager)).unwrap();
-    assert_eq!(blocks.get(&chain(1), |_, _| Ok::<_, Error>(())).unwrap(), 0);
+    assert_eq!(blocks.get(&chain(1, 6), |_, _| Ok::<_, Error>(())).unwrap(), 0);
 }

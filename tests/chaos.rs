@@ -4,11 +4,11 @@
 
 use std::time::Duration;
 
-use kvbm::{BlockHash, Manager, Options, Tier};
+use kvbm::{Manager, Options, Tier};
 use kvbm_settings::{DiskBackend, Settings};
 use kvbm_tests::engine::{self, serve};
-use kvbm_tests::rig::{hash, metric, wait_until};
-use kvbm_tiers::chaos::{Chaos, Kind, Medium, Schedule};
+use kvbm_tests::rig::{chain, chaos, metric, wait_until};
+use kvbm_tiers::chaos::{Chaos, Kind, Medium};
 use prometheus::Registry;
 
 const LIMIT: Duration = Duration::from_mins(1);
@@ -34,14 +34,14 @@ impl Troubled {
         settings.disk.backend = backend;
         settings.object.url = Some("memory:///".to_owned());
         change(&mut settings);
-        let chaos = Chaos::new(Schedule::scripted([fault.parse().unwrap()]));
+        let chaos = chaos(&[fault]);
         let registry = Registry::new();
         let options = Options {
             media_layer: Some(chaos.layer()),
             registry: registry.clone(),
             ..Options::default()
         };
-        let manager = engine::block_on(Manager::open(settings, options)).unwrap();
+        let manager = engine::open_with(settings, options).unwrap();
         Self { manager, chaos, registry, _dir: dir }
     }
 
@@ -50,7 +50,7 @@ impl Troubled {
     fn serve_some(&self, tier: Tier) {
         for _ in 0..2 {
             for n in 0..8 {
-                assert_eq!(serve(&self.manager, &chain(n)).wrong, 0);
+                assert_eq!(serve(&self.manager, &chain(n, 4)).wrong, 0);
                 let _ = self.manager.drain(Duration::from_millis(50));
             }
             self.evict_above(tier);
@@ -73,12 +73,12 @@ impl Troubled {
                 "everything that is dirty can be flushed"
             );
             self.evict_above(tier);
-            let held = self.manager.matches(&chain(n));
-            let served = serve(&self.manager, &chain(n));
+            let held = self.manager.matches(&chain(n, 4));
+            let served = serve(&self.manager, &chain(n, 4));
             assert_eq!(served.wrong, 0);
             (held.blocks(tier), held.blocks(Tier::Device), served.hit) == (4, 0, 4)
         };
-        serve(&self.manager, &chain(n));
+        serve(&self.manager, &chain(n, 4));
         // A busy machine can have a tier left alone for a moment: the first block tries it then.
         while !comes_back() {
             assert!(std::time::Instant::now() < deadline, "{tier} does not work again");
@@ -114,7 +114,7 @@ impl Troubled {
     }
 
     fn manager_works_at_all(&self) -> bool {
-        let probe = chain(100);
+        let probe = chain(100, 4);
         serve(&self.manager, &probe);
         let _ = self.manager.drain(LIMIT);
         let held = self.manager.matches(&probe);
@@ -122,11 +122,6 @@ impl Troubled {
         let is_everywhere = held.blocks(Tier::Disk) == 4 && held.blocks(Tier::Object) == 4;
         is_everywhere && serve(&self.manager, &probe).hit == 4
     }
-}
-
-/// Four blocks that no other `n` has.
-fn chain(n: u32) -> Vec<BlockHash> {
-    (0..4).map(|i| hash(100 * n + i + 1)).collect()
 }
 
 fn each_kind_of(medium: Medium, tier: Tier, backend: DiskBackend) {
@@ -184,13 +179,13 @@ fn an_avoided_disk_is_reported_until_it_is_used_again() {
     let troubled = Troubled::new("disk.write:eio@0s+1h", DiskBackend::Auto);
     let route = [("from", "host"), ("to", "disk")];
     let is_open = || metric(&troubled.registry, "kvbm_breaker_open", &route);
-    serve(&troubled.manager, &chain(1));
+    serve(&troubled.manager, &chain(1, 4));
     assert!(troubled.manager.drain(LIMIT).is_complete());
     assert_eq!(is_open(), 0);
     troubled.chaos.start();
     let deadline = std::time::Instant::now() + LIMIT;
     for n in (2..50).cycle() {
-        serve(&troubled.manager, &chain(n));
+        serve(&troubled.manager, &chain(n, 4));
         let _ = troubled.manager.drain(Duration::from_millis(20));
         if is_open() == 1 {
             break;
@@ -217,13 +212,13 @@ fn scrubs_on_after(fault: &str, kind: Kind) {
             &[("tier", "disk"), ("outcome", "sound")],
         )
     };
-    serve(&troubled.manager, &chain(1));
-    serve(&troubled.manager, &chain(2));
+    serve(&troubled.manager, &chain(1, 4));
+    serve(&troubled.manager, &chain(2, 4));
     assert!(troubled.manager.drain(LIMIT).is_complete());
     wait_until(LIMIT, "blocks are looked at", || {
         // A read beyond the time-out has the disk left alone until a request tries it.
         troubled.evict_above(Tier::Disk);
-        serve(&troubled.manager, &chain(1));
+        serve(&troubled.manager, &chain(1, 4));
         scrubbed() > 10
     });
     troubled.chaos.start();

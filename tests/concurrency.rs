@@ -53,14 +53,14 @@ fn chat(manager: &Manager, seed: u32, requests: &AtomicUsize) -> Served {
     while start.elapsed() < LASTS {
         let conversation = random.below(160);
         let turns = 3 + random.below(LONGEST - 3);
-        total = add(&total, &serve(manager, &chain(conversation, turns)));
+        total = add(&total, &serve(manager, &conversation_until(conversation, turns)));
         requests.fetch_add(1, Ordering::Relaxed);
     }
     total
 }
 
 /// The leading `blocks` blocks of a conversation: eight share a system prompt of four blocks.
-fn chain(conversation: u32, blocks: u32) -> Vec<BlockHash> {
+fn conversation_until(conversation: u32, blocks: u32) -> Vec<BlockHash> {
     let system = (0..4).map(|i| 1_000_000 + 10 * (conversation / 8) + i);
     let own = (0..).map(|i| 100 * (conversation + 1) + i);
     system.chain(own).take(blocks as usize).map(hash).collect()

@@ -1,8 +1,3 @@
-//! Every pair of a region and a backend that a manager can be assembled from passes the suite of
-//! `kvbm_tiers` (pairs on a GPU: `tiers/tests/gpu`). What this machine lacks is skipped aloud;
-//! `KVBM_REQUIRE` makes that a failure.
-
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -11,7 +6,7 @@ use kvbm_tiers::object::{
     Budgets, OPERATION_LIMIT, ObjectBackend, ObjectOptions, Store, StoreOptions,
 };
 use kvbm_tiers::testing::conformance::{self, Pair};
-use kvbm_tiers::testing::{host, skip};
+use kvbm_tiers::testing::{disk, disk_options, host, skip};
 use kvbm_tiers::{
     Backend, Checksums, DiskOptions, DiskRegion, DramOptions, DramRegion, Geometry, MemcpyBackend,
     Memory, SetupError, ThreadsBackend, Tier, UringBackend, Verified,
@@ -44,7 +39,7 @@ fn disk_through_threads() {
 #[test]
 fn disk_through_io_uring() {
     let connect: Connect = |memory, disk| Ok(Arc::new(UringBackend::new(memory, disk, 32)?));
-    let probe = disk(&[tempfile::tempdir().unwrap().path().to_owned()], true, 1, 4096);
+    let probe = disk(&[tempfile::tempdir().unwrap().path()], 1, 4096);
     match connect(Arc::new(host(1, 4096)), probe) {
         Ok(_) => check_disk(connect),
         Err(error) => skip("uring", &error),
@@ -72,23 +67,12 @@ fn check_disk(connect: Connect) {
             let homes: Vec<_> = (0..dirs).map(|_| tempfile::tempdir().unwrap()).collect();
             let homes: Vec<_> = homes.iter().map(|home| home.path().to_owned()).collect();
             let memory = Arc::new(host(slots, block_bytes));
-            let region = disk(&homes, o_direct, slots, block_bytes);
+            let options = DiskOptions { o_direct, ..disk_options(&homes, slots, block_bytes) };
+            let region = Arc::new(DiskRegion::open(&options).unwrap());
             let backend = connect(Arc::clone(&memory) as _, region).unwrap();
             Pair { backend: verified(backend, &memory, Arc::default()), memory, other: Tier::Disk }
         });
     }
-}
-
-fn disk(dirs: &[PathBuf], o_direct: bool, slots: u32, block_bytes: usize) -> Arc<DiskRegion> {
-    let geometry = Geometry::new(slots, block_bytes).unwrap();
-    let options = DiskOptions {
-        geometry,
-        dirs: dirs.to_vec(),
-        o_direct,
-        zerofill_fallback: true,
-        keep: None,
-    };
-    Arc::new(DiskRegion::open(&options).unwrap())
 }
 
 #[test]

@@ -5,14 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm::scheduler::Tuning;
-use kvbm::{
-    BlockHash, Chain, Class, Elements, Hints, Manager, Options, Rank, RankGroup, RankOptions,
-    RequestInfo, Tier,
-};
+use kvbm::{Chain, Class, Elements, Options, Rank, RankGroup, RankOptions, RequestInfo, Tier};
 use kvbm_settings::{Capacity, WriteBudget};
 use kvbm_tests::engine;
-use kvbm_tests::rig::{Rig, Sizes, TIGHT, hash, metric};
-use kvbm_tiers::chaos::{Chaos, Schedule};
+use kvbm_tests::rig::{Rig, Sizes, TIGHT, chain, chaos, files_of, info_of, metric};
 use kvbm_tiers::testing::{Fault, FaultBackend};
 use kvbm_tiers::{Backend, CopyErrorKind, MemcpyBackend};
 use prometheus::Registry;
@@ -115,7 +111,7 @@ fn only_counters_of_failures_appear_before_their_first_event() {
     let mut settings = engine::settings(4096, 8, 8);
     engine::add_disk(&mut settings, 16, dir.path());
     let manager = engine::open(settings, &registry).unwrap();
-    drop(manager.lease(&chain(1)));
+    drop(manager.lease(&chain(1, 3)));
     assert_eq!(manager.admin().failures(), 0);
     registry.gather();
     let is_early = |family: &&MetricFamily| {
@@ -185,13 +181,13 @@ fn everyday() -> Registry {
     engine::add_disk(&mut settings, 16, dir.path());
     settings.object.url = Some("memory:///".to_owned());
     let manager = engine::open(settings, &registry).unwrap();
-    engine::serve(&manager, &chain(1));
-    engine::serve(&manager, &chain(1));
+    engine::serve(&manager, &chain(1, 3));
+    engine::serve(&manager, &chain(1, 3));
     assert!(manager.drain(Duration::from_secs(10)).is_complete());
     for tier in Tier::ALL {
         manager.admin().evict(tier, 16);
     }
-    drop(manager.lease(&chain(1)));
+    drop(manager.lease(&chain(1, 3)));
     // Gauges are asked for while the manager is there.
     registry.gather();
     registry
@@ -201,19 +197,10 @@ fn everyday() -> Registry {
 fn peers() -> Registry {
     let registry = Registry::new();
     let mut settings = engine::settings(4096, 8, 8);
-    (settings.peers.enabled, settings.peers.port) = (true, 0);
-    let fingerprint = kvbm::Fingerprint {
-        model: "model".to_owned(),
-        weights: "weights".to_owned(),
-        block_tokens: 16,
-        ..kvbm::Fingerprint::default()
-    };
-    let options = Options {
-        registry: registry.clone(),
-        fingerprint: Some(fingerprint),
-        ..Options::default()
-    };
-    drop(engine::block_on(Manager::open(settings, options)).unwrap());
+    engine::add_peers(&mut settings, "");
+    let known = engine::model(engine::fingerprint("w"));
+    let options = Options { registry: registry.clone(), ..known };
+    drop(engine::open_with(settings, options).unwrap());
     registry
 }
 
@@ -225,16 +212,16 @@ fn half_a_disk() -> Registry {
     settings.disk.capacity = Some(Capacity::Blocks(16));
     settings.disk.dirs = ["a", "b"].map(|name| dir.path().join(name)).to_vec();
     settings.transfer.scrub_mib_per_second = 100;
-    let chaos = Chaos::new(Schedule::scripted(["disk1:eio@0s+1h".parse().unwrap()]));
+    let chaos = chaos(&["disk1:eio@0s+1h"]);
     let options = Options {
         registry: registry.clone(),
         media_layer: Some(chaos.layer()),
         ..Options::default()
     };
-    let manager = engine::block_on(Manager::open(settings, options)).unwrap();
+    let manager = engine::open_with(settings, options).unwrap();
     let until = |name| {
         for n in 1.. {
-            engine::serve(&manager, &chain(n));
+            engine::serve(&manager, &chain(n, 3));
             let _ = manager.drain(Duration::from_millis(100));
             if metric(&registry, name, &[]) > 0 {
                 return;
@@ -260,7 +247,7 @@ fn ranks() -> Registry {
     let of_rank = settings.clone();
     let rank = std::thread::spawn(move || Rank::join(&of_rank, options).unwrap());
     let options = Options { registry: registry.clone(), ranks: Some(group), ..Options::default() };
-    let manager = engine::block_on(Manager::open(settings, options)).unwrap();
+    let manager = engine::open_with(settings, options).unwrap();
     let _rank = rank.join().unwrap();
     registry.gather();
     drop(manager);
@@ -281,12 +268,12 @@ fn mishaps() -> Registry {
     });
     let disk = kept.expect("made with the rig");
     let transfer = |to, n| {
-        let lease = rig.core.lease(Chain::from(&chain(n)), RequestInfo::default());
+        let lease = rig.core.lease(Chain::from(&chain(n, 3)), RequestInfo::default());
         rig.core.transfer(Class::Load, to, lease)
     };
     let compute = |n| {
-        let filled = rig.fill(Chain::from(&chain(n)));
-        drop(rig.publish(filled, Chain::from(&chain(n))).wait().unwrap());
+        let filled = rig.fill(Chain::from(&chain(n, 3)));
+        drop(rig.publish(filled, Chain::from(&chain(n, 3))).wait().unwrap());
         drop(transfer(Tier::Host, n).wait().unwrap());
         let _ = rig.core.drain(Duration::from_millis(50));
     };
@@ -324,14 +311,14 @@ fn spent() -> Registry {
     settings.transfer.shadow_share = 1.0;
     let manager = engine::open(settings, &registry).unwrap();
     for n in 1..4 {
-        engine::serve(&manager, &chain(n));
+        engine::serve(&manager, &chain(n, 3));
         let _ = manager.drain(Duration::from_millis(100));
     }
     // A hit that is computed again.
     manager.admin().evict(Tier::Device, 8);
-    let lease = manager.lease(&chain(3));
+    let lease = manager.lease(&chain(3, 3));
     let sample = manager.admin().shadow_sample(&lease).swap_remove(0);
-    manager.admin().shadow_compare(&chain(3), &sample, Elements::F32, &[0; 4], &[0; 4]).unwrap();
+    manager.admin().shadow_compare(&chain(3, 3), &sample, Elements::F32, &[0; 4], &[0; 4]).unwrap();
     registry.gather();
     registry
 }
@@ -345,11 +332,7 @@ fn tenants() -> Registry {
     settings.disk.write_budget = Some(WriteBudget::BytesPerDay(1 << 30));
     settings.tenant_quotas = [(7, Capacity::Blocks(4))].into();
     let manager = engine::open(settings, &registry).unwrap();
-    let of = |tenant| RequestInfo {
-        hints: Hints { tenant: Some(tenant), ..Hints::default() },
-        ..RequestInfo::default()
-    };
-    engine::serve_for(&manager, of(7), &chain(1));
+    engine::serve_for(&manager, info_of(7), &chain(1, 3));
     registry.gather();
     registry
 }
@@ -368,14 +351,10 @@ fn unwritable() -> Registry {
         fingerprint: Some(fingerprint),
         ..Options::default()
     };
-    let manager = engine::block_on(Manager::open(settings, options)).unwrap();
+    let manager = engine::open_with(settings, options).unwrap();
     std::fs::create_dir(dir.path().join(name)).unwrap();
     manager.reset(1).unwrap_err();
     registry
-}
-
-fn chain(n: u32) -> Vec<BlockHash> {
-    (0..3).map(|i| hash(10 * n + i)).collect()
 }
 
 /// The page promises that each effect is shown by a test: it must not name one that is gone.
@@ -393,23 +372,12 @@ fn every_test_that_the_reliability_page_names_is_there() {
     let mut source = String::new();
     ["kvbm", "tiers", "tests", "cli"]
         .iter()
-        .for_each(|part| read_all(&root.join(part), &mut source));
+        .flat_map(|part| files_of(&root.join(part), "rs"))
+        .for_each(|path| source.push_str(&std::fs::read_to_string(path).expect("source")));
     for name in named {
         assert!(
             source.contains(&format!("fn {name}()")),
             "docs/reliability.md names {name}, which is no test"
         );
-    }
-}
-
-fn read_all(dir: &std::path::Path, into: &mut String) {
-    for path in
-        std::fs::read_dir(dir).expect("a folder").map(|entry| entry.expect("an entry").path())
-    {
-        if path.is_dir() {
-            read_all(&path, into);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            into.push_str(&std::fs::read_to_string(&path).expect("source"));
-        }
     }
 }

@@ -15,43 +15,21 @@ use kvbm::{
 use kvbm_settings::Settings;
 use kvbm_tests::engine;
 use kvbm_tests::process::{Process, role, say};
-use kvbm_tests::rig::{chain, metric, wait_until};
-use kvbm_tiers::chaos::{Chaos, Schedule};
+use kvbm_tests::rig::{chain, chaos, metric, wait_until};
+use kvbm_tiers::chaos::Chaos;
 use kvbm_tiers::{IndexChange, IndexEntry, IndexOptions, TierIndex};
 
 const BLOCK: u64 = 4096;
 const LIMIT: Duration = Duration::from_mins(1);
 
-fn settings(dir: &Path, host: u64, disk: u64) -> Settings {
+fn kept(dir: &Path, host: u64, disk: u64) -> Settings {
     let mut settings = engine::settings(BLOCK, 16, host);
-    engine::add_disk(&mut settings, disk, dir);
-    settings.disk.keep = true;
-    settings.flush.interval_ms = 1;
+    engine::keep_on_disk(&mut settings, disk, dir);
     settings
 }
 
-fn fingerprint(weights: &str, epoch: u64) -> Fingerprint {
-    let fingerprint = engine::fingerprint(weights);
-    Fingerprint { epoch, ..fingerprint }
-}
-
-fn open_with(settings: Settings, options: Options) -> kvbm::Result<Manager> {
-    engine::block_on(Manager::open(settings, options))
-}
-
 fn open(settings: Settings, fingerprint: Fingerprint) -> kvbm::Result<Manager> {
-    open_with(settings, Options { fingerprint: Some(fingerprint), ..Options::default() })
-}
-
-fn report(manager: &Manager) -> RecoveryReport {
-    let [report] = manager.admin().recovered() else {
-        panic!("one tier is kept: {:?}", manager.admin().recovered())
-    };
-    *report
-}
-
-fn drained(manager: &Manager) {
-    assert!(manager.drain(LIMIT).is_complete());
+    engine::open_with(settings, engine::model(fingerprint))
 }
 
 fn closed(manager: &Manager) {
@@ -61,17 +39,18 @@ fn closed(manager: &Manager) {
 #[test]
 fn what_was_flushed_is_served_after_a_restart() {
     let home = tempfile::tempdir().unwrap();
-    let settings = settings(home.path(), 64, 256);
-    let first = open(settings.clone(), fingerprint("one", 0)).unwrap();
-    assert_eq!(report(&first).blocks, 0);
+    let settings = kept(home.path(), 64, 256);
+    let first = open(settings.clone(), engine::in_epoch("one", 0)).unwrap();
+    assert_eq!(engine::recovered(&first).blocks, 0);
     for n in 0..8 {
         engine::serve(&first, &chain(n, 8));
     }
-    drained(&first);
+    engine::drain(&first);
     closed(&first);
     drop(first);
-    let second = open(settings.clone(), fingerprint("one", 0)).unwrap();
-    let RecoveryReport { tier, blocks, dropped, past, damaged, torn_bytes, .. } = report(&second);
+    let second = open(settings.clone(), engine::in_epoch("one", 0)).unwrap();
+    let RecoveryReport { tier, blocks, dropped, past, damaged, torn_bytes, .. } =
+        engine::recovered(&second);
     assert_eq!((tier, blocks, dropped, past, damaged, torn_bytes), (Tier::Disk, 64, 0, 0, 0, 0));
     assert_eq!(second.admin().audit(), []);
     for n in 0..8 {
@@ -83,12 +62,12 @@ fn what_was_flushed_is_served_after_a_restart() {
     for n in 100..200 {
         engine::serve(&second, &chain(n, 8));
     }
-    drained(&second);
+    engine::drain(&second);
     assert_eq!(second.admin().audit(), []);
     let resident = second.admin().counts(Tier::Disk).resident as usize;
     drop(second);
-    let third = open(settings, fingerprint("one", 0)).unwrap();
-    assert_eq!(report(&third).blocks, resident);
+    let third = open(settings, engine::in_epoch("one", 0)).unwrap();
+    assert_eq!(engine::recovered(&third).blocks, resident);
     let served: Vec<_> = (0..200).map(|n| engine::serve(&third, &chain(n, 8))).collect();
     assert_eq!(served.iter().map(|served| served.wrong).sum::<usize>(), 0);
     assert_eq!(third.admin().audit(), []);
@@ -97,14 +76,14 @@ fn what_was_flushed_is_served_after_a_restart() {
 #[test]
 fn what_one_of_two_directories_holds_is_found_in_both() {
     let home = tempfile::tempdir().unwrap();
-    let mut settings = settings(home.path(), 64, 64);
+    let mut settings = kept(home.path(), 64, 64);
     settings.disk.dirs = vec![home.path().join("a"), home.path().join("b")];
-    let first = open(settings.clone(), fingerprint("one", 0)).unwrap();
+    let first = open(settings.clone(), engine::in_epoch("one", 0)).unwrap();
     engine::serve(&first, &chain(1, 9));
-    drained(&first);
+    engine::drain(&first);
     drop(first);
-    let second = open(settings, fingerprint("one", 0)).unwrap();
-    assert_eq!(report(&second).blocks, 9);
+    let second = open(settings, engine::in_epoch("one", 0)).unwrap();
+    assert_eq!(engine::recovered(&second).blocks, 9);
     let served = engine::serve(&second, &chain(1, 9));
     assert_eq!((served.hit, served.wrong), (9, 0));
 }
@@ -112,32 +91,32 @@ fn what_one_of_two_directories_holds_is_found_in_both() {
 #[test]
 fn of_a_slot_file_that_was_removed_nothing_is_found() {
     let home = tempfile::tempdir().unwrap();
-    let mut settings = settings(home.path(), 64, 64);
+    let mut settings = kept(home.path(), 64, 64);
     settings.disk.dirs = vec![home.path().join("a"), home.path().join("b")];
-    let first = open(settings.clone(), fingerprint("one", 0)).unwrap();
+    let first = open(settings.clone(), engine::in_epoch("one", 0)).unwrap();
     engine::serve(&first, &chain(1, 1));
     engine::serve(&first, &chain(2, 8));
-    drained(&first);
+    engine::drain(&first);
     drop(first);
     std::fs::remove_file(kept_file(&home.path().join("b"), "blocks")).unwrap();
-    let second = open(settings.clone(), fingerprint("one", 0)).unwrap();
+    let second = open(settings.clone(), engine::in_epoch("one", 0)).unwrap();
     // Each chain lies in one directory.
-    assert_eq!((report(&second).blocks, report(&second).dropped), (1, 0));
+    assert_eq!((engine::recovered(&second).blocks, engine::recovered(&second).dropped), (1, 0));
     assert_eq!(engine::serve(&second, &chain(1, 1)).hit, 1);
     assert_eq!(
         engine::serve(&second, &chain(2, 8)),
         engine::Served { computed: 8, saved: 8, ..Default::default() }
     );
     assert_eq!(second.admin().failures(), 0);
-    drained(&second);
+    engine::drain(&second);
     drop(second);
-    let third = open(settings, fingerprint("one", 0)).unwrap();
+    let third = open(settings, engine::in_epoch("one", 0)).unwrap();
     assert_eq!(engine::serve(&third, &chain(2, 8)).hit, 8);
 }
 
 /// A tier in these directories, with a name for each.
 fn spread(home: &Path, dirs: &[&str], disk: u64) -> Settings {
-    let mut settings = settings(home, 64, disk);
+    let mut settings = kept(home, 64, disk);
     settings.disk.dirs = dirs.iter().map(|name| home.join(name)).collect();
     settings
 }
@@ -146,13 +125,13 @@ fn spread(home: &Path, dirs: &[&str], disk: u64) -> Settings {
 fn store(manager: &Manager, chains: std::ops::Range<u32>) {
     for n in chains {
         assert_eq!(engine::serve(manager, &chain(n, 8)).wrong, 0);
-        drained(manager);
+        engine::drain(manager);
     }
 }
 
 /// Stores chains, and tells which are there at the end.
 fn fill(settings: &Settings, chains: u32) -> Vec<(u32, usize)> {
-    let manager = open(settings.clone(), fingerprint("one", 0)).unwrap();
+    let manager = open(settings.clone(), engine::in_epoch("one", 0)).unwrap();
     store(&manager, 0..chains);
     assert_eq!(manager.admin().audit(), []);
     let held = (0..chains).map(|n| (n, manager.matches(&chain(n, 8)).blocks(Tier::Disk)));
@@ -161,7 +140,7 @@ fn fill(settings: &Settings, chains: u32) -> Vec<(u32, usize)> {
 
 /// How many of these blocks a start with these settings finds and serves.
 fn served(settings: &Settings, held: &[(u32, usize)]) -> usize {
-    let manager = open(settings.clone(), fingerprint("one", 0)).unwrap();
+    let manager = open(settings.clone(), engine::in_epoch("one", 0)).unwrap();
     let load = |&(n, blocks): &(u32, usize)| {
         let chain = chain(n, blocks as u32);
         let loaded = manager.load(manager.lease(&chain)).wait().unwrap();
@@ -220,9 +199,9 @@ fn a_start_does_without_an_unusable_directory_which_then_heals() {
     std::fs::rename(&dir, &away).unwrap();
     std::fs::write(&dir, "no directory").unwrap();
     let registry = prometheus::Registry::new();
-    let given = Some(fingerprint("one", 0));
+    let given = Some(engine::in_epoch("one", 0));
     let options = Options { fingerprint: given, registry: registry.clone(), ..Options::default() };
-    let manager = open_with(two.clone(), options).unwrap();
+    let manager = engine::open_with(two.clone(), options).unwrap();
     let is_up = |dir| metric(&registry, "kvbm_disk_directory_up", &[("dir", dir)]);
     assert_eq!((is_up("0"), is_up("1")), (1, 0));
     assert_eq!(manager.admin().counts(Tier::Disk).total, 200);
@@ -235,7 +214,7 @@ fn a_start_does_without_an_unusable_directory_which_then_heals() {
     drop(manager);
     std::fs::remove_file(&dir).unwrap();
     std::fs::rename(&away, &dir).unwrap();
-    let again = open(two.clone(), fingerprint("one", 0)).unwrap();
+    let again = open(two.clone(), engine::in_epoch("one", 0)).unwrap();
     assert_eq!(again.admin().counts(Tier::Disk).total, 400);
     let back = held.iter().filter(|&&(n, _)| manager_has(&again, n)).count();
     assert!(back >= 15, "what lay there is found again: {back}");
@@ -244,7 +223,7 @@ fn a_start_does_without_an_unusable_directory_which_then_heals() {
         std::fs::remove_dir_all(home.path().join(name)).unwrap();
         std::fs::write(home.path().join(name), "no directory").unwrap();
     }
-    let error = open(two, fingerprint("one", 0)).unwrap_err();
+    let error = open(two, engine::in_epoch("one", 0)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     assert!(error.to_string().contains("DYN_KVBM_DISK_CACHE_DIR"), "{error}");
 }
@@ -256,10 +235,10 @@ fn manager_has(manager: &Manager, n: u32) -> bool {
 /// A manager with two directories, the second of which fails from [`Chaos::start`] on as `fault`
 /// says.
 fn open_with_fault(home: &Path, fault: &str) -> (Manager, Chaos, prometheus::Registry) {
-    let chaos = Chaos::new(Schedule::scripted([fault.parse().unwrap()]));
+    let chaos = chaos(&[fault]);
     let registry = prometheus::Registry::new();
     let options = Options {
-        fingerprint: Some(fingerprint("one", 0)),
+        fingerprint: Some(engine::in_epoch("one", 0)),
         registry: registry.clone(),
         media_layer: Some(chaos.layer()),
         ..Options::default()
@@ -269,7 +248,7 @@ fn open_with_fault(home: &Path, fault: &str) -> (Manager, Chaos, prometheus::Reg
     if fault.contains(":hang") {
         settings.transfer.timeout_ms = 300;
     }
-    (open_with(settings, options).unwrap(), chaos, registry)
+    (engine::open_with(settings, options).unwrap(), chaos, registry)
 }
 
 fn is_up(registry: &prometheus::Registry) -> bool {
@@ -317,7 +296,7 @@ fn a_hanging_directory_is_avoided_while_another_serves_then_heals() {
         manager.admin().counts(Tier::Disk)
     );
     assert_eq!(served_whole(&manager, 200..220), 20);
-    drained(&manager);
+    engine::drain(&manager);
     assert_eq!((manager.admin().counts(Tier::Disk).total, manager.admin().audit()), (400, vec![]));
     let staging = manager.admin().staging();
     assert_eq!((staging.lost, staging.idle), (0, staging.total));
@@ -342,7 +321,7 @@ fn where_all_directories_hang_the_tier_rests_and_then_heals() {
     wait_until(LIMIT, "what hung has come back", || {
         Tier::ALL.iter().all(|&tier| manager.admin().counts(tier).lost == 0)
     });
-    drained(&manager);
+    engine::drain(&manager);
     assert_eq!(manager.admin().audit(), []);
 }
 
@@ -355,7 +334,7 @@ fn a_full_directory_serves_while_another_takes_blocks() {
     store(&manager, 100..110);
     wait_until(LIMIT, "it gets no blocks", || !is_up(&registry));
     wait_until(LIMIT, "the other one takes all", || {
-        drained(&manager);
+        engine::drain(&manager);
         (100..110).all(|n| manager_has(&manager, n))
     });
     // What it has is there and read, whatever time passes.
@@ -432,7 +411,7 @@ fn a_directory_that_fails_briefly_keeps_its_good_blocks() {
     let is_up = || metric(&registry, "kvbm_disk_directory_up", &[("dir", "1")]) == 1;
     wait_until(LIMIT, "the directory is left alone", || !is_up());
     wait_until(LIMIT, "the directory is used again", is_up);
-    drained(&manager);
+    engine::drain(&manager);
     assert!(
         (0..20).all(|n| manager_has(&manager, n)) && (100..107).all(|n| manager_has(&manager, n))
     );
@@ -443,17 +422,17 @@ fn a_directory_that_fails_briefly_keeps_its_good_blocks() {
 #[test]
 fn another_fingerprint_starts_cold_and_both_stay_open() {
     let home = tempfile::tempdir().unwrap();
-    let settings = settings(home.path(), 64, 64);
-    let one = open(settings.clone(), fingerprint("one", 0)).unwrap();
+    let settings = kept(home.path(), 64, 64);
+    let one = open(settings.clone(), engine::in_epoch("one", 0)).unwrap();
     engine::serve(&one, &chain(1, 6));
-    drained(&one);
-    let two = open(settings.clone(), fingerprint("two", 0)).unwrap();
-    assert_eq!((report(&two).blocks, two.matches(&chain(1, 6)).longest()), (0, 0));
+    engine::drain(&one);
+    let two = open(settings.clone(), engine::in_epoch("two", 0)).unwrap();
+    assert_eq!((engine::recovered(&two).blocks, two.matches(&chain(1, 6)).longest()), (0, 0));
     assert_eq!(engine::serve(&two, &chain(1, 6)).hit, 0);
-    drained(&two);
+    engine::drain(&two);
     drop((one, two));
     for weights in ["one", "two"] {
-        let again = open(settings.clone(), fingerprint(weights, 0)).unwrap();
+        let again = open(settings.clone(), engine::in_epoch(weights, 0)).unwrap();
         assert_eq!(
             engine::serve(&again, &chain(1, 6)),
             engine::Served { hit: 6, saved: 6, ..Default::default() }
@@ -464,42 +443,45 @@ fn another_fingerprint_starts_cold_and_both_stay_open() {
 #[test]
 fn the_greatest_epoch_is_continued_wherever_it_comes_from() {
     let home = tempfile::tempdir().unwrap();
-    let settings = settings(home.path(), 64, 64);
+    let settings = kept(home.path(), 64, 64);
     let store = |manager: &Manager, n| {
         engine::serve(manager, &chain(n, 6));
-        drained(manager);
+        engine::drain(manager);
     };
-    let first = open(settings.clone(), fingerprint("one", 0)).unwrap();
+    let first = open(settings.clone(), engine::in_epoch("one", 0)).unwrap();
     store(&first, 1);
     first.reset(3).unwrap();
     store(&first, 2);
     drop(first);
     // The medium's is greater.
-    let second = open(settings.clone(), fingerprint("one", 2)).unwrap();
-    assert_eq!((second.epoch(), report(&second).blocks), (3, 6));
+    let second = open(settings.clone(), engine::in_epoch("one", 2)).unwrap();
+    assert_eq!((second.epoch(), engine::recovered(&second).blocks), (3, 6));
     assert_eq!(second.matches(&chain(1, 6)).longest(), 0);
     assert_eq!(engine::serve(&second, &chain(2, 6)).hit, 6);
     drop(second);
     // The fingerprint's is greater.
-    let third = open(settings.clone(), fingerprint("one", 4)).unwrap();
-    assert_eq!((third.epoch(), report(&third).blocks, report(&third).past), (4, 0, 6));
+    let third = open(settings.clone(), engine::in_epoch("one", 4)).unwrap();
+    assert_eq!(
+        (third.epoch(), engine::recovered(&third).blocks, engine::recovered(&third).past),
+        (4, 0, 6)
+    );
     store(&third, 5);
     drop(third);
-    let fourth = open(settings, fingerprint("one", 0)).unwrap();
-    assert_eq!((fourth.epoch(), report(&fourth).blocks), (4, 6));
+    let fourth = open(settings, engine::in_epoch("one", 0)).unwrap();
+    assert_eq!((fourth.epoch(), engine::recovered(&fourth).blocks), (4, 6));
     assert_eq!(fourth.matches(&chain(5, 6)).blocks(Tier::Disk), 6);
 }
 
 #[test]
 fn an_unwritable_epoch_is_an_error_and_is_tried_again() {
     let home = tempfile::tempdir().unwrap();
-    let settings = settings(home.path(), 64, 64);
+    let settings = kept(home.path(), 64, 64);
     let registry = prometheus::Registry::new();
-    let given = Some(fingerprint("one", 0));
+    let given = Some(engine::in_epoch("one", 0));
     let options = Options { fingerprint: given, registry: registry.clone(), ..Options::default() };
-    let manager = open_with(settings.clone(), options).unwrap();
+    let manager = engine::open_with(settings.clone(), options).unwrap();
     engine::serve(&manager, &chain(1, 6));
-    drained(&manager);
+    engine::drain(&manager);
     let in_the_way = index_file(home.path()).with_added_extension("partial");
     std::fs::create_dir(&in_the_way).unwrap();
     let error = manager.reset(1).unwrap_err();
@@ -510,10 +492,10 @@ fn an_unwritable_epoch_is_an_error_and_is_tried_again() {
     assert_eq!(engine::serve(&manager, &chain(2, 6)).hit, 6);
     assert!(metric(&registry, "kvbm_index_failures_total", &[("tier", "disk")]) > 0);
     std::fs::remove_dir(&in_the_way).unwrap();
-    drained(&manager);
+    engine::drain(&manager);
     drop(manager);
-    let again = open(settings, fingerprint("one", 0)).unwrap();
-    assert_eq!((again.epoch(), report(&again).blocks), (1, 6));
+    let again = open(settings, engine::in_epoch("one", 0)).unwrap();
+    assert_eq!((again.epoch(), engine::recovered(&again).blocks), (1, 6));
     assert_eq!(engine::serve(&again, &chain(2, 6)).hit, 6);
 }
 
@@ -540,17 +522,17 @@ fn flip(path: &Path, bit: u64) {
 #[test]
 fn a_flipped_bit_is_a_miss_or_nothing() {
     let home = tempfile::tempdir().unwrap();
-    let settings = settings(home.path(), 64, 64);
+    let settings = kept(home.path(), 64, 64);
     let chains: Vec<_> = (1..5).map(|n| chain(n, 8)).collect();
     let mut rng = fastrand::Rng::with_seed(11);
     for round in 0..60 {
-        let manager = open(settings.clone(), fingerprint("one", 0)).unwrap();
+        let manager = open(settings.clone(), engine::in_epoch("one", 0)).unwrap();
         for chain in &chains {
             let served = engine::serve(&manager, chain);
             assert_eq!(served.wrong, 0, "in round {round}");
             assert!(round == 0 || served.hit + 8 >= chain.len());
         }
-        drained(&manager);
+        engine::drain(&manager);
         assert_eq!(manager.admin().audit(), []);
         drop(manager);
         let victim = kept_file(home.path(), if round % 2 == 0 { "blocks" } else { "index" });
@@ -559,7 +541,7 @@ fn a_flipped_bit_is_a_miss_or_nothing() {
         flip(&victim, rng.u64(..bytes * 8));
     }
     // And then all is well.
-    let last = open(settings, fingerprint("one", 0)).unwrap();
+    let last = open(settings, engine::in_epoch("one", 0)).unwrap();
     assert!(chains.iter().all(|chain| engine::serve(&last, chain).wrong == 0));
     assert!(chains.iter().all(|chain| engine::serve(&last, chain).hit == 8));
 }
@@ -567,14 +549,14 @@ fn a_flipped_bit_is_a_miss_or_nothing() {
 #[test]
 fn a_flipped_bit_in_idle_slots_is_found_and_healed() {
     let home = tempfile::tempdir().unwrap();
-    let mut settings = settings(home.path(), 64, 64);
+    let mut settings = kept(home.path(), 64, 64);
     settings.transfer.scrub_mib_per_second = 100;
     let registry = prometheus::Registry::new();
-    let given = Some(fingerprint("one", 0));
+    let given = Some(engine::in_epoch("one", 0));
     let options = Options { fingerprint: given, registry: registry.clone(), ..Options::default() };
-    let manager = open_with(settings.clone(), options).unwrap();
+    let manager = engine::open_with(settings.clone(), options).unwrap();
     engine::serve(&manager, &chain(1, 8));
-    drained(&manager);
+    engine::drain(&manager);
     let scrubbed = |outcome| {
         metric(&registry, "kvbm_scrubbed_blocks_total", &[("tier", "disk"), ("outcome", outcome)])
     };
@@ -593,7 +575,7 @@ fn a_flipped_bit_in_idle_slots_is_found_and_healed() {
     );
     closed(&manager);
     drop(manager);
-    let again = open(settings, fingerprint("one", 0)).unwrap();
+    let again = open(settings, engine::in_epoch("one", 0)).unwrap();
     let served = engine::serve(&again, &chain(1, 8));
     assert_eq!((served.hit, served.wrong), (8, 0));
 }
@@ -620,9 +602,9 @@ fn serve_until_killed(home: &Path) {
         };
         log.write_all(events.iter().map(line).collect::<String>().as_bytes()).unwrap();
     });
-    let (fingerprint, on_durable) = (Some(fingerprint("one", 0)), Some(on_durable));
+    let (fingerprint, on_durable) = (Some(engine::in_epoch("one", 0)), Some(on_durable));
     let options = Options { fingerprint, on_durable, ..Options::default() };
-    let manager = open_with(settings(home, 64, SLOTS_OF_ENGINE), options).unwrap();
+    let manager = engine::open_with(kept(home, 64, SLOTS_OF_ENGINE), options).unwrap();
     let mut rng = fastrand::Rng::new();
     let mut served = 0;
     loop {
@@ -635,9 +617,9 @@ fn serve_until_killed(home: &Path) {
 }
 
 fn reset_and_wait(home: &Path) {
-    let manager = open(settings(home, 64, 64), fingerprint("one", 0)).unwrap();
+    let manager = open(kept(home, 64, 64), engine::in_epoch("one", 0)).unwrap();
     engine::serve(&manager, &chain(1, 6));
-    drained(&manager);
+    engine::drain(&manager);
     engine::serve(&manager, &chain(2, 6));
     manager.reset(1).unwrap();
     say("reset");
@@ -675,7 +657,7 @@ fn what_a_killed_process_made_durable_the_next_serves() {
         assert_eq!(engine.hear(), "working");
         engine.kill();
         let manager =
-            open(settings(home.path(), 64, SLOTS_OF_ENGINE), fingerprint("one", 0)).unwrap();
+            open(kept(home.path(), 64, SLOTS_OF_ENGINE), engine::in_epoch("one", 0)).unwrap();
         assert_eq!(manager.admin().audit(), []);
         let there = acknowledged(home.path());
         assert!(there.len() > 500, "{}", there.len());
@@ -694,7 +676,7 @@ fn what_a_killed_process_made_durable_the_next_serves() {
             missing += there.range((n, loaded.blocks)..(n + 1, 0)).count();
             failed += loaded.failed;
         }
-        drained(&manager);
+        engine::drain(&manager);
         assert_eq!(manager.admin().audit(), []);
         closed(&manager);
     }
@@ -708,8 +690,8 @@ fn nothing_from_before_a_reset_is_found_after_a_kill() {
     let mut engine = Process::start(module_path!(), "reset", home.path());
     assert_eq!(engine.hear(), "reset");
     engine.kill();
-    let manager = open(settings(home.path(), 64, 64), fingerprint("one", 0)).unwrap();
-    assert_eq!((manager.epoch(), report(&manager).blocks), (1, 0));
+    let manager = open(kept(home.path(), 64, 64), engine::in_epoch("one", 0)).unwrap();
+    assert_eq!((manager.epoch(), engine::recovered(&manager).blocks), (1, 0));
     for n in [1, 2] {
         assert_eq!(manager.matches(&chain(n, 6)).longest(), 0);
         assert_eq!(engine::serve(&manager, &chain(n, 6)).computed, 6);
@@ -721,13 +703,13 @@ fn nothing_from_before_a_reset_is_found_after_a_kill() {
 #[ignore = "a measurement"]
 fn recovery_of_100_000_blocks() {
     let home = tempfile::tempdir().unwrap();
-    let settings = settings(home.path(), 64, 100_000);
-    drop(open(settings.clone(), fingerprint("one", 0)).unwrap());
+    let settings = kept(home.path(), 64, 100_000);
+    drop(open(settings.clone(), engine::in_epoch("one", 0)).unwrap());
     let path = index_file(home.path());
     let options = IndexOptions {
         tier: Tier::Disk,
-        namespace: format!("v1-block{BLOCK}-{}", fingerprint("one", 0)),
-        identity: fingerprint("one", 0).digest(),
+        namespace: format!("v1-block{BLOCK}-{}", engine::in_epoch("one", 0)),
+        identity: engine::in_epoch("one", 0).digest(),
         slots: 100_000,
         block_bytes: BLOCK,
         parts: 1,
@@ -754,8 +736,8 @@ fn recovery_of_100_000_blocks() {
     index.append(&(0..100_000).map(stored).collect::<Vec<_>>()).unwrap();
     drop(index);
     for _ in 0..3 {
-        let manager = open(settings.clone(), fingerprint("one", 0)).unwrap();
-        println!("{:?}", report(&manager));
+        let manager = open(settings.clone(), engine::in_epoch("one", 0)).unwrap();
+        println!("{:?}", engine::recovered(&manager));
     }
 }
 
@@ -766,14 +748,14 @@ fn recovery_of_100_000_blocks() {
 #[ignore = "a measurement"]
 fn what_it_costs_to_wait_for_the_index() {
     let home = tempfile::tempdir().unwrap();
-    let kept = Options { fingerprint: Some(fingerprint("one", 0)), ..Options::default() };
-    let managers = [("kept", kept), ("not kept", Options::default())].map(|(dir, options)| {
-        let manager = open_with(settings(&home.path().join(dir), 64, 256), options).unwrap();
+    let known = engine::model(engine::in_epoch("one", 0));
+    let managers = [("kept", known), ("not kept", Options::default())].map(|(dir, options)| {
+        let manager = engine::open_with(kept(&home.path().join(dir), 64, 256), options).unwrap();
         // Full, so that each write is into a slot that had another block.
         for n in 0..64 {
             engine::serve(&manager, &chain(n, 8));
         }
-        drained(&manager);
+        engine::drain(&manager);
         manager
     });
     let mut took = [const { Vec::new() }; 2];
@@ -784,7 +766,7 @@ fn what_it_costs_to_wait_for_the_index() {
             for n in 0..16 {
                 engine::serve(&managers[of], &chain(100 + 16 * round + n, 8));
             }
-            drained(&managers[of]);
+            engine::drain(&managers[of]);
             took[of].push(started.elapsed());
         }
     }

@@ -6,15 +6,16 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use kvbm::{
-    BlockHash, Chain, EngineMemory, ErrorKind, Fence, HostFence, Loaded, Manager, Options, Rank,
-    RankGroup, RankOptions, Saved, SlotId, Tier, Transfer,
+    BlockHash, EngineMemory, ErrorKind, Fence, HostFence, Loaded, Manager, Options, Rank,
+    RankOptions, Saved, SlotId, Tier, Transfer,
 };
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine;
+use kvbm_tests::fleet::group;
 use kvbm_tests::process::{Process, role, say};
-use kvbm_tests::rig::hash;
+use kvbm_tests::rig::{chain, chaos, hash, number_of};
 use kvbm_tests::slots::{load_slots, save_slots};
-use kvbm_tiers::chaos::{Chaos, Schedule};
+use kvbm_tiers::chaos::Chaos;
 use kvbm_tiers::testing::{TensorView, Tensors, fill_pattern, has_pattern};
 
 const WORLD: u16 = 4;
@@ -23,7 +24,7 @@ const LAYERS: u16 = 8;
 const SLOTS: u32 = 96;
 const LIMIT: Duration = Duration::from_mins(1);
 
-fn settings(dir: &Path) -> Settings {
+fn of_rank(dir: &Path) -> Settings {
     let mut settings = engine::without_device(BLOCK as u64, 64);
     settings.host.staging_blocks = 8;
     engine::add_disk(&mut settings, 128, dir);
@@ -33,10 +34,6 @@ fn settings(dir: &Path) -> Settings {
     settings.transfer.max_batch = 4;
     settings.flush.interval_ms = 1;
     settings
-}
-
-fn group(dir: &Path) -> RankGroup {
-    RankGroup { dir: dir.join("meet"), world: WORLD, limit: LIMIT }
 }
 
 /// What goes wrong in a rank from when it is told to break until it is told to heal.
@@ -51,8 +48,7 @@ const fn faults(rank: u16) -> &'static str {
 
 /// What the engine computes in a rank for a block, under weights of this number.
 fn pattern(rank: u16, weights: u64, hash: BlockHash) -> usize {
-    let block = kvbm_tests::rig::number(Chain::from([hash].as_slice()).key(0));
-    usize::from(rank) << 40 | (weights as usize) << 32 | block
+    usize::from(rank) << 40 | (weights as usize) << 32 | number_of(hash)
 }
 
 /// Not a test: the process of a rank, when another test starts it.
@@ -62,11 +58,11 @@ fn process() {
     let rank = role.parse().expect("a rank's number");
     let (region, tensors) = Tensors::new(SLOTS, BLOCK, 2 * usize::from(LAYERS)).shared();
     let memory = EngineMemory::new(region, LAYERS).unwrap();
-    let chaos = Chaos::new(Schedule::scripted([faults(rank).parse().expect("an episode")]));
+    let chaos = chaos(&[faults(rank)]);
     let options =
         RankOptions { media_layer: Some(chaos.layer()), ..RankOptions::new(group(&place), rank) };
     let _joined =
-        Rank::join(&settings(&place), RankOptions { engine: Some(memory), ..options }).unwrap();
+        Rank::join(&of_rank(&place), RankOptions { engine: Some(memory), ..options }).unwrap();
     say("joined");
     for line in std::io::stdin().lines() {
         say(&obey(&line.unwrap(), &tensors, &chaos).to_string());
@@ -118,7 +114,7 @@ impl Engine {
         let options = Options { ranks: Some(group(dir.path())), ..Options::default() };
         let memory = EngineMemory::in_ranks(SLOTS, LAYERS).unwrap();
         let manager = engine::block_on(Manager::open(
-            settings(dir.path()),
+            of_rank(dir.path()),
             Options { engine: Some(memory), ..options },
         ))
         .unwrap();
@@ -156,7 +152,7 @@ impl Engine {
     }
 
     fn compute(&mut self, n: u32, blocks: u32) -> Prompt {
-        let chain: Vec<_> = (0..blocks).map(|i| hash(1_000 * n + i + 1)).collect();
+        let chain = chain(n, blocks);
         let slots = self.take(chain.len());
         let prompt = Prompt { chain, slots };
         self.compute_again(&prompt);

@@ -8,47 +8,40 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm::{BlockHash, Chain, ErrorKind, Manager, Options, Tier};
+use kvbm::{ErrorKind, Manager, Tier};
 use kvbm_settings::{DiskBackend, Settings};
-use kvbm_tests::engine::{self, Served, open, push_down, serve, settings};
-use kvbm_tests::rig::{hash, number};
+use kvbm_tests::engine::{self, Served, drain, open, push_down, serve, settings, stop};
+use kvbm_tests::rig::{chain, files, number_of};
 use kvbm_tiers::sealed::{
     Cipher, KeyFiles, KeyRing, SEAL_BYTES, Scratch, ScratchOptions, TenantKeys,
 };
-use kvbm_tiers::testing::{fill_pattern, has_pattern, host, order, run};
+use kvbm_tiers::testing::{
+    disk, fill_pattern, frames, has_pattern, host, main_key, order, run, take_all,
+};
 use kvbm_tiers::{
-    CopyError, CopyErrorKind, DiskOptions, DiskRegion, DramRegion, Frame, FramePool, Geometry,
-    Sealed, ThreadsBackend,
+    CopyError, CopyErrorKind, DiskRegion, DramRegion, Frame, FramePool, Sealed, ThreadsBackend,
 };
 use prometheus::Registry;
 
 const BLOCK: usize = 8192;
 const BLOCKS: u32 = 12;
 
-fn key(number: u32, digits: &str) -> String {
-    format!("{number}:{}", digits.repeat(4))
-}
-
 fn first_key() -> String {
-    key(7, "0123456789abcdef")
+    main_key(7, "0123456789abcdef")
 }
 
 fn second_key() -> String {
-    key(8, "fedcba9876543210")
+    main_key(8, "fedcba9876543210")
 }
 
 /// Small upper tiers over a disk, and objects if there is to be nothing on disk.
 fn lower_tiers(dir: &Path, has_disk: bool) -> Settings {
     let mut settings = settings(BLOCK as u64, 16, 16);
-    settings.flush.interval_ms = 1;
     if has_disk {
-        engine::add_disk(&mut settings, 256, dir.join("disk"));
-        settings.disk.keep = true;
-        return settings;
+        engine::keep_on_disk(&mut settings, 256, dir.join("disk"));
+    } else {
+        engine::keep_in_bucket(&mut settings, 8 * BLOCK as u64, &dir.join("objects"));
     }
-    settings.object.url = Some(format!("file://{}/objects", dir.display()));
-    settings.object.segment_bytes = 8 * BLOCK as u64;
-    settings.object.keep = true;
     settings
 }
 
@@ -56,34 +49,20 @@ fn manager(settings: Settings) -> Manager {
     open(settings, &Registry::new()).unwrap()
 }
 
-fn chain() -> Vec<BlockHash> {
-    (1..=BLOCKS).map(hash).collect()
-}
-
-fn drain(manager: &Manager) {
-    assert!(manager.drain(Duration::from_secs(20)).is_complete());
-}
-
 /// Computed, flushed, gone from the upper tiers, and then asked for again.
 fn down_and_up(manager: &Manager) -> Served {
-    serve(manager, &chain());
+    serve(manager, &chain(0, BLOCKS));
     drain(manager);
-    push_down(manager, &chain());
-    serve(manager, &chain())
-}
-
-fn files(dir: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
-    entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
+    push_down(manager, &chain(0, BLOCKS));
+    serve(manager, &chain(0, BLOCKS))
 }
 
 /// How often a word of one of the chain's blocks stands in a file, wherever it begins.
 fn words_found(dir: &Path) -> usize {
     let mut words = HashSet::new();
-    let chain = chain();
-    for position in 0..chain.len() {
+    for hash in chain(0, BLOCKS) {
         let mut block = vec![0; BLOCK];
-        fill_pattern(number(Chain::from(chain.as_slice()).key(position)), &mut block);
+        fill_pattern(number_of(hash), &mut block);
         words.extend(block.as_chunks::<8>().0.iter().filter(|word| **word != [0; 8]).copied());
     }
     let found = |file: PathBuf| {
@@ -128,23 +107,23 @@ fn a_flipped_bit_is_a_miss_and_then_it_heals() {
     let mut settings = lower_tiers(dir.path(), true);
     settings.encryption.key = Some(first_key());
     let manager = manager(settings);
-    serve(&manager, &chain());
+    serve(&manager, &chain(0, BLOCKS));
     drain(&manager);
-    push_down(&manager, &chain());
-    assert_eq!(manager.matches(&chain()).blocks(Tier::Disk), BLOCKS as usize);
+    push_down(&manager, &chain(0, BLOCKS));
+    assert_eq!(manager.matches(&chain(0, BLOCKS)).blocks(Tier::Disk), BLOCKS as usize);
     for path in files(&dir.path().join("disk")) {
         flip_a_bit_of_each_block(&path);
     }
-    let served = serve(&manager, &chain());
+    let served = serve(&manager, &chain(0, BLOCKS));
     // A load ends with its first bad block, and others may still be on their way to their slots:
     // what is missing then is computed next time.
     assert_eq!((served.hit, served.wrong), (0, 0), "{served:?}");
     drain(&manager);
-    let served = serve(&manager, &chain());
+    let served = serve(&manager, &chain(0, BLOCKS));
     assert_eq!(served.wrong, 0, "{served:?}");
     drain(&manager);
-    push_down(&manager, &chain());
-    let served = serve(&manager, &chain());
+    push_down(&manager, &chain(0, BLOCKS));
+    let served = serve(&manager, &chain(0, BLOCKS));
     assert_eq!((served.hit, served.wrong), (BLOCKS as usize, 0), "{served:?}");
     assert!(manager.admin().audit().is_empty());
 }
@@ -208,14 +187,8 @@ struct Drive {
 impl Drive {
     fn new(dir: &Path) -> Self {
         let memory = Arc::new(host(3, BLOCK));
-        let geometry = Geometry::new(3, BLOCK + SEAL_BYTES).unwrap();
-        let dirs = vec![dir.to_owned()];
-        let options =
-            DiskOptions { geometry, dirs, o_direct: true, zerofill_fallback: true, keep: None };
-        let disk = Arc::new(DiskRegion::open(&options).unwrap());
-        let (mut frames, mut others) = (memory.frames().unwrap(), FramePool::new(Tier::Disk, 3));
-        let here = std::iter::from_fn(|| frames.take()).collect();
-        let there = std::iter::from_fn(|| others.take()).collect();
+        let disk = disk(&[dir], 3, BLOCK + SEAL_BYTES);
+        let (here, there) = (frames(&memory), take_all(FramePool::new(Tier::Disk, 3)));
         Self { dir: dir.to_owned(), memory, disk, here, there }
     }
 
@@ -229,7 +202,7 @@ impl Drive {
         let ring = Arc::new(KeyRing::parse(keys).unwrap());
         let keys = Arc::new(TenantKeys::new(ring, "model", Box::new(files)));
         let cipher = Cipher::new(keys, Tier::Disk, "model", BLOCK);
-        Sealed::new(threads, Arc::clone(&self.memory) as _, (scratch, cipher), 1).unwrap()
+        Sealed::new(threads, Arc::clone(&self.memory) as _, scratch, cipher, 1).unwrap()
     }
 
     fn store(&mut self, keys: &str, block: usize) {
@@ -260,7 +233,7 @@ fn keys_are_rotated_and_blocks_without_their_key_are_misses() {
     // What was written since is under the new key alone, and the old one opens what it once sealed.
     drive.load(&second_key(), 1).unwrap();
     drive.load(&first_key(), 0).unwrap();
-    let impostor = key(7, "0123456789abcdee");
+    let impostor = main_key(7, "0123456789abcdee");
     for (keys, block) in [(&first_key(), 1), (&second_key(), 0), (&impostor, 0)] {
         assert_eq!(drive.load(keys, block).unwrap_err().kind(), CopyErrorKind::Corrupt, "{keys}");
     }
@@ -278,15 +251,7 @@ fn restarted(dir: &Path, keys: &str) -> Manager {
 fn try_restart(dir: &Path, keys: &str) -> kvbm::Result<Manager> {
     let mut settings = lower_tiers(dir, true);
     settings.encryption.key = Some(keys.to_owned());
-    let fingerprint = engine::fingerprint("one");
-    let options = Options { fingerprint: Some(fingerprint), ..Options::default() };
-    engine::block_on(Manager::open(settings, options))
-}
-
-fn stopped(manager: Manager) {
-    drain(&manager);
-    assert!(manager.close(Duration::from_secs(20)).is_complete());
-    drop(manager);
+    engine::open_with(settings, engine::model(engine::fingerprint("one")))
 }
 
 #[test]
@@ -294,16 +259,16 @@ fn a_restart_finds_encrypted_blocks_only_with_their_key() {
     let dir = tempfile::tempdir().unwrap();
     let blocks = BLOCKS as usize;
     let first = restarted(dir.path(), &first_key());
-    serve(&first, &chain());
-    stopped(first);
+    serve(&first, &chain(0, BLOCKS));
+    stop(first);
     for keys in [first_key(), format!("{},{}", second_key(), first_key())] {
         let again = restarted(dir.path(), &keys);
-        let served = serve(&again, &chain());
+        let served = serve(&again, &chain(0, BLOCKS));
         assert_eq!((served.hit, served.wrong), (blocks, 0), "{served:?}");
-        stopped(again);
+        stop(again);
     }
     // The index is authenticated, and a start without its key leaves it alone.
-    for keys in [key(9, "fedcba9876543210"), key(8, "0123456789abcdef")] {
+    for keys in [main_key(9, "fedcba9876543210"), main_key(8, "0123456789abcdef")] {
         let error = try_restart(dir.path(), &keys).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
         assert!(error.to_string().contains("emove"), "{error}");
@@ -312,12 +277,12 @@ fn a_restart_finds_encrypted_blocks_only_with_their_key() {
     // it.
     let later = restarted(dir.path(), &second_key());
     assert_eq!(
-        later.matches(&chain()).blocks(Tier::Disk),
+        later.matches(&chain(0, BLOCKS)).blocks(Tier::Disk),
         0,
         "nobody can read the blocks, and they are not found"
     );
     let served = down_and_up(&later);
     assert_eq!((served.hit, served.wrong), (blocks, 0), "{served:?}");
-    stopped(later);
+    stop(later);
     assert_eq!(words_found(dir.path()), 0);
 }

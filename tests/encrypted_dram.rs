@@ -3,24 +3,22 @@
 
 use std::collections::HashSet;
 use std::fs::{self, OpenOptions};
-use std::io::{Write, stdin};
+use std::io::Write;
 use std::os::unix::fs::{FileExt, OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use kvbm::blocking::Blocks;
-use kvbm::{
-    BlockHash, Chain, EngineMemory, ErrorKind, Fence, Hints, Manager, RequestInfo, SlotId, Tier,
-};
-use kvbm_settings::{Capacity, Settings};
+use kvbm::{EngineMemory, ErrorKind, Fence, Manager, SlotId, Tier};
+use kvbm_settings::Capacity;
 use kvbm_tests::engine::{self, Served, serve_for};
-use kvbm_tests::kept::{self, options, shm};
-use kvbm_tests::process::{Process, role, say};
-use kvbm_tests::rig::{hash, metric, number};
+use kvbm_tests::kept::{self, be_an_engine, leave, memory_file, options, shm};
+use kvbm_tests::process::{Process, role};
+use kvbm_tests::rig::{chain, files, info_of, metric, number_of};
 use kvbm_tests::slots::{load_slots, save_slots};
 use kvbm_tiers::sealed::SEAL_BYTES;
-use kvbm_tiers::testing::{Tensors, fill_pattern, has_pattern};
+use kvbm_tiers::testing::{Tensors, fill_pattern, has_pattern, main_key};
 use prometheus::Registry;
 use tempfile::TempDir;
 
@@ -31,12 +29,8 @@ const LIMIT: Duration = Duration::from_secs(30);
 const ONE: u32 = 0;
 const OTHER: u32 = 1;
 
-fn key(number: u32, digits: &str) -> String {
-    format!("{number}:{}", digits.repeat(4))
-}
-
 fn first_key() -> String {
-    key(1, "0123456789abcdef")
+    main_key(1, "0123456789abcdef")
 }
 
 /// What the next start is given.
@@ -55,26 +49,8 @@ fn home() -> Option<TempDir> {
     Some(home)
 }
 
-/// Encrypted where there are keys.
-fn settings(dir: &Path) -> Settings {
-    let mut settings = kept::settings(dir, BLOCK as u64, 256);
-    let keys = dir.join("keys");
-    settings.encryption.key_file = keys.exists().then(|| keys.display().to_string());
-    settings
-}
-
-fn open(dir: &Path) -> kvbm::Result<(Manager, Registry)> {
-    kept::open(settings(dir))
-}
-
-fn chain(n: u32) -> Vec<BlockHash> {
-    (0..CHAIN).map(|i| hash(1_000 * n + i)).collect()
-}
-
 fn serve(manager: &Manager, n: u32) -> Served {
-    let tenant = (n <= OTHER).then_some(n);
-    let hints = Hints { tenant, ..Hints::default() };
-    serve_for(manager, RequestInfo { hints, ..RequestInfo::default() }, &chain(n))
+    serve_for(manager, info_of((n <= OTHER).then_some(n)), &chain(n, CHAIN))
 }
 
 #[track_caller]
@@ -87,46 +63,7 @@ fn assert_served(manager: &Manager, n: u32, hit: usize) {
 #[test]
 fn process() {
     let Some((role, place)) = role() else { return };
-    let manager = open(&place).unwrap().0;
-    say("open");
-    if role == "busy" {
-        for n in 0.. {
-            assert_eq!(serve(&manager, n % 16).wrong, 0);
-        }
-    }
-    for line in stdin().lines() {
-        let line = line.unwrap();
-        if line == "reset" {
-            manager.reset(manager.epoch() + 1).unwrap();
-            say("reset");
-            continue;
-        }
-        let served = serve(&manager, line.parse().unwrap());
-        // What was drained is in the index.
-        assert!(manager.drain(LIMIT).is_complete());
-        say(&format!("{} {}", served.saved, served.wrong));
-    }
-}
-
-/// Has an engine serve these requests, and kills it.
-fn leave(dir: &Path, requests: impl IntoIterator<Item = u32>) {
-    let mut process = Process::start(module_path!(), "engine", dir);
-    assert_eq!(process.hear(), "open");
-    for n in requests {
-        assert_eq!(process.ask(&n.to_string()), "8 0");
-    }
-    process.kill();
-}
-
-fn files(dir: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
-    entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
-}
-
-fn memory_file(dir: &Path) -> PathBuf {
-    let found =
-        files(dir).into_iter().find(|path| path.extension().is_some_and(|kind| kind == "memory"));
-    found.expect("a region")
+    be_an_engine(&role, &kept::open(&place, BLOCK).unwrap().0, serve);
 }
 
 /// How many of a chain's blocks some of whose words stand in a file in memory, wherever they begin.
@@ -135,7 +72,7 @@ fn blocks_found(dir: &Path, n: u32) -> usize {
     let there: HashSet<_> = memory.windows(8).collect();
     let is_found = |&position: &usize| {
         let mut block = vec![0; BLOCK];
-        fill_pattern(number(Chain::from(chain(n).as_slice()).key(position)), &mut block);
+        fill_pattern(number_of(chain(n, CHAIN)[position]), &mut block);
         block
             .as_chunks::<8>()
             .0
@@ -152,13 +89,13 @@ fn a_killed_process_leaves_nothing_readable_and_a_warm_start() {
         if is_encrypted {
             give_keys(home.path(), &first_key());
         }
-        leave(home.path(), [ONE, OTHER, 2]);
+        leave(module_path!(), home.path(), [ONE, OTHER, 2]);
         // Without keys it is found, so we look in the right place.
         let found = if is_encrypted { 0 } else { CHAIN as usize };
         assert_eq!([ONE, OTHER, 2].map(|n| blocks_found(home.path(), n)), [found; 3]);
-        let (manager, registry) = open(home.path()).unwrap();
+        let (manager, registry) = kept::open(home.path(), BLOCK).unwrap();
         for n in [2, OTHER, ONE] {
-            assert_eq!(manager.matches(&chain(n)).blocks(Tier::Host), 8);
+            assert_eq!(manager.matches(&chain(n, CHAIN)).blocks(Tier::Host), 8);
             assert_served(&manager, n, 8);
         }
         assert_eq!(metric(&registry, "kvbm_checksum_failures_total", &[]), 0);
@@ -176,22 +113,22 @@ fn an_epoch_is_in_sealed_memory_before_a_reset_returns() {
     let mut process = Process::start(module_path!(), "engine", home.path());
     assert_eq!(process.hear(), "open");
     assert_eq!(process.ask("2"), "8 0");
-    assert_eq!(process.ask("reset"), "reset");
+    assert_eq!(process.ask("reset 1"), "reset");
     process.kill();
-    let (manager, _) = open(home.path()).unwrap();
-    assert_eq!((manager.epoch(), manager.matches(&chain(2)).longest()), (1, 0));
+    let (manager, _) = kept::open(home.path(), BLOCK).unwrap();
+    assert_eq!((manager.epoch(), manager.matches(&chain(2, CHAIN)).longest()), (1, 0));
     assert_served(&manager, 2, 0);
     assert!(manager.close(LIMIT).is_complete());
     drop(manager);
     // And what is of the new epoch is found.
-    assert_served(&open(home.path()).unwrap().0, 2, 8);
+    assert_served(&kept::open(home.path(), BLOCK).unwrap().0, 2, 8);
 }
 
 /// In the block, its checksum, its tag and all that is in the clear.
 #[test]
 fn a_flipped_bit_anywhere_is_a_miss_and_then_heals() {
     let Some(home) = home() else { return };
-    leave(home.path(), [2]);
+    leave(module_path!(), home.path(), [2]);
     let stride = (BLOCK + SEAL_BYTES).next_multiple_of(4096) as u64;
     let file = OpenOptions::new().read(true).write(true).open(memory_file(home.path())).unwrap();
     for slot in 0..48 {
@@ -199,7 +136,7 @@ fn a_flipped_bit_anywhere_is_a_miss_and_then_heals() {
         file.read_exact_at(&mut byte, at).unwrap();
         file.write_all_at(&[byte[0] ^ 4], at).unwrap();
     }
-    let (manager, registry) = open(home.path()).unwrap();
+    let (manager, registry) = kept::open(home.path(), BLOCK).unwrap();
     assert_served(&manager, 2, 0);
     assert!(metric(&registry, "kvbm_checksum_failures_total", &[("tier", "host")]) >= 1);
     assert!(manager.drain(LIMIT).is_complete());
@@ -210,7 +147,7 @@ fn a_flipped_bit_anywhere_is_a_miss_and_then_heals() {
     assert_served(&manager, 2, 8);
     assert_eq!(manager.admin().audit(), []);
     drop(manager);
-    assert_served(&open(home.path()).unwrap().0, 2, 8);
+    assert_served(&kept::open(home.path(), BLOCK).unwrap().0, 2, 8);
 }
 
 #[test]
@@ -222,10 +159,10 @@ fn whatever_a_kill_interrupts_no_wrong_byte_is_served() {
         assert_eq!(process.hear(), "open");
         thread::sleep(Duration::from_millis(20 + 57 * round));
         process.kill();
-        let (manager, _) = open(home.path()).unwrap();
+        let (manager, _) = kept::open(home.path(), BLOCK).unwrap();
         // What is there first: the others take its place.
         let there: Vec<_> =
-            (0..16).filter(|&n| manager.matches(&chain(n)).blocks(Tier::Host) > 0).collect();
+            (0..16).filter(|&n| manager.matches(&chain(n, CHAIN)).blocks(Tier::Host) > 0).collect();
         let served: Vec<_> = there.into_iter().chain(0..16).map(|n| serve(&manager, n)).collect();
         assert!(served.iter().all(|served| served.wrong == 0), "{served:?}");
         hits += served.iter().map(|served| served.hit).sum::<usize>();
@@ -238,11 +175,11 @@ fn whatever_a_kill_interrupts_no_wrong_byte_is_served() {
 fn without_its_key_it_is_refused_with_an_older_found() {
     let Some(home) = home() else { return };
     let first = first_key();
-    let second = key(2, "fedcba9876543210");
-    leave(home.path(), [ONE, 2]);
-    for wrong in [&second, &key(1, "0123456789abcdee")] {
+    let second = main_key(2, "fedcba9876543210");
+    leave(module_path!(), home.path(), [ONE, 2]);
+    for wrong in [&second, &main_key(1, "0123456789abcdee")] {
         give_keys(home.path(), wrong);
-        let error = open(home.path()).map(drop).unwrap_err();
+        let error = kept::open(home.path(), BLOCK).map(drop).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
         for part in ["key", "emove"] {
             assert!(error.to_string().contains(part), "{part}: {error}");
@@ -251,7 +188,7 @@ fn without_its_key_it_is_refused_with_an_older_found() {
     // And then it is found again: also where the key is only the older one.
     for keys in [first.clone(), format!("{second},{first}").replace(',', "\n")] {
         give_keys(home.path(), &keys);
-        let (manager, _) = open(home.path()).unwrap();
+        let (manager, _) = kept::open(home.path(), BLOCK).unwrap();
         [ONE, 2].into_iter().for_each(|n| assert_served(&manager, n, 8));
         assert_served(&manager, 3, if keys == first { 0 } else { 8 });
     }
@@ -262,7 +199,7 @@ fn what_goes_down_and_comes_back_is_right() {
     let Some(home) = home() else { return };
     let disk = tempfile::tempdir().unwrap();
     symlink(disk.path(), home.path().join("disk")).unwrap();
-    let (manager, _) = open(home.path()).unwrap();
+    let (manager, _) = kept::open(home.path(), BLOCK).unwrap();
     for _ in 0..3 {
         for n in 0..12 {
             assert_eq!(serve(&manager, n).wrong, 0);
@@ -275,27 +212,27 @@ fn what_goes_down_and_comes_back_is_right() {
     assert!(manager.close(LIMIT).is_complete());
     drop(manager);
     assert_eq!((0..12).map(|n| blocks_found(home.path(), n)).sum::<usize>(), 0);
-    let (again, _) = open(home.path()).unwrap();
+    let (again, _) = kept::open(home.path(), BLOCK).unwrap();
     assert_eq!((0..12).map(|n| serve(&again, n).hit).sum::<usize>(), 96);
 }
 
 #[test]
 fn the_forgotten_stay_so_where_the_memory_is_put_back() {
     let Some(home) = home() else { return };
-    leave(home.path(), [ONE, OTHER, 2]);
+    leave(module_path!(), home.path(), [ONE, OTHER, 2]);
     let is_key = |path: &PathBuf| path.extension().is_some_and(|end| end == "keys");
     let kept: Vec<_> = files(home.path()).into_iter().filter(|path| !is_key(path)).collect();
     let before: Vec<_> = kept.into_iter().map(|path| (fs::read(&path).unwrap(), path)).collect();
-    let (manager, _) = open(home.path()).unwrap();
+    let (manager, _) = kept::open(home.path(), BLOCK).unwrap();
     manager.forget(ONE).unwrap();
-    assert_eq!(manager.matches(&chain(ONE)).blocks(Tier::Host), 0);
+    assert_eq!(manager.matches(&chain(ONE, CHAIN)).blocks(Tier::Host), 0);
     drop(manager);
     for put_back in [false, true] {
         if put_back {
             before.iter().for_each(|(bytes, path)| fs::write(path, bytes).unwrap());
         }
-        let (again, _) = open(home.path()).unwrap();
-        assert_eq!(again.matches(&chain(ONE)).blocks(Tier::Host), 0);
+        let (again, _) = kept::open(home.path(), BLOCK).unwrap();
+        assert_eq!(again.matches(&chain(ONE, CHAIN)).blocks(Tier::Host), 0);
         [OTHER, 2].into_iter().for_each(|n| assert_served(&again, n, 8));
         // It comes back, under a new key.
         assert_served(&again, ONE, 0);
@@ -309,7 +246,7 @@ fn the_forgotten_stay_so_where_the_memory_is_put_back() {
 #[test]
 fn an_engine_that_copies_itself_is_refused_with_a_remedy() {
     let Some(home) = home() else { return };
-    let mut settings = settings(home.path());
+    let mut settings = kept::settings(home.path(), BLOCK);
     settings.device.capacity = None;
     let error = Blocks::open(settings.clone(), options(&Registry::new())).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
@@ -324,7 +261,7 @@ fn an_engine_that_copies_itself_is_refused_with_a_remedy() {
 #[test]
 fn an_engine_with_memory_of_its_own_is_served() {
     let Some(home) = home() else { return };
-    let mut settings = settings(home.path());
+    let mut settings = kept::settings(home.path(), BLOCK);
     settings.device.capacity = None;
     let (region, view) = Tensors::new(64, BLOCK, 16).shared();
     let engine = EngineMemory::new(region, 8).unwrap();
@@ -334,8 +271,8 @@ fn an_engine_with_memory_of_its_own_is_served() {
     );
     let manager = engine::block_on(opened).unwrap();
     let (chain, slots) =
-        (chain(2), |first: u32| (first..first + CHAIN).map(SlotId).collect::<Vec<_>>());
-    let pattern = |position: usize| number(Chain::from(chain.as_slice()).key(position));
+        (chain(2, CHAIN), |first: u32| (first..first + CHAIN).map(SlotId).collect::<Vec<_>>());
+    let pattern = |position: usize| number_of(chain[position]);
     for (position, slot) in slots(0).into_iter().enumerate() {
         let mut block = vec![0; BLOCK];
         fill_pattern(pattern(position), &mut block);
@@ -360,7 +297,7 @@ fn what_sealing_memory_costs() {
     const ROUNDS: u32 = 15;
     let Some(homes) = [shm(), home()].into_iter().collect::<Option<Vec<_>>>() else { return };
     let managers = homes.iter().map(|home| {
-        let mut settings = settings(home.path());
+        let mut settings = kept::settings(home.path(), BLOCK);
         settings.block_bytes = Some(1 << 20);
         settings.device.capacity = Some(Capacity::Blocks(64));
         settings.host.capacity = Some(Capacity::Blocks(128));
@@ -370,7 +307,7 @@ fn what_sealing_memory_costs() {
     let mut rates = vec![Vec::new(); 4];
     for round in 0..ROUNDS {
         for (of, manager) in managers.iter().enumerate() {
-            let chain: Vec<_> = (0..32).map(|i| hash(1_000 * round + i)).collect();
+            let chain = chain(round, 32);
             let mut allocation = manager.allocate(&chain, manager.lease(&chain)).unwrap();
             for position in allocation.blocks() {
                 assert!(allocation.fill(position, |block| fill_pattern(position, block)));

@@ -6,16 +6,12 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kvbm::{
-    BlockHash, ErrorKind, Fingerprint, Hints, KvLayout, Manager, PeerLease, Pulled, RequestInfo,
-    Tier,
-};
-use kvbm_settings::Settings;
-use kvbm_tests::engine::{self, serve_for};
-use kvbm_tests::kept::{self, options, shm};
-use kvbm_tests::rig::{hash, metric, wait_until};
+use kvbm::{ErrorKind, Fingerprint, KvLayout, Manager, PeerLease, Pulled, RequestInfo, Tier};
+use kvbm_tests::engine::{self, address, peer_name, serve_for};
+use kvbm_tests::kept::{self, memory_file, options, shm};
+use kvbm_tests::rig::{chain, info_of, metric, number_of, wait_until};
 use kvbm_tiers::sealed::SEAL_BYTES;
-use kvbm_tiers::testing::fill_pattern;
+use kvbm_tiers::testing::{fill_pattern, main_key};
 use prometheus::Registry;
 use tempfile::TempDir;
 
@@ -30,17 +26,8 @@ const NOBODY: u32 = 2;
 const FIRST: &str = "0123456789abcdef";
 const SECOND: &str = "fedcba9876543210";
 
-fn main_key(number: u32, digits: &str) -> String {
-    format!("{number}:{}", digits.repeat(4))
-}
-
-fn chain(n: u32) -> Vec<BlockHash> {
-    (0..CHAIN).map(|i| hash(1_000 * n + i)).collect()
-}
-
 fn info(n: u32) -> RequestInfo {
-    let hints = Hints { tenant: (n <= OTHER).then_some(n), ..Hints::default() };
-    RequestInfo { hints, ..RequestInfo::default() }
+    info_of((n <= OTHER).then_some(n))
 }
 
 /// A worker with a place in memory of its own.
@@ -65,18 +52,16 @@ impl Worker {
     ) -> Self {
         let (place, registry) = (home.join(name), Registry::new());
         fs::create_dir_all(place.join("memory")).unwrap();
-        let mut settings = kept::settings(&place, BLOCK as u64, 256);
+        let mut settings = kept::settings(&place, BLOCK);
         settings.host.persist = settings.host.persist.filter(|_| is_sealed);
         settings.encryption.key = key;
-        let settings = Settings { peers: peers(settings.peers, at), ..settings };
+        engine::add_peers(&mut settings, at);
+        settings.peers.lease_share = 1.0;
+        settings.peers.lease_ttl_ms = 1_000;
         let mut options = options(&registry);
         change(options.fingerprint.as_mut().unwrap());
-        let manager = engine::block_on(Manager::open(settings, options)).unwrap();
+        let manager = engine::open_with(settings, options).unwrap();
         Self { manager, registry, place }
-    }
-
-    fn address(&self) -> String {
-        self.manager.peers().unwrap().address().to_string()
     }
 
     /// Computes what the tiers lack of a prompt; returns how much of it was a hit. Nothing of it is
@@ -84,46 +69,28 @@ impl Worker {
     #[track_caller]
     fn serve(&self, n: u32) -> usize {
         self.manager.admin().evict(Tier::Device, usize::MAX);
-        let served = serve_for(&self.manager, info(n), &chain(n));
+        let served = serve_for(&self.manager, info(n), &chain(n, CHAIN));
         assert_eq!((served.wrong, served.saved), (0, CHAIN as usize), "{served:?}");
         assert!(self.manager.drain(LIMIT).is_complete());
         self.manager.admin().evict(Tier::Device, usize::MAX);
         served.hit
     }
 
-    fn memory_file(&self) -> PathBuf {
-        let dir = fs::read_dir(self.place.join("memory")).unwrap();
-        let mut paths = dir.map(|entry| entry.unwrap().path());
-        paths.find(|path| path.extension().is_some_and(|kind| kind == "memory")).unwrap()
+    #[track_caller]
+    fn assert_sound(&self) {
+        engine::assert_sound(&self.manager);
     }
 
     /// Flips a bit in each slot.
     fn damage(&self) {
         let stride = (BLOCK + SEAL_BYTES).next_multiple_of(4096) as u64;
-        let file = OpenOptions::new().read(true).write(true).open(self.memory_file()).unwrap();
+        let file =
+            OpenOptions::new().read(true).write(true).open(memory_file(&self.place)).unwrap();
         for slot in 0..kept::HOST {
             let (mut byte, at) = ([0], slot * stride + 613 * slot % BLOCK as u64);
             file.read_exact_at(&mut byte, at).unwrap();
             file.write_all_at(&[byte[0] ^ 4], at).unwrap();
         }
-    }
-
-    #[track_caller]
-    fn assert_sound(&self) {
-        let counts = self.manager.admin().counts(Tier::Host);
-        assert_eq!((self.manager.admin().audit(), counts.filling, counts.lost), (vec![], 0, 0));
-    }
-}
-
-fn peers(settings: kvbm_settings::PeerSettings, at: &str) -> kvbm_settings::PeerSettings {
-    let addresses = Some(at.to_owned()).filter(|at| !at.is_empty());
-    kvbm_settings::PeerSettings {
-        enabled: true,
-        port: 0,
-        addresses,
-        lease_share: 1.0,
-        lease_ttl_ms: 1_000,
-        ..settings
     }
 }
 
@@ -138,9 +105,9 @@ impl Pair {
     fn open(there: (bool, Option<String>), here: (bool, Option<String>)) -> Option<Self> {
         let home = shm()?;
         let there = Worker::open(home.path(), "there", there, "");
-        let at = there.address();
+        let at = address(&there.manager);
         let here = Worker::open(home.path(), "here", here, &at);
-        Some(Self { there, here, peer: at.replace(':', "/"), home })
+        Some(Self { there, here, peer: peer_name(&at), home })
     }
 
     /// Both encrypt, with one main key.
@@ -150,7 +117,7 @@ impl Pair {
     }
 
     fn lease(&self, n: u32) -> kvbm::Result<PeerLease> {
-        self.here.manager.peers().unwrap().lease(&self.peer, chain(n), info(n)).wait()
+        self.here.manager.peers().unwrap().lease(&self.peer, chain(n, CHAIN), info(n)).wait()
     }
 
     fn pull(&self, lease: PeerLease) -> Pulled {
@@ -176,13 +143,11 @@ impl Pair {
 
 /// Whether the file in memory of a worker shows a word of any block of a prompt.
 fn shows(worker: &Worker, n: u32) -> bool {
-    let memory = fs::read(worker.memory_file()).unwrap();
+    let memory = fs::read(memory_file(&worker.place)).unwrap();
     let words: std::collections::HashSet<_> = memory.windows(8).collect();
-    let prompt = chain(n);
-    let prompt = kvbm::Chain::from(prompt.as_slice());
-    (0..CHAIN as usize).any(|position| {
+    chain(n, CHAIN).into_iter().any(|hash| {
         let mut block = vec![0; BLOCK];
-        fill_pattern(kvbm_tests::rig::number(prompt.key(position)), &mut block);
+        fill_pattern(number_of(hash), &mut block);
         block.as_chunks::<8>().0.iter().any(|word| *word != [0; 8] && words.contains(&word[..]))
     })
 }
@@ -218,8 +183,8 @@ fn a_worker_without_the_key_is_told_and_one_with_it_reads() {
     let Some(home) = shm() else { return };
     let there = Worker::open(home.path(), "there", (true, Some(main_key(1, FIRST))), "");
     there.serve(ONE);
-    let at = there.address();
-    let peer = at.replace(':', "/");
+    let at = address(&there.manager);
+    let peer = peer_name(&at);
     let open = |key: Option<String>| Worker::open(home.path(), "here", (false, key), &at);
     for (key, said) in [
         (None, "this worker has no keys"),
@@ -227,7 +192,7 @@ fn a_worker_without_the_key_is_told_and_one_with_it_reads() {
         (Some(main_key(1, SECOND)), "main key 1 is another one here"),
     ] {
         let here = open(key);
-        let leasing = here.manager.peers().unwrap().lease(&peer, chain(ONE), info(ONE));
+        let leasing = here.manager.peers().unwrap().lease(&peer, chain(ONE, CHAIN), info(ONE));
         let error = leasing.wait().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert!(error.to_string().contains(said), "{error}");
@@ -262,11 +227,11 @@ fn encrypted_blocks_are_not_converted() {
     let heads = || of("kv,head,token,channel,byte", [2, 4, 16, 32, 2]);
     for (there, here) in [(sealed(), sealed()), ((false, None), sealed())] {
         let there = Worker::with(home.path(), "there", there, "", rows());
-        let (at, n) = (there.address(), NOBODY);
+        let (at, n) = (address(&there.manager), NOBODY);
         let here = Worker::with(home.path(), "here", here, &at, heads());
         there.serve(n);
         let peers = here.manager.peers().unwrap();
-        let leased = peers.lease(&at.replace(':', "/"), chain(n), info(n)).wait();
+        let leased = peers.lease(&peer_name(&at), chain(n, CHAIN), info(n)).wait();
         let why = match leased.and_then(|lease| peers.pull(lease).wait()) {
             Ok(pulled) => pulled.fault.unwrap_or_default(),
             Err(error) => error.to_string(),
@@ -293,7 +258,7 @@ fn what_changed_in_the_holders_memory_is_a_miss_and_then_heals() {
     assert_eq!(metric(&pair.here.registry, "kvbm_peer_leases_total", &wrong), 1);
     // The holder has looked, and dropped it.
     wait_until(LIMIT, "it is still there", || {
-        pair.there.manager.matches(&chain(ONE)).longest() == 0
+        pair.there.manager.matches(&chain(ONE, CHAIN)).longest() == 0
     });
     assert_eq!(pair.there.serve(ONE), 0);
     pair.assert_reads(ONE);
@@ -323,7 +288,7 @@ fn a_tenant_that_is_forgotten_at_either_side_is_forgotten_there() {
     [ONE, OTHER].into_iter().for_each(|n| _ = pair.there.serve(n));
     pair.assert_reads(ONE);
     pair.here.manager.forget(ONE).unwrap();
-    assert_eq!(pair.here.manager.matches(&chain(ONE)).longest(), 0);
+    assert_eq!(pair.here.manager.matches(&chain(ONE, CHAIN)).longest(), 0);
     // It comes back, under a new key.
     pair.assert_reads(ONE);
     pair.here.manager.admin().evict(Tier::Host, usize::MAX);

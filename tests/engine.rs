@@ -1,20 +1,23 @@
 //! Plays an inference engine on a real manager: what it loads it checks byte by byte, the rest it
 //! computes.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use kvbm::{
-    BlockHash, Chain, Error, ErrorKind, Fingerprint, Lease, Manager, Options, RequestInfo, Tier,
+    BlockHash, Error, ErrorKind, Fingerprint, Lease, Manager, Options, RecoveryReport, RequestInfo,
+    Tier,
 };
 use kvbm_settings::{Capacity, EvictionKind, Settings};
 use kvbm_tiers::testing::{fill_pattern, has_pattern};
 use prometheus::Registry;
 
-use crate::rig::number;
+use crate::rig::{chain, number_of};
 
 /// Media that hang keep their slots for longer.
 const IN_VAIN: Duration = Duration::from_millis(200);
+/// Nothing may take longer, on a busy machine.
+const LIMIT: Duration = Duration::from_mins(1);
 
 /// Settings of a device and a host tier, sized in blocks.
 pub fn settings(block_bytes: u64, device: u64, host: u64) -> Settings {
@@ -42,10 +45,55 @@ pub fn add_disk(settings: &mut Settings, blocks: u64, dir: impl Into<PathBuf>) {
     settings.disk.dirs = vec![dir.into()];
 }
 
+/// The same, of a disk tier that is found again, and to which blocks go at once.
+pub fn keep_on_disk(settings: &mut Settings, blocks: u64, dir: impl Into<PathBuf>) {
+    add_disk(settings, blocks, dir);
+    settings.disk.keep = true;
+    settings.flush.interval_ms = 1;
+}
+
+/// Adds a bucket in a directory, which is found again, and to which blocks go at once.
+pub fn keep_in_bucket(settings: &mut Settings, segment_bytes: u64, dir: &Path) {
+    settings.object.url = Some(format!("file://{}", dir.display()));
+    settings.object.segment_bytes = segment_bytes;
+    settings.object.keep = true;
+    settings.flush.interval_ms = 1;
+}
+
+/// Lets others read here, and reads at `addresses`.
+pub fn add_peers(settings: &mut Settings, addresses: &str) {
+    settings.peers.enabled = true;
+    settings.peers.port = 0;
+    settings.peers.addresses = Some(addresses.to_owned()).filter(|list| !list.is_empty());
+}
+
+/// Where others read at a manager.
+///
+/// # Panics
+/// If they cannot.
+pub fn address(manager: &Manager) -> String {
+    manager.peers().expect("it has peers").address().to_string()
+}
+
+/// What a worker at an address is called.
+pub fn peer_name(address: &str) -> String {
+    address.replace(':', "/")
+}
+
 /// Names blocks of some model with these weights.
 pub fn fingerprint(weights: &str) -> Fingerprint {
     let (model, weights) = ("m".into(), weights.into());
     Fingerprint { model, weights, block_tokens: 16, ..Fingerprint::default() }
+}
+
+/// The same model in another epoch.
+pub fn in_epoch(weights: &str, epoch: u64) -> Fingerprint {
+    Fingerprint { epoch, ..fingerprint(weights) }
+}
+
+/// Options for a model.
+pub fn model(fingerprint: Fingerprint) -> Options {
+    Options { fingerprint: Some(fingerprint), ..Options::default() }
 }
 
 /// Waits for what opens a manager, on a runtime of its own.
@@ -65,8 +113,60 @@ pub fn block_on<T>(opening: impl Future<Output = T>) -> T {
 /// # Panics
 /// If there is no runtime to be had.
 pub fn open(settings: Settings, registry: &Registry) -> Result<Manager, Error> {
-    let options = Options { registry: registry.clone(), ..Options::default() };
+    open_with(settings, Options { registry: registry.clone(), ..Options::default() })
+}
+
+/// Opens a manager.
+///
+/// # Errors
+/// Those of [`Manager::open`].
+///
+/// # Panics
+/// If there is no runtime to be had.
+pub fn open_with(settings: Settings, options: Options) -> Result<Manager, Error> {
     block_on(Manager::open(settings, options))
+}
+
+/// Waits until all that is to go down has gone.
+///
+/// # Panics
+/// If it does not.
+#[track_caller]
+pub fn drain(manager: &Manager) {
+    assert!(manager.drain(LIMIT).is_complete());
+}
+
+/// Ends a manager in good order.
+///
+/// # Panics
+/// If it does not end so.
+#[track_caller]
+pub fn stop(manager: Manager) {
+    drain(&manager);
+    assert!(manager.close(LIMIT).is_complete());
+    drop(manager);
+}
+
+/// Checks that no slot of the host tier is lost or under way, and that the table is sound.
+///
+/// # Panics
+/// If one is, or it is not.
+#[track_caller]
+pub fn assert_sound(manager: &Manager) {
+    let counts = manager.admin().counts(Tier::Host);
+    assert_eq!((manager.admin().audit(), counts.filling, counts.lost), (vec![], 0, 0));
+}
+
+/// What a start found in the one tier that is kept.
+///
+/// # Panics
+/// If none is, or several are.
+#[track_caller]
+pub fn recovered(manager: &Manager) -> RecoveryReport {
+    let [report] = manager.admin().recovered() else {
+        panic!("one tier is kept: {:?}", manager.admin().recovered())
+    };
+    *report
 }
 
 /// What became of a request.
@@ -111,9 +211,9 @@ pub fn serve_for(manager: &Manager, info: RequestInfo, chain: &[BlockHash]) -> S
         Err(error) => panic!("{error}"),
     };
     for position in allocation.blocks() {
-        let key = Chain::from(chain).key(position);
+        let number = number_of(chain[position]);
         assert!(
-            allocation.fill(position, |block| fill_pattern(number(key), block)),
+            allocation.fill(position, |block| fill_pattern(number, block)),
             "a block of the allocation"
         );
         served.computed += 1;
@@ -139,29 +239,25 @@ fn wait_for_copies_in_vain(manager: &Manager) {
 /// If a block is not there at all.
 pub fn wrong_blocks(manager: &Manager, lease: &Lease, chain: &[BlockHash], blocks: usize) -> usize {
     let is_right = |&position: &usize| {
-        let number = number(Chain::from(chain).key(position));
+        let number = number_of(chain[position]);
         let read = manager.read_device(lease, chain, position, |block| has_pattern(number, block));
         read.expect("a block that the lease holds on the device")
     };
     blocks - (0..blocks).filter(is_right).count()
 }
 
-/// Serves other chains until neither the device nor the host holds anything of `chain`.
+/// Serves other chains until neither the device nor the host holds anything of `pushed`.
 ///
 /// # Panics
 /// If they do not give it up.
-pub fn push_down(manager: &Manager, chain: &[BlockHash]) {
+pub fn push_down(manager: &Manager, pushed: &[BlockHash]) {
     let upper = |held: kvbm::table::Match| held.blocks(Tier::Device) + held.blocks(Tier::Host);
     for filler in 0..200 {
-        if upper(manager.matches(chain)) == 0 {
+        if upper(manager.matches(pushed)) == 0 {
             return;
         }
-        let other: Vec<_> = (0..4).map(|i| crate::rig::hash(1_000_000 + 10 * filler + i)).collect();
-        serve(manager, &other);
-        assert!(
-            manager.drain(std::time::Duration::from_secs(20)).is_complete(),
-            "nothing moves any more"
-        );
+        serve(manager, &chain(1_000 + filler, 4));
+        drain(manager);
     }
-    panic!("the upper tiers do not evict: {:?}", manager.matches(chain));
+    panic!("the upper tiers do not evict: {:?}", manager.matches(pushed));
 }

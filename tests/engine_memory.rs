@@ -10,9 +10,9 @@ use kvbm::{
 };
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine;
-use kvbm_tests::rig::{chain, hash, metric};
+use kvbm_tests::rig::{chain, chaos, hash, metric, number_of};
 use kvbm_tests::slots::{load_slots, save_slots};
-use kvbm_tiers::chaos::{Chaos, Episode, Schedule};
+use kvbm_tiers::chaos::Chaos;
 use kvbm_tiers::testing::{TensorView, Tensors, TwoFaced, fill_pattern, has_pattern};
 use prometheus::Registry;
 use proptest::prelude::*;
@@ -23,28 +23,18 @@ const SOON: Duration = Duration::from_mins(1);
 /// Of copies: many times what one takes on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What tells a block's bytes from all others'.
-fn number(hash: BlockHash) -> usize {
-    kvbm_tests::rig::number(Chain::from([hash].as_slice()).key(0))
-}
-
 fn slots(range: std::ops::Range<u32>) -> Vec<SlotId> {
     range.map(SlotId).collect()
 }
 
-fn settings() -> Settings {
+fn host_only() -> Settings {
     engine::without_device(BLOCK as u64, 64)
 }
 
 fn open(settings: Settings, memory: EngineMemory, chaos: Option<&Chaos>) -> Result<Manager, Error> {
-    engine::block_on(Manager::open(
-        settings,
-        Options {
-            media_layer: chaos.map(Chaos::layer),
-            engine: Some(memory),
-            ..Options::default()
-        },
-    ))
+    let media_layer = chaos.map(Chaos::layer);
+    let options = Options { media_layer, engine: Some(memory), ..Options::default() };
+    engine::open_with(settings, options)
 }
 
 fn memory(slots: u32) -> (EngineMemory, TensorView) {
@@ -62,7 +52,7 @@ struct Engine {
 
 impl Engine {
     fn new() -> Self {
-        Self::with(settings(), None)
+        Self::with(host_only(), None)
     }
 
     fn with(settings: Settings, chaos: Option<&Chaos>) -> Self {
@@ -76,7 +66,7 @@ impl Engine {
 
     fn on_disk(chaos: Option<&Chaos>, timeout: Duration) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
-        let mut settings = settings();
+        let mut settings = host_only();
         engine::add_disk(&mut settings, 256, dir.path());
         settings.host.staging_blocks = 8;
         settings.transfer.timeout_ms = timeout.as_millis() as u64;
@@ -86,13 +76,13 @@ impl Engine {
     fn compute(&self, chain: &[BlockHash], slots: &[SlotId]) {
         for (hash, &slot) in chain.iter().zip(slots) {
             let mut block = vec![0; BLOCK];
-            fill_pattern(number(*hash), &mut block);
+            fill_pattern(number_of(*hash), &mut block);
             self.memory.write(slot, &block);
         }
     }
 
     fn has(&self, hash: BlockHash, slot: SlotId) -> bool {
-        has_pattern(number(hash), &self.memory.read(slot))
+        has_pattern(number_of(hash), &self.memory.read(slot))
     }
 
     fn save(&self, chain: &[BlockHash], first: usize, slots: &[SlotId]) -> Saved {
@@ -174,8 +164,7 @@ fn orphans_and_duplicates_are_counted() {
     let (registry, (engine, memory)) = (Registry::new(), memory(128));
     let options = Options { registry: registry.clone(), ..Options::default() };
     let manager =
-        engine::block_on(Manager::open(settings(), Options { engine: Some(engine), ..options }))
-            .unwrap();
+        engine::open_with(host_only(), Options { engine: Some(engine), ..options }).unwrap();
     let engine = Engine { manager, memory, _disk: None };
     let (all, from) = (chain(1, 12), slots(0..12));
     engine.compute(&all, &from);
@@ -261,7 +250,7 @@ fn a_save_brings_what_another_failed_to_bring() {
 #[test]
 fn a_failed_copy_fails_no_save_of_the_same_blocks() {
     let faults = chaos(&["memory.write:eio@0s+1h x1"]);
-    let engine = Engine::with(settings(), Some(&faults));
+    let engine = Engine::with(host_only(), Some(&faults));
     let (all, fence) = (chain(1, 8), HostFence::new());
     engine.compute(&all, &slots(0..8));
     engine.compute(&all, &slots(20..28));
@@ -303,7 +292,7 @@ fn layers_come_one_by_one() {
             let bytes = share * usize::from(layer)..share * (usize::from(layer) + 1);
             for (&hash, &slot) in all.iter().zip(&into) {
                 let mut block = vec![0; BLOCK];
-                fill_pattern(number(hash), &mut block);
+                fill_pattern(number_of(hash), &mut block);
                 assert_eq!(
                     engine.memory.read_part(slot, bytes.clone()),
                     block[bytes.clone()],
@@ -523,7 +512,7 @@ fn an_answer_comes_once_and_waits_have_any_limit() {
 
 #[test]
 fn waits_for_the_engine_say_nothing_of_tiers_pace() {
-    let mut settings = settings();
+    let mut settings = host_only();
     // A block in a few milliseconds.
     settings.transfer.prefill_tokens_per_second = 5_000;
     let engine = Engine::with(settings, None);
@@ -563,11 +552,6 @@ fn disk_blocks_come_through_the_host_tier_and_stay() {
     engine.assert_loads(&all, &slots(60..90));
     assert_eq!(engine.manager.lease(&all).blocks(Tier::Host), 30);
     engine.assert_well();
-}
-
-fn chaos(script: &[&str]) -> Chaos {
-    let episodes = script.iter().map(|text| text.parse::<Episode>().expect("an episode"));
-    Chaos::new(Schedule::scripted(episodes))
 }
 
 #[test]
@@ -691,7 +675,7 @@ fn bad_input_is_named() {
     let foreign =
         load_slots(&engine.manager, other.manager.lease(&all), 0, &slots(0..1), &Fence::Done);
     named(foreign.wait().unwrap_err(), "another manager");
-    let without = kvbm_tests::engine::open(settings(), &Registry::new()).unwrap();
+    let without = kvbm_tests::engine::open(host_only(), &Registry::new()).unwrap();
     let error = save_slots(&without, &all, 0, &slots(0..4), Fence::Done).wait().unwrap_err();
     named(error, "Options::engine");
 
@@ -699,13 +683,13 @@ fn bad_input_is_named() {
         named(open(settings, memory(4).0, None).unwrap_err(), words);
     };
     refused(
-        Settings { block_bytes: Some(8192), ..settings() },
+        Settings { block_bytes: Some(8192), ..host_only() },
         "a block of the engine has 4096 bytes",
     );
-    let mut both = settings();
+    let mut both = host_only();
     both.device.capacity = Some(Capacity::Blocks(4));
     refused(both, "device.capacity");
-    let mut nowhere = settings();
+    let mut nowhere = host_only();
     nowhere.host.capacity = None;
     refused(nowhere, "needs DRAM");
     let uneven = EngineMemory::new(Tensors::new(4, BLOCK, 2).into_region(), 7).unwrap_err();
@@ -727,16 +711,16 @@ fn bad_input_is_named() {
 #[test]
 fn memory_not_laid_out_as_said_is_found() {
     let two_faced = EngineMemory::new(TwoFaced::region(BLOCK), LAYERS).unwrap();
-    let error = open(settings(), two_faced, None).unwrap_err();
+    let error = open(host_only(), two_faced, None).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().contains("came back changed"), "{error}");
     // One slot is the first and the last.
-    drop(open(settings(), memory(1).0, None).unwrap());
+    drop(open(host_only(), memory(1).0, None).unwrap());
     // What was in the slots is there still.
     let (engine, view) = memory(4);
     view.write(SlotId(0), &[3; BLOCK]);
     view.write(SlotId(3), &[4; BLOCK]);
-    drop(open(settings(), engine, None).unwrap());
+    drop(open(host_only(), engine, None).unwrap());
     assert_eq!((view.read(SlotId(0)), view.read(SlotId(3))), (vec![3; BLOCK], vec![4; BLOCK]));
 }
 
@@ -747,12 +731,11 @@ fn a_rank_with_wrong_memory_is_refused_and_leaders_wait() {
     let options = Options { ranks: Some(group.clone()), ..Options::default() };
     let leading = std::thread::spawn(move || {
         let memory = EngineMemory::in_ranks(128, LAYERS).unwrap();
-        engine::block_on(Manager::open(settings(), Options { engine: Some(memory), ..options }))
-            .unwrap()
+        engine::open_with(host_only(), Options { engine: Some(memory), ..options }).unwrap()
     });
     let join = |memory: &EngineMemory| {
         let options = RankOptions::new(group.clone(), 0);
-        Rank::join(&settings(), RankOptions { engine: Some(memory.clone()), ..options })
+        Rank::join(&host_only(), RankOptions { engine: Some(memory.clone()), ..options })
     };
     let error = join(&EngineMemory::new(TwoFaced::region(BLOCK), LAYERS).unwrap()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
@@ -774,7 +757,7 @@ fn a_rank_with_wrong_memory_is_refused_and_leaders_wait() {
 fn a_trial_that_hangs_ends_the_start_with_a_reason() {
     let faults = chaos(&["memory.write:hang@0s+1h"]);
     faults.start();
-    let mut settings = settings();
+    let mut settings = host_only();
     settings.transfer.timeout_ms = TIMEOUT.as_millis() as u64;
     let (engine, view) = memory(4);
     view.write(SlotId(0), &[3; BLOCK]);

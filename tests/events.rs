@@ -12,23 +12,10 @@ use kvbm::{
     StoreReason, Tier,
 };
 use kvbm_tests::follower::Follower;
-use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, bare_core, chain, seed};
-use kvbm_tiers::testing::ParkedBackend;
+use kvbm_tests::rig::{Rig, Sizes, TIGHT, chain, finish_all, parked_core, seed};
 use kvbm_tiers::{Backend, CopyError, CopyErrorKind, MemcpyBackend};
 
 const SIZES: Sizes = Sizes { tiers: [8, 12, 16, 24], staging: 4 };
-
-fn parked() -> (Arc<Core>, Arc<ParkedBackend>) {
-    let routes = [MEMORY, DISK, OBJECT].concat();
-    let parked = Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
-    (bare_core(SIZES, TIGHT, &(Arc::clone(&parked) as Arc<dyn Backend>)), parked)
-}
-
-fn finish_all(parked: &ParkedBackend) {
-    while let Some(pending) = parked.pending().first() {
-        parked.finish(pending.id, Ok(()));
-    }
-}
 
 fn all(events: &mut Events) -> Vec<CacheEvent> {
     std::iter::from_fn(|| events.try_next()).collect()
@@ -54,7 +41,7 @@ fn removed(events: &[CacheEvent]) -> Vec<(Tier, BlockHash, RemoveReason)> {
 
 #[test]
 fn blocks_come_root_first_with_their_request_and_reason() {
-    let (core, parked) = parked();
+    let (core, parked) = parked_core(SIZES);
     let mut events = core.table().listen(100);
     let hashes = chain(1, 3);
     let named = RequestInfo { request: Some(RequestId(7)), ..RequestInfo::default() };
@@ -110,7 +97,7 @@ fn a_bad_block_follows_its_descendants_and_both_say_why() {
         (CopyErrorKind::Corrupt, RemoveReason::Corrupt),
         (CopyErrorKind::Io, RemoveReason::Unreadable),
     ] {
-        let (core, parked) = parked();
+        let (core, parked) = parked_core(SIZES);
         let mut follower = Follower::of(&core);
         let hashes = chain(1, 4);
         seed(&core, Tier::Disk, Chain::from(&hashes));
@@ -131,7 +118,7 @@ fn a_bad_block_follows_its_descendants_and_both_say_why() {
 
 #[test]
 fn a_reset_is_one_event_and_ends_the_past() {
-    let (core, parked) = parked();
+    let (core, parked) = parked_core(SIZES);
     let mut events = core.table().listen(1_000);
     for tier in Tier::ALL {
         seed(&core, tier, Chain::from(&chain(1, 8)));
@@ -160,7 +147,7 @@ fn a_reset_is_one_event_and_ends_the_past() {
 
 #[test]
 fn a_slow_receiver_counts_its_losses_and_delays_nobody() {
-    let (core, _) = parked();
+    let (core, _) = parked_core(SIZES);
     let mut slow = core.table().listen(3);
     let mut follower = Follower::of(&core);
     let hashes = chain(1, 8);
@@ -177,7 +164,7 @@ fn a_slow_receiver_counts_its_losses_and_delays_nobody() {
 
 #[test]
 fn a_sleeping_receiver_wakes_by_events_and_the_end() {
-    let (core, _) = parked();
+    let (core, _) = parked_core(SIZES);
     let mut events = core.table().listen(10);
     seed(&core, Tier::Device, Chain::from(&chain(1, 1)));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
@@ -266,7 +253,7 @@ fn do_something(core: &Arc<Core>, random: &mut fastrand::Rng) {
 
 #[test]
 fn a_thread_waits_for_the_next_event() {
-    let (core, _parked) = parked();
+    let (core, _parked) = parked_core(SIZES);
     let mut events = core.table().listen(8);
     assert_eq!(events.wait(Duration::from_millis(5)), None, "nothing happens");
     let other = Arc::clone(&core);

@@ -18,10 +18,11 @@ use kvbm_policies::AdmissionKind;
 use kvbm_settings::Settings;
 use kvbm_tests::engine::{self, Served, push_down, serve};
 use kvbm_tests::rig::{
-    DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, hash, metric, seed, wait_until,
+    DISK, FaultyDisk, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, chain, files_of, metric, seed,
+    wait_until,
 };
-use kvbm_tiers::testing::{Fault, FaultBackend, MemoryStore, ParkedBackend, holds_in_a_child};
-use kvbm_tiers::{Backend, CopyErrorKind, MemcpyBackend};
+use kvbm_tiers::testing::{Fault, ParkedBackend, holds_in_a_child};
+use kvbm_tiers::{Backend, CopyErrorKind};
 use prometheus::Registry;
 
 const SIZES: Sizes = Sizes { tiers: [16, 16, 32, 64], staging: 4 };
@@ -30,15 +31,10 @@ const LIMIT: Duration = Duration::from_mins(1);
 const FROM_DISK: (Tier, Tier) = DISK[1];
 const TO_DISK: (Tier, Tier) = DISK[0];
 
-/// Six blocks that no other `n` has.
-fn chain(n: u32) -> Vec<BlockHash> {
-    (0..6).map(|i| hash(100 * n + i + 1)).collect()
-}
-
 /// A rig over stores that fail when told to.
 struct Faulty {
     rig: Rig,
-    disk: Arc<FaultBackend<Arc<MemoryStore>>>,
+    disk: FaultyDisk,
 }
 
 impl Faulty {
@@ -51,20 +47,8 @@ impl Faulty {
     }
 
     fn with(sizes: Sizes, tuning: Tuning) -> Self {
-        let mut kept = None;
-        let rig = Rig::new(sizes, tuning, |places| {
-            let memory = vec![Arc::clone(&places.device) as _, Arc::clone(&places.host) as _];
-            let memory = MemcpyBackend::new(memory, 1).expect("threads");
-            let disk =
-                FaultBackend::new(Arc::clone(&places.disk), places.all()).expect("one geometry");
-            let disk = kept.insert(Arc::new(disk));
-            vec![
-                Arc::new(memory) as Arc<dyn Backend>,
-                places.verified(Arc::clone(disk)),
-                places.verified(Arc::clone(&places.object)),
-            ]
-        });
-        Self { rig, disk: kept.expect("made with the rig") }
+        let (rig, disk) = Rig::with_faulty_disk(sizes, tuning);
+        Self { rig, disk }
     }
 
     fn held(&self, chain: &[BlockHash], tier: Tier) -> usize {
@@ -135,15 +119,15 @@ fn a_failed_read_is_a_miss_for_the_chains_rest() {
         Fault::Short,
     ] {
         let faulty = Faulty::new();
-        faulty.sink(&chain(1));
+        faulty.sink(&chain(1, 6));
         faulty.disk.inject(fault, &[FROM_DISK]);
         let arrived = if fault == Fault::FailAfter(2, CopyErrorKind::Io) { 2 } else { 0 };
-        assert_eq!(faulty.assert_loads(&chain(1), arrived).failed, 6 - arrived);
+        assert_eq!(faulty.assert_loads(&chain(1, 6), arrived).failed, 6 - arrived);
         let counted =
             faulty.rig.metric("kvbm_transfer_failures_total", &[("kind", "io"), ("from", "disk")]);
         assert!(counted >= 1);
         faulty.disk.heal();
-        faulty.assert_loads(&chain(1), 6);
+        faulty.assert_loads(&chain(1, 6), 6);
     }
 }
 
@@ -156,30 +140,33 @@ fn changed_bytes_are_quarantined_and_come_from_the_tier_below() {
         if route == TO_DISK {
             faulty.disk.inject(fault, &[route]);
         }
-        faulty.sink(&chain(1));
+        faulty.sink(&chain(1, 6));
         faulty.disk.heal();
         // The slots of host memory shall hold other bytes, or nobody could tell that a byte is
         // missing.
-        faulty.sink(&chain(2));
+        faulty.sink(&chain(2, 6));
         if route == FROM_DISK {
             faulty.disk.inject(fault, &[route]);
         }
-        faulty.assert_loads(&chain(1), 0);
-        assert_eq!(faulty.rig.core.table().matches(Chain::from(&chain(1))).blocks(Tier::Disk), 0);
+        faulty.assert_loads(&chain(1, 6), 0);
+        assert_eq!(
+            faulty.rig.core.table().matches(Chain::from(&chain(1, 6))).blocks(Tier::Disk),
+            0
+        );
         assert!(
             faulty.rig.core.table().stats(Tier::Disk).quarantined >= 1,
             "{fault:?} on {route:?}"
         );
         assert!(faulty.rig.metric("kvbm_checksum_failures_total", &[("tier", "disk")]) >= 1);
-        faulty.assert_loads(&chain(1), 6);
+        faulty.assert_loads(&chain(1, 6), 6);
     }
 }
 
 #[test]
 fn rot_takes_the_descendants_along_and_spares_the_ancestors() {
     let faulty = Faulty::new();
-    faulty.sink(&chain(1));
-    let hashes = chain(1);
+    faulty.sink(&chain(1, 6));
+    let hashes = chain(1, 6);
     let third = Chain::from(&hashes).key(2);
     let loan = faulty.rig.core.table().lend(Tier::Disk, third).unwrap();
     faulty.rig.places.disk.flip_bit(loan.slot(), 17);
@@ -192,15 +179,15 @@ fn rot_takes_the_descendants_along_and_spares_the_ancestors() {
 #[test]
 fn a_lease_from_before_a_quarantine_is_a_miss() {
     let faulty = Faulty::new();
-    faulty.sink(&chain(1));
+    faulty.sink(&chain(1, 6));
     faulty.rig.core.table().evict(Tier::Object, 64);
-    let hashes = chain(1);
+    let hashes = chain(1, 6);
     let early = faulty.rig.core.lease(Chain::from(&hashes), RequestInfo::default());
     faulty.disk.inject(Fault::BitFlip, &[FROM_DISK]);
     faulty.assert_loads(&hashes, 0);
     faulty.disk.heal();
     // Other blocks take the places of those that are gone.
-    faulty.sink(&chain(2));
+    faulty.sink(&chain(2, 6));
     let transferred = faulty.rig.core.transfer(Class::Load, Tier::Device, early).wait().unwrap();
     assert_eq!((transferred.blocks, transferred.copied), (0, 0));
     assert_eq!(faulty.rig.core.table().audit(), []);
@@ -209,9 +196,9 @@ fn a_lease_from_before_a_quarantine_is_a_miss() {
 #[test]
 fn a_copy_that_never_ends_costs_only_its_slot() {
     let faulty = Faulty::new();
-    faulty.sink(&chain(1));
+    faulty.sink(&chain(1, 6));
     faulty.disk.inject(Fault::NeverCompletes, &[FROM_DISK]);
-    let lease = faulty.rig.core.lease(Chain::from(&chain(1)), RequestInfo::default());
+    let lease = faulty.rig.core.lease(Chain::from(&chain(1, 6)), RequestInfo::default());
     let ticket = faulty.rig.core.transfer(Class::Load, Tier::Device, lease);
     faulty.disk.heal();
     faulty.rig.clock.pass(LIMIT * 2);
@@ -223,19 +210,19 @@ fn a_copy_that_never_ends_costs_only_its_slot() {
     assert!(lost >= 1);
     assert_eq!(u64::from(faulty.rig.core.table().counts(Tier::Host).lost), lost);
     assert_eq!(faulty.rig.core.table().audit(), []);
-    faulty.sink(&chain(2));
+    faulty.sink(&chain(2, 6));
     // The first block tries whether the disk is well again.
-    faulty.assert_loads(&chain(2), 1);
-    faulty.assert_loads(&chain(2), 6);
-    faulty.assert_loads(&chain(1), 6);
+    faulty.assert_loads(&chain(2, 6), 1);
+    faulty.assert_loads(&chain(2, 6), 6);
+    faulty.assert_loads(&chain(1, 6), 6);
 }
 
 #[test]
 fn slow_media_are_waited_for() {
     let faulty = Faulty::new();
-    faulty.sink(&chain(1));
+    faulty.sink(&chain(1, 6));
     faulty.disk.inject(Fault::Slow(Duration::from_millis(10)), &DISK);
-    faulty.assert_loads(&chain(1), 6);
+    faulty.assert_loads(&chain(1, 6), 6);
 }
 
 #[test]
@@ -243,10 +230,10 @@ fn a_full_disk_stops_nobody() {
     let faulty = Faulty::new();
     faulty.disk.inject(Fault::FailAfter(0, CopyErrorKind::NoSpace), &[TO_DISK]);
     for n in 1..12 {
-        faulty.save(&chain(n));
+        faulty.save(&chain(n, 6));
         let drained = faulty.rig.core.drain(Duration::from_millis(20));
         assert!(drained.unflushed[Tier::Host.index()] > 0, "{drained:?}");
-        faulty.assert_loads(&chain(n), 6);
+        faulty.assert_loads(&chain(n, 6), 6);
     }
     assert!(faulty.rig.metric("kvbm_transfer_failures_total", &[("kind", "no_space")]) >= 1);
     assert!(faulty.rig.core.table().stats(Tier::Host).unflushed >= 1);
@@ -254,24 +241,24 @@ fn a_full_disk_stops_nobody() {
     faulty.disk.heal();
     assert!(faulty.rig.core.drain(LIMIT).is_complete());
     assert_eq!(
-        faulty.held(&chain(11), Tier::Disk),
+        faulty.held(&chain(11, 6), Tier::Disk),
         6,
         "what is still in the host tier goes down after all"
     );
-    faulty.sink(&chain(12));
-    faulty.assert_loads(&chain(12), 6);
+    faulty.sink(&chain(12, 6));
+    faulty.assert_loads(&chain(12, 6), 6);
 }
 
 #[test]
 fn a_full_disk_is_not_tried_all_the_time() {
     let faulty = Faulty::with(SIZES, Tuning { breaker_pause: LIMIT, timeout: 10 * LIMIT, ..TIGHT });
-    faulty.sink(&chain(1));
+    faulty.sink(&chain(1, 6));
     faulty.disk.inject(Fault::FailAfter(0, CopyErrorKind::NoSpace), &[TO_DISK]);
     for n in 2..50 {
         faulty.rig.clock.pass(LIMIT / 16);
-        faulty.save(&chain(n));
+        faulty.save(&chain(n, 6));
         let _ = faulty.rig.core.drain(Duration::from_millis(1));
-        faulty.load(&chain(1));
+        faulty.load(&chain(1, 6));
         faulty.rig.core.table().evict(Tier::Device, 16);
         faulty.rig.core.table().evict(Tier::Host, 3);
     }
@@ -287,13 +274,13 @@ fn a_full_disk_is_not_tried_all_the_time() {
 #[test]
 fn one_block_tries_whether_the_disk_is_well_again() {
     let faulty = Faulty::with(SIZES, Tuning { breaker_pause: LIMIT, timeout: 10 * LIMIT, ..TIGHT });
-    faulty.store(&chain(1));
-    let hashes = chain(1);
+    faulty.store(&chain(1, 6));
+    let hashes = chain(1, 6);
     let root = Chain::from(&hashes).key(0);
     let (found, pins) = faulty.rig.core.table().pin_resident(Tier::Disk, root).unwrap();
     faulty.rig.core.table().release(pins);
     faulty.disk.inject(Fault::FailAfter(0, CopyErrorKind::Unavailable), &[TO_DISK]);
-    faulty.save(&chain(2));
+    faulty.save(&chain(2, 6));
     faulty.drain_until(|drained| !drained.in_flight);
     assert_eq!(faulty.rig.core.table().quarantine(root, found, Defect::Corrupt), 6);
     let tried = || faulty.rig.metric("kvbm_transfer_failures_total", &[("to", "disk")]);
@@ -316,10 +303,10 @@ fn the_dirty_queue_is_bounded_while_the_disk_is_away() {
     let pause = Duration::from_mins(1);
     let faulty = Faulty::with(SIZES, Tuning { breaker_pause: pause, timeout: LIMIT, ..TIGHT });
     faulty.disk.inject(Fault::FailAfter(0, CopyErrorKind::Unavailable), &[TO_DISK]);
-    faulty.save(&chain(1));
-    let kept = faulty.rig.core.lease(Chain::from(&chain(1)), RequestInfo::default());
+    faulty.save(&chain(1, 6));
+    let kept = faulty.rig.core.lease(Chain::from(&chain(1, 6)), RequestInfo::default());
     for n in 2..1_000 {
-        faulty.save(&chain(n));
+        faulty.save(&chain(n, 6));
         faulty.rig.core.tick();
         faulty.rig.core.table().evict(Tier::Device, 16);
     }
@@ -336,7 +323,7 @@ fn a_flush_that_failed_is_tried_again() {
     for fails_after in [0, 3, 5] {
         let faulty = Faulty::new();
         faulty.disk.inject(Fault::FailAfter(fails_after, CopyErrorKind::Io), &[TO_DISK]);
-        faulty.save(&chain(1));
+        faulty.save(&chain(1, 6));
         faulty.drain_until(|drained| {
             drained.unflushed[Tier::Host.index()] == 6 - fails_after as usize
         });
@@ -346,7 +333,7 @@ fn a_flush_that_failed_is_tried_again() {
         wait_until(LIMIT, "the flush is not tried again", || {
             faulty.rig.clock.advance_to(faulty.rig.clock.now_ms() + 1_000);
             faulty.rig.core.tick();
-            faulty.held(&chain(1), Tier::Disk) == 6
+            faulty.held(&chain(1, 6), Tier::Disk) == 6
         });
         assert!(faulty.rig.core.drain(LIMIT).is_complete());
     }
@@ -356,40 +343,40 @@ fn a_flush_that_failed_is_tried_again() {
 fn a_store_that_is_away_briefly_costs_no_flush() {
     let faulty = Faulty::new();
     faulty.disk.inject(Fault::FailAfter(0, CopyErrorKind::Unavailable), &[TO_DISK]);
-    (1..=2).for_each(|n| faulty.save(&chain(n)));
+    (1..=2).for_each(|n| faulty.save(&chain(n, 6)));
     let drained = faulty.rig.core.drain(Duration::from_millis(30));
     assert_eq!(drained.unflushed[Tier::Host.index()], 12);
     faulty.disk.heal();
     assert!(faulty.rig.core.drain(LIMIT).is_complete());
-    assert_eq!([1, 2].map(|n| faulty.held(&chain(n), Tier::Disk)), [6, 6]);
+    assert_eq!([1, 2].map(|n| faulty.held(&chain(n, 6), Tier::Disk)), [6, 6]);
     assert_eq!(faulty.rig.core.table().stats(Tier::Host).unflushed, 0);
 }
 
 #[test]
 fn an_unreadable_block_is_gone_and_is_written_anew() {
     let faulty = Faulty::new();
-    faulty.sink(&chain(1));
+    faulty.sink(&chain(1, 6));
     faulty.rig.core.table().evict(Tier::Object, 64);
     faulty.disk.inject(Fault::FailAfter(3, CopyErrorKind::Io), &[FROM_DISK]);
-    faulty.assert_loads(&chain(1), 3);
-    assert_eq!(faulty.held(&chain(1), Tier::Disk), 3, "no match promises what cannot be read");
+    faulty.assert_loads(&chain(1, 6), 3);
+    assert_eq!(faulty.held(&chain(1, 6), Tier::Disk), 3, "no match promises what cannot be read");
     let stats = faulty.rig.core.table().stats(Tier::Disk);
     assert_eq!((stats.unreadable, stats.quarantined), (3, 0), "counted apart from corruption");
     faulty.disk.heal();
-    faulty.sink(&chain(1));
-    assert_eq!(faulty.held(&chain(1), Tier::Disk), 6);
+    faulty.sink(&chain(1, 6));
+    assert_eq!(faulty.held(&chain(1, 6), Tier::Disk), 6);
     // If three errors in a row had the disk left alone, the first block tries it.
-    let first = faulty.load(&chain(1)).blocks;
+    let first = faulty.load(&chain(1, 6)).blocks;
     assert!(first == 1 || first == 6, "{first} blocks");
-    faulty.assert_loads(&chain(1), 6);
+    faulty.assert_loads(&chain(1, 6), 6);
 }
 
 /// The host has a good copy of what the disk lost.
 #[test]
 fn what_the_disk_lost_is_rewritten_from_the_tier_above() {
     let faulty = Faulty::new();
-    faulty.store(&chain(1));
-    let hashes = chain(1);
+    faulty.store(&chain(1, 6));
+    let hashes = chain(1, 6);
     let found = faulty.rig.core.table().pin_resident(Tier::Disk, Chain::from(&hashes).key(2));
     let (found, pins) = found.unwrap();
     faulty.rig.core.table().release(pins);
@@ -403,24 +390,24 @@ fn what_the_disk_lost_is_rewritten_from_the_tier_above() {
 #[test]
 fn a_disk_that_fails_every_read_is_avoided_then_reused() {
     let faulty = Faulty::new();
-    (1..=5).for_each(|n| faulty.sink(&chain(n)));
+    (1..=5).for_each(|n| faulty.sink(&chain(n, 6)));
     faulty.rig.core.table().evict(Tier::Object, 64);
     faulty.disk.inject(Fault::FailAfter(0, CopyErrorKind::Unavailable), &[FROM_DISK]);
-    (1..=5).for_each(|n| drop(faulty.assert_loads(&chain(n), 0)));
+    (1..=5).for_each(|n| drop(faulty.assert_loads(&chain(n, 6), 0)));
     faulty.disk.heal();
     // One block is the probe; its success opens the way for the others.
-    faulty.assert_loads(&chain(1), 1);
-    (1..=5).for_each(|n| drop(faulty.assert_loads(&chain(n), 6)));
+    faulty.assert_loads(&chain(1, 6), 1);
+    (1..=5).for_each(|n| drop(faulty.assert_loads(&chain(n, 6), 6)));
 }
 
 #[test]
 fn without_staging_blocks_find_another_way_or_none() {
     let faulty = Faulty::of(Sizes { tiers: [16, 6, 32, 64], staging: 0 });
-    faulty.sink(&chain(1));
+    faulty.sink(&chain(1, 6));
     // The host tier is full of blocks that somebody reads: nothing can be promoted on its way up.
-    faulty.store(&chain(2));
-    let lease = faulty.rig.core.lease(Chain::from(&chain(2)), RequestInfo::default());
-    let load = faulty.rig.core.lease(Chain::from(&chain(1)), RequestInfo::default());
+    faulty.store(&chain(2, 6));
+    let lease = faulty.rig.core.lease(Chain::from(&chain(2, 6)), RequestInfo::default());
+    let load = faulty.rig.core.lease(Chain::from(&chain(1, 6)), RequestInfo::default());
     let ticket = faulty.rig.core.transfer(Class::Load, Tier::Device, load);
     let answer = std::thread::spawn(move || ticket.wait());
     wait_until(LIMIT, "a load waits for ever", || answer.is_finished());
@@ -433,22 +420,22 @@ fn a_tier_whose_leaves_are_all_leased_is_full() {
     let faulty = Faulty::new();
     let leases: Vec<_> = [1, 2]
         .map(|n| {
-            faulty.store(&chain(n));
-            faulty.rig.core.lease(Chain::from(&chain(n)), RequestInfo::default())
+            faulty.store(&chain(n, 6));
+            faulty.rig.core.lease(Chain::from(&chain(n, 6)), RequestInfo::default())
         })
         .into();
-    let filled = faulty.rig.fill(Chain::from(&chain(3)));
+    let filled = faulty.rig.fill(Chain::from(&chain(3, 6)));
     assert_eq!((filled.blocks(), filled.refused()), (4, 2));
     faulty.rig.abandon(filled);
     drop(leases);
-    faulty.store(&chain(3));
+    faulty.store(&chain(3, 6));
 }
 
 #[test]
 fn whoever_waits_for_an_allocation_learns_that_it_was_dropped() {
     let faulty = Faulty::new();
-    faulty.sink(&chain(1));
-    let hashes = chain(1);
+    faulty.sink(&chain(1, 6));
+    let hashes = chain(1, 6);
     let filled = faulty.rig.fill(Chain::from(&hashes[..3]));
     let lease = faulty.rig.core.lease(Chain::from(&hashes), RequestInfo::default());
     let ticket = faulty.rig.core.transfer(Class::Load, Tier::Device, lease);
@@ -468,7 +455,7 @@ fn a_core_dropped_amid_copies_goes_when_they_end() {
         vec![Arc::clone(kept.insert(parked)) as Arc<dyn Backend>]
     });
     let parked = kept.unwrap();
-    let hashes = chain(1);
+    let hashes = chain(1, 6);
     let filled = rig.fill(Chain::from(&hashes));
     let lease = rig.publish(filled, Chain::from(&hashes)).wait().unwrap().lease;
     drop(rig.core.transfer(Class::Save, Tier::Host, lease));
@@ -509,11 +496,7 @@ impl Real {
     }
 
     fn slot_file(&self) -> PathBuf {
-        let files = fs::read_dir(self.dir.path()).unwrap().map(|entry| entry.unwrap().path());
-        files
-            .filter(|path| path.extension().is_some_and(|e| e == "blocks"))
-            .last()
-            .expect("a slot file")
+        files_of(self.dir.path(), "blocks").pop().expect("a slot file")
     }
 
     /// Serves a chain that lies on the disk, or below, alone.
@@ -542,7 +525,7 @@ impl Real {
 #[test]
 fn a_flipped_bit_on_disk_is_found_and_never_served() {
     let real = Real::with_disk();
-    real.sink(&chain(1));
+    real.sink(&chain(1, 6));
     let file = OpenOptions::new().read(true).write(true).open(real.slot_file()).unwrap();
     for slot in 0..64 {
         let (at, mut byte) = (slot * Real::BLOCK + 1000, [0]);
@@ -550,22 +533,22 @@ fn a_flipped_bit_on_disk_is_found_and_never_served() {
         file.write_all_at(&[byte[0] ^ 4], at).unwrap();
     }
     file.sync_all().unwrap();
-    let served = serve(&real.manager, &chain(1));
+    let served = serve(&real.manager, &chain(1, 6));
     assert_eq!((served.hit, served.wrong, served.computed), (0, 0, 6));
     assert_eq!(real.manager.admin().stats(Tier::Disk).quarantined, 6);
     assert!(real.metric("kvbm_checksum_failures_total", &[("tier", "disk")]) >= 1);
-    real.assert_works(&chain(2));
+    real.assert_works(&chain(2, 6));
 }
 
 #[test]
 fn a_slot_file_that_loses_its_tail_is_a_miss() {
     let real = Real::with_disk();
-    real.sink(&chain(1));
+    real.sink(&chain(1, 6));
     OpenOptions::new().write(true).open(real.slot_file()).unwrap().set_len(0).unwrap();
-    let served = serve(&real.manager, &chain(1));
+    let served = serve(&real.manager, &chain(1, 6));
     assert_eq!((served.hit, served.wrong, served.computed), (0, 0, 6));
     assert!(real.manager.admin().failures() >= 1);
-    real.assert_works(&chain(2));
+    real.assert_works(&chain(2, 6));
 }
 
 #[test]
@@ -573,15 +556,15 @@ fn an_object_store_that_goes_away_costs_hits_only() {
     let real = Real::open(|settings, dir| {
         settings.object.url = Some(format!("file://{}/objects", dir.display()));
     });
-    real.sink(&chain(1));
+    real.sink(&chain(1, 6));
     let objects = real.dir.path().join("objects");
     fs::remove_dir_all(&objects).unwrap();
     fs::write(&objects, "not a directory any more").unwrap();
-    let served = serve(&real.manager, &chain(1));
+    let served = serve(&real.manager, &chain(1, 6));
     assert_eq!((served.hit, served.wrong, served.computed), (0, 0, 6));
     assert!(real.metric("kvbm_transfer_failures_total", &[("from", "object")]) >= 1);
     for n in 2..10 {
-        assert_eq!(serve(&real.manager, &chain(n)).saved, 6, "saves to the host go on");
+        assert_eq!(serve(&real.manager, &chain(n, 6)).saved, 6, "saves to the host go on");
         let _ = real.manager.drain(Duration::from_millis(200));
     }
     assert_eq!(real.manager.admin().counts(Tier::Object).lost, 0);
@@ -590,9 +573,9 @@ fn an_object_store_that_goes_away_costs_hits_only() {
     assert!(failed + unflushed >= 1, "the degradation is not counted");
     fs::remove_file(&objects).unwrap();
     fs::create_dir(&objects).unwrap();
-    real.assert_works(&chain(11));
+    real.assert_works(&chain(11, 6));
     assert!(real.manager.drain(LIMIT).is_complete());
-    assert_eq!(real.manager.matches(&chain(11)).blocks(Tier::Object), 6);
+    assert_eq!(real.manager.matches(&chain(11, 6)).blocks(Tier::Object), 6);
 }
 
 #[test]
@@ -602,11 +585,11 @@ fn a_manager_dropped_amid_transfers_leaves_nothing_behind() {
             engine::add_disk(settings, 64, dir.join("slots"));
             settings.object.url = Some(format!("file://{}/objects", dir.display()));
         });
-        real.sink(&chain(1));
+        real.sink(&chain(1, 6));
         for n in 2..5 {
-            serve(&real.manager, &chain(n));
+            serve(&real.manager, &chain(n, 6));
         }
-        drop(real.manager.load(real.manager.lease(&chain(1))));
+        drop(real.manager.load(real.manager.lease(&chain(1, 6))));
         let Real { manager, dir, .. } = real;
         drop(manager);
         if round == 0 {
@@ -646,10 +629,10 @@ fn a_panic_in_the_background_does_not_end_flushing() {
     settings.flush.interval_ms = 1;
     let clock: Arc<dyn Clock> = Arc::new(PanickyClock::default());
     let options = Options { registry: registry.clone(), clock, ..Options::default() };
-    let manager = engine::block_on(Manager::open(settings, options)).unwrap();
-    assert_eq!(serve(&manager, &chain(1)).saved, 6);
+    let manager = engine::open_with(settings, options).unwrap();
+    assert_eq!(serve(&manager, &chain(1, 6)).saved, 6);
     wait_until(LIMIT, "nobody flushes any more", || {
-        manager.matches(&chain(1)).blocks(Tier::Disk) == 6
+        manager.matches(&chain(1, 6)).blocks(Tier::Disk) == 6
     });
     assert_eq!(metric(&registry, "kvbm_background_panics_total", &[]), 1);
 }
@@ -657,16 +640,16 @@ fn a_panic_in_the_background_does_not_end_flushing() {
 #[test]
 fn a_forked_child_may_drop_the_manager_without_any_harm() {
     let real = Real::with_disk();
-    real.sink(&chain(1));
+    real.sink(&chain(1, 6));
     let mut manager = Some(real.manager);
     assert!(holds_in_a_child(|| {
         drop(manager.take());
         true
     }));
     let manager = manager.unwrap();
-    assert_eq!(serve(&manager, &chain(1)).hit, 6);
+    assert_eq!(serve(&manager, &chain(1, 6)).hit, 6);
     assert!(manager.drain(LIMIT).is_complete());
-    assert_eq!(serve(&manager, &chain(2)).saved, 6);
+    assert_eq!(serve(&manager, &chain(2, 6)).saved, 6);
 }
 
 #[test]
@@ -685,7 +668,7 @@ fn a_miss_says_what_became_of_the_block() {
     let real = Real::open(|_, _| {});
     let misses =
         |reason, tier| real.metric("kvbm_misses_total", &[("reason", reason), ("tier", tier)]);
-    let one = chain(1);
+    let one = chain(1, 6);
     serve(&real.manager, &one);
     assert_eq!((misses("never_seen", "none"), misses("evicted", "host")), (1, 0));
     real.manager.admin().evict(Tier::Device, 16);
@@ -700,7 +683,7 @@ fn a_miss_says_what_became_of_the_block() {
     drop(real.manager.lease(&one));
     assert_eq!(misses("io_error", "device"), 1);
 
-    let long: Vec<_> = (0..20).map(|i| hash(5_000 + i)).collect();
+    let long = chain(50, 20);
     assert_eq!(serve(&real.manager, &long).computed, 16);
     drop(real.manager.lease(&long));
     assert_eq!(misses("capacity", "device") + misses("capacity", "host"), 1);
@@ -709,7 +692,7 @@ fn a_miss_says_what_became_of_the_block() {
 #[test]
 fn what_is_sooner_computed_is_left_to_the_engine() {
     let real = Real::open(|settings, _| settings.transfer.prefill_tokens_per_second = 100_000_000);
-    let chain = chain(1);
+    let chain = chain(1, 6);
     assert_eq!(serve(&real.manager, &chain).saved, chain.len());
     let load = || {
         real.manager.admin().evict(Tier::Device, 16);
@@ -739,7 +722,7 @@ fn a_drain_that_panics_is_over() {
                 places.verified(Arc::clone(&places.object)),
             ]
         });
-    seed(&rig.core, Tier::Host, Chain::from(&chain(1)));
+    seed(&rig.core, Tier::Host, Chain::from(&chain(1, 6)));
     rig.clock.break_once();
     assert!(catch_unwind(AssertUnwindSafe(|| rig.core.drain(LIMIT))).is_err());
     rig.clock.advance_to(60_000);

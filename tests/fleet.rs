@@ -7,8 +7,8 @@ use std::{fs, thread};
 
 use kvbm::table::SlotCounts;
 use kvbm::{
-    Allocation, BlockHash, Chain, Fingerprint, Lease, Manager, Options, Rank, RankGroup,
-    RankOptions, RequestInfo, SlotId, Tier, Transfer, Transferred,
+    Allocation, BlockHash, Fingerprint, Lease, Manager, Options, Rank, RankGroup, RankOptions,
+    RequestInfo, SlotId, Tier, Transfer, Transferred,
 };
 use kvbm_settings::Settings;
 use kvbm_tiers::ranks::{HeadLayout, HeadShare};
@@ -17,7 +17,7 @@ use prometheus::Registry;
 
 use crate::engine;
 use crate::process::{Process, say};
-use crate::rig::{hash, metric, number, wait_until};
+use crate::rig::{metric, number_of, wait_until};
 
 /// Ranks of a fleet.
 pub const WORLD: u16 = 4;
@@ -251,7 +251,7 @@ impl Fleet {
     fn wrong_slices(&mut self, lease: &Lease, chain: &[BlockHash], blocks: usize) -> usize {
         let check = |fleet: &mut Self, position| {
             let slot = fleet.manager.device_slot(lease, chain, position).expect("it goes on").0;
-            let block = number(Chain::from(chain).key(position));
+            let block = number_of(chain[position]);
             fleet.ask(|rank| format!("check {slot} {}", pattern(rank, block)), "true")
         };
         (0..blocks).map(|position| check(self, position)).sum()
@@ -261,7 +261,7 @@ impl Fleet {
         let blocks = allocation.blocks();
         for position in blocks.clone() {
             let slot = allocation.slot(position).expect("it goes on").0;
-            let block = number(Chain::from(chain).key(position));
+            let block = number_of(chain[position]);
             assert_eq!(self.ask(|rank| format!("fill {slot} {}", pattern(rank, block)), "true"), 0);
             assert!(allocation.mark_filled(position));
         }
@@ -382,9 +382,4 @@ pub fn drained(manager: &Manager) {
     assert!(manager.drain(LIMIT).is_complete());
     // Ranks note by themselves what they have confirmed, every ten milliseconds.
     thread::sleep(Duration::from_millis(100));
-}
-
-/// Six blocks that no other `n` has.
-pub fn chain(n: u32) -> Vec<BlockHash> {
-    (0..6).map(|i| hash(100 * n + i + 1)).collect()
 }

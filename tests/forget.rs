@@ -4,27 +4,21 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kvbm::{
-    BlockHash, CacheEvent, ErrorKind, Hints, Manager, Options, RemoveReason, RequestInfo, Tier,
-};
+use kvbm::{CacheEvent, ErrorKind, Manager, RemoveReason, Tier};
 use kvbm_settings::{Capacity, Settings};
-use kvbm_tests::engine::{self, Served, push_down, serve_for, settings};
-use kvbm_tests::rig::hash;
+use kvbm_tests::engine::{self, Served, drain, push_down, serve_for, settings, stop};
+use kvbm_tests::rig::{chain, files, info_of};
 use kvbm_tiers::object::{Store, StoreOptions};
 use kvbm_tiers::sealed::{KeyFiles, KeyStore};
+use kvbm_tiers::testing::main_key;
 
 const BLOCK: usize = 8192;
 const BLOCKS: u32 = 300;
 const ONE: u32 = 7;
 const OTHER: u32 = 8;
 
-fn chain(tenant: u32) -> Vec<BlockHash> {
-    (1..=BLOCKS).map(|block| hash(tenant * 1_000 + block)).collect()
-}
-
 fn serve(manager: &Manager, tenant: u32) -> Served {
-    let hints = Hints { tenant: Some(tenant), ..Hints::default() };
-    serve_for(manager, RequestInfo { hints, ..RequestInfo::default() }, &chain(tenant))
+    serve_for(manager, info_of(tenant), &chain(tenant, BLOCKS))
 }
 
 /// Where the last tier lies.
@@ -38,44 +32,25 @@ fn lower(dir: &Path, lowest: Lowest) -> Settings {
     let mut settings =
         settings(BLOCK as u64, 2 * u64::from(BLOCKS) + 16, 2 * u64::from(BLOCKS) + 16);
     settings.flush.interval_ms = 1;
-    settings.encryption.key = Some(format!("1:{}", "0123456789abcdef".repeat(4)));
+    settings.encryption.key = Some(main_key(1, "0123456789abcdef"));
     if lowest == Lowest::Disk {
         settings.disk.capacity = Some(Capacity::Blocks(4096));
         settings.disk.dirs = vec![dir.join("one"), dir.join("two")];
         settings.disk.keep = true;
     } else {
-        settings.object.url = Some(format!("file://{}/objects", dir.display()));
-        settings.object.segment_bytes = 8 * BLOCK as u64;
-        settings.object.keep = true;
+        engine::keep_in_bucket(&mut settings, 8 * BLOCK as u64, &dir.join("objects"));
     }
     settings
 }
 
 fn open(settings: Settings) -> Manager {
-    let fingerprint = engine::fingerprint("one");
-    let options = Options { fingerprint: Some(fingerprint), ..Options::default() };
-    engine::block_on(Manager::open(settings, options)).unwrap()
-}
-
-fn drain(manager: &Manager) {
-    assert!(manager.drain(Duration::from_secs(30)).is_complete());
-}
-
-fn stop(manager: Manager) {
-    drain(&manager);
-    assert!(manager.close(Duration::from_secs(20)).is_complete());
-    drop(manager);
+    engine::open_with(settings, engine::model(engine::fingerprint("one"))).unwrap()
 }
 
 #[track_caller]
 fn assert_served(manager: &Manager, tenant: u32, hit: u32) {
     let served = serve(manager, tenant);
     assert_eq!((served.hit, served.wrong), (hit as usize, 0), "tenant {tenant}: {served:?}");
-}
-
-fn files(dir: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
-    entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
 }
 
 /// What somebody keeps of all files but those of keys.
@@ -97,11 +72,11 @@ fn the_forgotten_are_never_found_again_and_others_are() {
         drain(&manager);
         let before = backup(dir.path());
         manager.forget(ONE).unwrap();
-        let held = manager.matches(&chain(ONE));
+        let held = manager.matches(&chain(ONE, BLOCKS));
         assert!(Tier::ALL.iter().all(|&tier| held.blocks(tier) == 0), "{held:?}");
         assert!(manager.admin().audit().is_empty(), "{:?}", manager.admin().audit());
         assert_served(&manager, OTHER, BLOCKS);
-        push_down(&manager, &chain(OTHER));
+        push_down(&manager, &chain(OTHER, BLOCKS));
         assert_served(&manager, OTHER, BLOCKS);
         stop(manager);
         // Also where everything but the keys is put back as it was.
@@ -114,7 +89,7 @@ fn the_forgotten_are_never_found_again_and_others_are() {
             drain(&again);
             assert_served(&again, OTHER, BLOCKS);
             // It comes back, and is found.
-            push_down(&again, &chain(ONE));
+            push_down(&again, &chain(ONE, BLOCKS));
             assert_served(&again, ONE, BLOCKS);
             assert!(again.admin().audit().is_empty());
             again.forget(ONE).unwrap();
@@ -149,7 +124,7 @@ fn who_is_forgotten_offline_is_not_found_after_a_start() {
         stop(manager);
         assert_eq!(forget_while_nobody_works(&settings, ONE), 1);
         let again = open(settings);
-        let held = again.matches(&chain(ONE));
+        let held = again.matches(&chain(ONE, BLOCKS));
         assert!(Tier::ALL.iter().all(|&tier| held.blocks(tier) == 0), "{lowest:?}: {held:?}");
         assert_served(&again, ONE, 0);
         assert_served(&again, OTHER, BLOCKS);
@@ -171,7 +146,7 @@ fn an_absent_directory_is_named_and_forbids_no_encrypted_start() {
     let error = manager.forget(ONE).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     assert!(error.to_string().contains("two is away"), "{error}");
-    let held = manager.matches(&chain(ONE));
+    let held = manager.matches(&chain(ONE, BLOCKS));
     assert!(Tier::ALL.iter().all(|&tier| held.blocks(tier) == 0), "{held:?}");
     stop(manager);
     // And then it is there.
@@ -195,17 +170,17 @@ fn what_is_on_its_way_lands_nowhere() {
         assert_served(&manager, ONE, 0);
         std::thread::sleep(Duration::from_micros(300 * round));
         manager.forget(ONE).unwrap();
-        let held = manager.matches(&chain(ONE));
+        let held = manager.matches(&chain(ONE, BLOCKS));
         assert!(Tier::ALL.iter().all(|&tier| held.blocks(tier) == 0), "{held:?}");
     }
     drain(&manager);
-    let held = manager.matches(&chain(ONE));
+    let held = manager.matches(&chain(ONE, BLOCKS));
     assert!(Tier::ALL.iter().all(|&tier| held.blocks(tier) == 0), "{held:?}");
     assert!(manager.admin().audit().is_empty(), "{:?}", manager.admin().audit());
     assert_eq!(manager.admin().counts(Tier::Disk).resident, 0);
     assert_served(&manager, ONE, 0);
     drain(&manager);
-    push_down(&manager, &chain(ONE));
+    push_down(&manager, &chain(ONE, BLOCKS));
     assert_served(&manager, ONE, BLOCKS);
 }
 
@@ -217,7 +192,9 @@ fn listeners_hear_of_each_block_that_is_forgotten() {
     drain(&manager);
     let mut gone: Vec<_> = Tier::ALL
         .into_iter()
-        .flat_map(|tier| chain(ONE)[..manager.matches(&chain(ONE)).blocks(tier)].to_vec())
+        .flat_map(|tier| {
+            chain(ONE, BLOCKS)[..manager.matches(&chain(ONE, BLOCKS)).blocks(tier)].to_vec()
+        })
         .collect();
     assert_eq!(gone.len(), 3 * BLOCKS as usize, "on the device, in memory and on disk");
     let mut events = manager.events();
@@ -239,8 +216,9 @@ fn a_lease_from_before_may_end_its_reading() {
     let manager = open(lower(dir.path(), Lowest::Disk));
     assert_served(&manager, ONE, 0);
     drain(&manager);
-    let lease = manager.lease(&chain(ONE));
-    let read = |position| manager.read_device(&lease, &chain(ONE), position, <[u8]>::to_vec);
+    let lease = manager.lease(&chain(ONE, BLOCKS));
+    let read =
+        |position| manager.read_device(&lease, &chain(ONE, BLOCKS), position, <[u8]>::to_vec);
     assert!(read(0).is_some());
     manager.forget(ONE).unwrap();
     assert!(read(0).is_none(), "nothing new is begun with it");

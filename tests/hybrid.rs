@@ -11,14 +11,14 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvbm::{
-    BlockHash, CacheGroup, Chain, EngineMemory, Error, ErrorKind, Fence, GroupKind, GroupSlots,
-    HostFence, Lease, Loaded, Manager, Options, Rank, RankGroup, RankOptions, RequestInfo,
-    SaveRequest, Saved, SlotId, Tier,
+    BlockHash, CacheGroup, EngineMemory, Error, ErrorKind, Fence, GroupKind, GroupSlots, HostFence,
+    Lease, Loaded, Manager, Options, Rank, RankGroup, RankOptions, RequestInfo, SaveRequest, Saved,
+    SlotId, Tier,
 };
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine;
-use kvbm_tests::rig::{chain, hash, metric};
-use kvbm_tiers::chaos::{Chaos, Episode, Schedule};
+use kvbm_tests::rig::{chain, chaos, hash, metric, number_of};
+use kvbm_tiers::chaos::Chaos;
 use kvbm_tiers::testing::{TensorView, Tensors, TwoFaced, fill_pattern, has_pattern};
 use prometheus::Registry;
 use proptest::prelude::*;
@@ -36,10 +36,10 @@ const EVERY: usize = 4;
 
 /// What tells a block's bytes from all others', those of other groups and ranks included.
 fn number(rank: usize, group: usize, hash: BlockHash) -> usize {
-    kvbm_tests::rig::number(Chain::from([hash].as_slice()).key(0)) + 1_000_003 * (group + 3 * rank)
+    number_of(hash) + 1_000_003 * (group + 3 * rank)
 }
 
-fn settings() -> Settings {
+fn with_checkpoints() -> Settings {
     let mut settings = engine::without_device(BYTES[FULL] as u64, 64);
     settings.hybrid.checkpoint_blocks = EVERY as u32;
     settings
@@ -81,12 +81,12 @@ fn open(
     memory: EngineMemory,
     groups: Vec<CacheGroup>,
 ) -> Result<Manager, Error> {
-    engine::block_on(Manager::open(settings, Options { engine: Some(memory), groups, ..options }))
+    engine::open_with(settings, Options { engine: Some(memory), groups, ..options })
 }
 
 impl Engine {
     fn new(window: usize) -> Self {
-        Self::with(window, settings(), None)
+        Self::with(window, with_checkpoints(), None)
     }
 
     fn with(window: usize, settings: Settings, chaos: Option<&Chaos>) -> Self {
@@ -106,7 +106,7 @@ impl Engine {
 
     fn on_disk(window: usize, chaos: Option<&Chaos>) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
-        let mut settings = settings();
+        let mut settings = with_checkpoints();
         engine::add_disk(&mut settings, 256, dir.path());
         settings.host.staging_blocks = 8;
         Self { _disk: Some(dir), ..Self::with(window, settings, chaos) }
@@ -419,7 +419,7 @@ fn checkpoints_go_down_with_their_block() {
 
 /// Ten blocks find room, and so does no checkpoint behind these.
 fn small() -> Engine {
-    let mut settings = settings();
+    let mut settings = with_checkpoints();
     settings.host.capacity = Some(Capacity::Blocks(10));
     Engine::with(3, settings, None)
 }
@@ -451,11 +451,6 @@ fn a_checkpoint_without_its_block_is_not_kept() {
     drop((saved, lease));
     assert_eq!(engine.resident(Tier::Host), [10, 6, 0]);
     engine.assert_well();
-}
-
-fn chaos(script: &[&str]) -> Chaos {
-    let episodes = script.iter().map(|text| text.parse::<Episode>().expect("an episode"));
-    Chaos::new(Schedule::scripted(episodes))
 }
 
 #[test]
@@ -490,7 +485,7 @@ fn what_fails_in_one_group_is_used_in_none() {
 #[test]
 fn a_medium_hanging_in_one_group_costs_a_miss_only() {
     let faults = chaos(&["memory.write:hang@0s+6s x1"]);
-    let mut settings = settings();
+    let mut settings = with_checkpoints();
     settings.transfer.timeout_ms = 2_000;
     let engine = Engine::with(6, settings, Some(&faults));
     let all = chain(1, 18);
@@ -732,12 +727,11 @@ fn a_reset_amid_loads_never_mixes_old_and_new() {
 fn a_restart_finds_checkpoints_made_by_the_same_rule() {
     let dir = tempfile::tempdir().expect("a directory");
     let open = |every| {
-        let mut settings = settings();
+        let mut settings = with_checkpoints();
         engine::add_disk(&mut settings, 256, dir.path());
         settings.disk.keep = true;
         settings.hybrid.checkpoint_blocks = every;
-        let known = engine::fingerprint("w");
-        Engine::opened(6, settings, Options { fingerprint: Some(known), ..Options::default() })
+        Engine::opened(6, settings, engine::model(engine::fingerprint("w")))
     };
     let all = chain(1, 18);
     let engine = open(4);
@@ -764,7 +758,7 @@ fn a_restart_finds_checkpoints_made_by_the_same_rule() {
 
 /// An engine of full attention and two windows alike, named in this order.
 fn twins(dir: &Path, names: [&str; 2]) -> (Manager, [TensorView; 3]) {
-    let mut settings = settings();
+    let mut settings = with_checkpoints();
     engine::add_disk(&mut settings, 256, dir);
     settings.disk.keep = true;
     let [full, one, two] = [FULL, WINDOW, WINDOW].map(memory);
@@ -775,8 +769,7 @@ fn twins(dir: &Path, names: [&str; 2]) -> (Manager, [TensorView; 3]) {
         share: Some(0.3),
     };
     let groups = vec![group(names[0], one.0), group(names[1], two.0)];
-    let known = engine::fingerprint("w");
-    let options = Options { fingerprint: Some(known), ..Options::default() };
+    let options = engine::model(engine::fingerprint("w"));
     let manager = open(settings, options, full.0, groups).expect("it opens");
     (manager, [full.1, one.1, two.1])
 }
@@ -834,7 +827,7 @@ fn closing_closes_all_groups() {
 fn groups_share_the_tiers_by_what_their_checkpoints_take() {
     let (mut groups, full, _) = groups(6);
     groups.iter_mut().for_each(|group| group.share = None);
-    let mut settings = settings();
+    let mut settings = with_checkpoints();
     settings.host.capacity = Some(Capacity::Blocks(64));
     let manager = open(settings.clone(), Options::default(), full.clone(), groups.clone()).unwrap();
     // Sixteen ways of four blocks, each with four blocks of the window and one state.
@@ -874,7 +867,7 @@ fn join(dir: &Path, rank: u16, window: usize) -> JoinHandle<(Rank, [TensorView; 
     std::thread::spawn(move || {
         let (groups, full, memory) = groups(window as u32);
         let options = RankOptions { engine: Some(full), groups, ..options };
-        (Rank::join(&settings(), options).expect("it joins"), memory)
+        (Rank::join(&with_checkpoints(), options).expect("it joins"), memory)
     })
 }
 
@@ -889,7 +882,7 @@ fn lead(dir: &Path) -> (Manager, Registry) {
     let ranks = Some(rank_group(dir));
     let options = Options { ranks, registry: registry.clone(), ..Options::default() };
     let memory = EngineMemory::in_ranks(SLOTS, LAYERS[FULL]).unwrap();
-    (open(settings(), options, memory, groups).expect("it opens"), registry)
+    (open(with_checkpoints(), options, memory, groups).expect("it opens"), registry)
 }
 
 impl Engine {
@@ -951,7 +944,7 @@ fn assert_came_back_changed<T: std::fmt::Debug>(opened: Result<T, Error>) {
 #[test]
 fn wrong_memory_of_one_group_is_found_at_once() {
     let dir = tempfile::tempdir().unwrap();
-    let mut on_disk = settings();
+    let mut on_disk = with_checkpoints();
     engine::add_disk(&mut on_disk, 256, dir.path());
     let (groups, full, _) = groups(6);
     assert_came_back_changed(open(on_disk.clone(), Options::default(), full, two_faced(groups)));
@@ -972,7 +965,7 @@ fn a_rank_with_a_bad_group_is_refused_leaders_wait() {
     let (groups, full, _) = groups(6);
     let options = rank_options(dir.path(), 1);
     let options = RankOptions { engine: Some(full), groups: two_faced(groups), ..options };
-    let bad = Rank::join(&settings(), options);
+    let bad = Rank::join(&with_checkpoints(), options);
     assert_came_back_changed(bad);
     assert!(!leading.is_finished(), "a rank is missing");
     let (ranks, memory): (Vec<_>, Vec<_>) = [one, join(dir.path(), 1, 6)]
@@ -1029,7 +1022,7 @@ fn bad_input_is_named() {
     let refused = |change: fn(&mut Vec<CacheGroup>), words: &str| {
         let (mut groups, full, _) = groups(6);
         change(&mut groups);
-        named(open(settings(), Options::default(), full, groups).unwrap_err(), words);
+        named(open(with_checkpoints(), Options::default(), full, groups).unwrap_err(), words);
     };
     refused(|groups| groups[1].name = "sliding".into(), "each name once");
     refused(|groups| groups[1].name = "full".into(), "not full");
@@ -1055,7 +1048,7 @@ fn time_of_a_match(given: &[Range<usize>]) -> (usize, Duration) {
     };
     let groups =
         vec![group("sliding", GroupKind::Window { blocks: 64 }), group("state", GroupKind::State)];
-    let mut settings = Settings { block_bytes: Some(64), ..settings() };
+    let mut settings = Settings { block_bytes: Some(64), ..with_checkpoints() };
     settings.host.capacity = Some(Capacity::Blocks(16_384));
     settings.hybrid.checkpoint_blocks = 16;
     settings.transfer.queue_blocks = 1 << 14;

@@ -10,11 +10,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use kvbm::scheduler::{Core, LoadInto, SaveFrom};
-use kvbm::{
-    BlockHash, Chain, Class, ErrorKind, Fence, Hints, HostFence, RequestInfo, SlotId, Tier,
-};
+use kvbm::{BlockHash, Chain, Class, ErrorKind, Fence, HostFence, RequestInfo, SlotId, Tier};
 use kvbm_tests::follower::Follower;
-use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, hash, seed, seed_for};
+use kvbm_tests::rig::{
+    DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, chain, hash, info_of, parked_core, seed,
+    seed_for,
+};
 use kvbm_tiers::testing::ParkedBackend;
 use kvbm_tiers::{Backend, CopyError, CopyErrorKind, CopyOp};
 use shuttle::future::block_on;
@@ -43,10 +44,6 @@ fn check(scenario: fn()) {
     };
     Runner::new(RandomScheduler::new(schedules / 2), config()).run(scenario);
     Runner::new(PctScheduler::new(3, schedules / 2), config()).run(scenario);
-}
-
-fn chain(n: u32) -> Vec<BlockHash> {
-    (0..3).map(|i| hash(10 * n + i + 1)).collect()
 }
 
 /// A core, and hardware on a thread of its own that ends copies in any order.
@@ -85,10 +82,7 @@ impl Contents {
 impl Machine {
     /// One copy in `fails_one_in` fails.
     fn start(sizes: Sizes, fails_one_in: Option<u32>) -> Self {
-        let routes = [MEMORY, DISK, OBJECT].concat();
-        let parked =
-            Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
-        let core = bare_core(sizes, TIGHT, &(Arc::clone(&parked) as Arc<dyn Backend>));
+        let (core, parked) = parked_core(sizes);
         let (off, ended) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
         let (hands_off, contents) = (Arc::new(AtomicBool::new(false)), Contents::default());
         let hardware = {
@@ -103,7 +97,7 @@ impl Machine {
 
     /// Makes a tenant's chain resident in a tier, with its bytes.
     fn seed_bytes(&self, tier: Tier, chain: &[BlockHash]) {
-        seed_for(&self.core, of_tenant(), tier, Chain::from(chain));
+        seed_for(&self.core, info_of(TENANT), tier, Chain::from(chain));
         for (slot, hash) in self.slots(tier, chain).into_iter().zip(chain) {
             self.contents.set(tier, slot, *hash);
         }
@@ -199,8 +193,8 @@ fn work(
 fn concurrent_loads_of_a_chain_share_one_flight() {
     check(|| {
         let machine = Machine::start(SIZES, None);
-        seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
-        let loads = [(); 3].map(|()| machine.transfer(Class::Load, Tier::Device, chain(1)));
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(1, 3)));
+        let loads = [(); 3].map(|()| machine.transfer(Class::Load, Tier::Device, chain(1, 3)));
         for load in loads {
             assert_eq!(load.join().unwrap(), 3);
         }
@@ -213,19 +207,19 @@ fn concurrent_loads_of_a_chain_share_one_flight() {
 fn a_leased_chain_is_not_evicted() {
     check(|| {
         let machine = Machine::start(SIZES, None);
-        seed(&machine.core, Tier::Device, Chain::from(&chain(1)));
+        seed(&machine.core, Tier::Device, Chain::from(&chain(1, 3)));
         let core = Arc::clone(&machine.core);
         let reader = thread::spawn(move || {
             for _ in 0..3 {
-                let lease = core.lease(Chain::from(&chain(1)), RequestInfo::default());
+                let lease = core.lease(Chain::from(&chain(1, 3)), RequestInfo::default());
                 let promised = lease.blocks(Tier::Device);
                 thread::yield_now();
-                let there = core.table().matches(Chain::from(&chain(1))).blocks(Tier::Device);
+                let there = core.table().matches(Chain::from(&chain(1, 3))).blocks(Tier::Device);
                 assert!(there >= promised, "{there} of {promised} leased blocks are left");
             }
         });
         let core = Arc::clone(&machine.core);
-        let writer = thread::spawn(move || (2..5).for_each(|n| compute(&core, &chain(n))));
+        let writer = thread::spawn(move || (2..5).for_each(|n| compute(&core, &chain(n, 3))));
         reader.join().unwrap();
         writer.join().unwrap();
         machine.stop();
@@ -248,14 +242,14 @@ fn compute(core: &Arc<Core>, chain: &[BlockHash]) {
 fn whoever_waits_for_others_gets_an_answer() {
     check(|| {
         let machine = Machine::start(SIZES, Some(5));
-        seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(1, 3)));
         let core = Arc::clone(&machine.core);
-        let engine = thread::spawn(move || compute(&core, &chain(1)[..2]));
+        let engine = thread::spawn(move || compute(&core, &chain(1, 3)[..2]));
         let requests = [
-            machine.transfer(Class::Load, Tier::Device, chain(1)),
-            machine.transfer(Class::Prefetch, Tier::Host, chain(1)),
-            machine.transfer(Class::Load, Tier::Device, chain(1)),
-            machine.transfer(Class::Save, Tier::Object, chain(1)),
+            machine.transfer(Class::Load, Tier::Device, chain(1, 3)),
+            machine.transfer(Class::Prefetch, Tier::Host, chain(1, 3)),
+            machine.transfer(Class::Load, Tier::Device, chain(1, 3)),
+            machine.transfer(Class::Save, Tier::Object, chain(1, 3)),
         ];
         for request in requests {
             assert!(request.join().unwrap() <= 3);
@@ -269,13 +263,13 @@ fn whoever_waits_for_others_gets_an_answer() {
 fn a_copy_ends_once_by_completion_or_by_time_out() {
     check(|| {
         let machine = Machine::start(SIZES, None);
-        seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
-        let load = machine.transfer(Class::Load, Tier::Device, chain(1));
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(1, 3)));
+        let load = machine.transfer(Class::Load, Tier::Device, chain(1, 3));
         let core = Arc::clone(&machine.core);
         let ticker = thread::spawn(move || (0..3).for_each(|_| core.tick()));
         let arrived = load.join().unwrap();
         ticker.join().unwrap();
-        assert!(arrived <= machine.held(Tier::Device, &chain(1)));
+        assert!(arrived <= machine.held(Tier::Device, &chain(1, 3)));
         let (core, _) = machine.stop();
         let lost: u32 = Tier::ALL.iter().map(|&tier| core.table().counts(tier).lost).sum();
         assert_eq!(lost, 0, "an overdue copy ended, and its slot did not come back");
@@ -289,9 +283,9 @@ fn saves_flushes_and_evictions_get_along() {
     check(|| {
         let machine = Machine::start(SIZES, Some(8));
         for n in 1..3 {
-            seed(&machine.core, Tier::Device, Chain::from(&chain(n)));
+            seed(&machine.core, Tier::Device, Chain::from(&chain(n, 3)));
         }
-        let saves = [1, 2].map(|n| machine.transfer(Class::Save, Tier::Host, chain(n)));
+        let saves = [1, 2].map(|n| machine.transfer(Class::Save, Tier::Host, chain(n, 3)));
         let core = Arc::clone(&machine.core);
         let flusher = thread::spawn(move || {
             for _ in 0..2 {
@@ -309,8 +303,8 @@ fn saves_flushes_and_evictions_get_along() {
 fn a_core_dropped_amid_transfers_goes_with_the_last() {
     check(|| {
         let machine = Machine::start(SIZES, None);
-        seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
-        let lease = machine.core.lease(Chain::from(&chain(1)), RequestInfo::default());
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(1, 3)));
+        let lease = machine.core.lease(Chain::from(&chain(1, 3)), RequestInfo::default());
         drop(machine.core.transfer(Class::Load, Tier::Device, lease));
         let Machine { core, off, hardware, .. } = machine;
         let weak = Arc::downgrade(&core);
@@ -326,10 +320,10 @@ fn a_core_dropped_amid_transfers_goes_with_the_last() {
 fn a_transfer_cancelled_amid_others_is_answered_and_leaves_nothing() {
     check(|| {
         let machine = Machine::start(SIZES, Some(6));
-        seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(1, 3)));
         let core = Arc::clone(&machine.core);
         let fickle = thread::spawn(move || {
-            let lease = core.lease(Chain::from(&chain(1)), RequestInfo::default());
+            let lease = core.lease(Chain::from(&chain(1, 3)), RequestInfo::default());
             let mut transfer = core.transfer(Class::Load, Tier::Device, lease);
             thread::yield_now();
             transfer.cancel();
@@ -337,7 +331,7 @@ fn a_transfer_cancelled_amid_others_is_answered_and_leaves_nothing() {
             assert!(transferred.blocks <= 3);
         });
         let others = [(Class::Load, Tier::Device), (Class::Prefetch, Tier::Host)]
-            .map(|(class, to)| machine.transfer(class, to, chain(1)));
+            .map(|(class, to)| machine.transfer(class, to, chain(1, 3)));
         fickle.join().unwrap();
         for other in others {
             assert!(other.join().unwrap() <= 3);
@@ -352,11 +346,11 @@ fn a_transfer_cancelled_amid_others_is_answered_and_leaves_nothing() {
 fn whoever_asks_while_it_closes_gets_an_answer() {
     check(|| {
         let machine = Machine::start(SIZES, Some(6));
-        seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(1, 3)));
         let asks = |class, to| {
             let core = Arc::clone(&machine.core);
             thread::spawn(move || {
-                let lease = core.lease(Chain::from(&chain(1)), RequestInfo::default());
+                let lease = core.lease(Chain::from(&chain(1, 3)), RequestInfo::default());
                 drop(block_on(core.transfer(class, to, lease)));
             })
         };
@@ -390,11 +384,11 @@ fn closing_answers_whoever_waits_for_a_medium_that_hangs() {
         let parked =
             Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
         let core = bare_core(SIZES, TIGHT, &(Arc::clone(&parked) as Arc<dyn Backend>));
-        seed(&core, Tier::Disk, Chain::from(&chain(1)));
+        seed(&core, Tier::Disk, Chain::from(&chain(1, 3)));
         let asker = {
             let core = Arc::clone(&core);
             thread::spawn(move || {
-                let lease = core.lease(Chain::from(&chain(1)), RequestInfo::default());
+                let lease = core.lease(Chain::from(&chain(1, 3)), RequestInfo::default());
                 drop(block_on(core.transfer(Class::Load, Tier::Device, lease)));
             })
         };
@@ -430,18 +424,18 @@ fn nothing_touches_an_engines_memory_before_its_fence() {
     check(|| {
         let machine = Machine::start(ENGINE, Some(6));
         machine.hands_off.store(true, Ordering::Release);
-        seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(1, 3)));
         let others = [(); 2].map(|()| {
             let core = Arc::clone(&machine.core);
             thread::spawn(move || {
-                let lease = core.lease(Chain::from(&chain(1)), RequestInfo::default());
+                let lease = core.lease(Chain::from(&chain(1, 3)), RequestInfo::default());
                 // An error, if it is closed.
                 drop(block_on(core.transfer(Class::Prefetch, Tier::Host, lease)));
             })
         });
         let (core, hands_off) = (Arc::clone(&machine.core), Arc::clone(&machine.hands_off));
         let engine = thread::spawn(move || {
-            let (wanted, computed, fence) = (chain(1), chain(2), HostFence::new());
+            let (wanted, computed, fence) = (chain(1, 3), chain(2, 3), HostFence::new());
             let slots: Vec<_> = (0..6).map(SlotId).collect();
             let order = || Fence::Host(fence.clone());
             let lease = core.lease(Chain::from(&wanted), RequestInfo::default());
@@ -501,20 +495,20 @@ fn nothing_from_before_a_reset_is_found_after_it() {
     check(|| {
         let machine = Machine::start(SIZES, Some(6));
         let mut follower = Follower::of(&machine.core);
-        seed(&machine.core, Tier::Disk, Chain::from(&chain(1)));
-        seed(&machine.core, Tier::Device, Chain::from(&chain(2)));
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(1, 3)));
+        seed(&machine.core, Tier::Device, Chain::from(&chain(2, 3)));
         let asks = |class, to, n| {
             let core = Arc::clone(&machine.core);
             thread::spawn(move || {
-                let lease = core.lease(Chain::from(&chain(n)), RequestInfo::default());
+                let lease = core.lease(Chain::from(&chain(n, 3)), RequestInfo::default());
                 answered(block_on(core.transfer(class, to, lease)));
             })
         };
         let reserved =
-            machine.core.reserve(Tier::Device, Chain::from(&chain(3)), RequestInfo::default());
+            machine.core.reserve(Tier::Device, Chain::from(&chain(3, 3)), RequestInfo::default());
         let core = Arc::clone(&machine.core);
         let engine = thread::spawn(move || {
-            let lease = core.lease(Chain::from(&chain(3)), RequestInfo::default());
+            let lease = core.lease(Chain::from(&chain(3, 3)), RequestInfo::default());
             answered(block_on(core.publish(reserved, usize::MAX, lease)));
         });
         let core = Arc::clone(&machine.core);
@@ -539,7 +533,7 @@ fn nothing_from_before_a_reset_is_found_after_it() {
         let (core, _) = machine.stop();
         core.tick();
         assert_nothing_is_found(&core);
-        follower.check(&core, [1, 2, 3].map(chain).iter().map(Chain::from));
+        follower.check(&core, [1, 2, 3].map(|n| chain(n, 3)).iter().map(Chain::from));
         for tier in Tier::ALL {
             let counts = core.table().counts(tier);
             assert_eq!(counts.free, counts.total, "{tier}: {counts:?}");
@@ -549,18 +543,6 @@ fn nothing_from_before_a_reset_is_found_after_it() {
 }
 
 const TENANT: u32 = 7;
-
-fn of_tenant() -> RequestInfo {
-    RequestInfo {
-        hints: Hints { tenant: Some(TENANT), ..Hints::default() },
-        ..RequestInfo::default()
-    }
-}
-
-/// Of more blocks than a step of a plan takes.
-fn long_chain() -> Vec<BlockHash> {
-    (0..5).map(|i| hash(100 + i)).collect()
-}
 
 /// Has a block of the chain found wrong, its tenant forgotten or everything reset; returns how many
 /// blocks may be left, and finds no more from here on.
@@ -576,12 +558,12 @@ fn drop_some(core: &Arc<Core>) -> usize {
             0
         }
         _ => {
-            core.drop_wrong(Chain::from(&long_chain()), at);
+            core.drop_wrong(Chain::from(&chain(10, 5)), at);
             at
         }
     };
     assert!(
-        core.matches(Chain::from(&long_chain())).longest() <= left,
+        core.matches(Chain::from(&chain(10, 5))).longest() <= left,
         "it was dropped, and is found"
     );
     left
@@ -589,11 +571,11 @@ fn drop_some(core: &Arc<Core>) -> usize {
 
 /// Nobody computes the chain again: whatever of it comes to a tier afterwards is what was dropped.
 fn assert_stays_dropped(machine: Machine, left: usize) {
-    machine.check_bytes(&long_chain());
+    machine.check_bytes(&chain(10, 5));
     let (core, _) = machine.stop();
     core.tick();
     assert!(
-        core.matches(Chain::from(&long_chain())).longest() <= left,
+        core.matches(Chain::from(&chain(10, 5))).longest() <= left,
         "what was dropped came back"
     );
     let staging = core.staging();
@@ -604,14 +586,14 @@ fn assert_stays_dropped(machine: Machine, left: usize) {
 fn what_was_dropped_comes_back_by_no_copy() {
     check(|| {
         let machine = Machine::start(SIZES, Some(8));
-        machine.seed_bytes(Tier::Disk, &long_chain());
+        machine.seed_bytes(Tier::Disk, &chain(10, 5));
         if shuttle::rand::thread_rng().gen_range(0..2) == 0 {
-            machine.seed_bytes(Tier::Host, &long_chain());
+            machine.seed_bytes(Tier::Host, &chain(10, 5));
         }
         let asks = |class, to| {
             let core = Arc::clone(&machine.core);
             thread::spawn(move || {
-                let lease = core.lease(Chain::from(&long_chain()), of_tenant());
+                let lease = core.lease(Chain::from(&chain(10, 5)), info_of(TENANT));
                 drop(block_on(core.transfer(class, to, lease)));
             })
         };
@@ -634,12 +616,12 @@ fn what_was_dropped_comes_back_by_no_copy() {
 fn an_engine_is_given_each_positions_own_bytes_or_none() {
     check(|| {
         let machine = Machine::start(ENGINE, Some(8));
-        machine.seed_bytes(Tier::Disk, &long_chain());
+        machine.seed_bytes(Tier::Disk, &chain(10, 5));
         let loads = [0, 2].map(|first| {
             let (core, contents) = (Arc::clone(&machine.core), machine.contents.clone());
             thread::spawn(move || {
                 let slots: Vec<_> = (0..5).map(|at| SlotId(10 * first as u32 + at)).collect();
-                let lease = core.lease(Chain::from(&long_chain()), of_tenant());
+                let lease = core.lease(Chain::from(&chain(10, 5)), info_of(TENANT));
                 let (blocks, layers) = (first..5, 1.try_into().expect("above zero"));
                 let slots = &slots[first..];
                 let after = Fence::Done;
@@ -647,14 +629,14 @@ fn an_engine_is_given_each_positions_own_bytes_or_none() {
                 let load =
                     LoadInto { lease, blocks, slots, after, layers, with_media, part_of: None };
                 let Ok(loaded) = block_on(core.load_into(load)) else { return };
-                for (slot, hash) in slots.iter().zip(&long_chain()[first..]).take(loaded.arrived) {
+                for (slot, hash) in slots.iter().zip(&chain(10, 5)[first..]).take(loaded.arrived) {
                     assert_eq!(contents.of(Tier::Device, *slot), Some(*hash), "given for {hash:?}");
                 }
             })
         });
         let core = Arc::clone(&machine.core);
         let prefetch = thread::spawn(move || {
-            let lease = core.lease(Chain::from(&long_chain()), of_tenant());
+            let lease = core.lease(Chain::from(&chain(10, 5)), info_of(TENANT));
             drop(block_on(core.transfer(Class::Prefetch, Tier::Host, lease)));
         });
         let (core, contents) = (Arc::clone(&machine.core), machine.contents.clone());
@@ -663,9 +645,9 @@ fn an_engine_is_given_each_positions_own_bytes_or_none() {
             let slots: Vec<_> = (40..43).map(SlotId).collect();
             slots
                 .iter()
-                .zip(chain(2))
+                .zip(chain(2, 3))
                 .for_each(|(&slot, hash)| contents.set(Tier::Device, slot, hash));
-            let (info, computed) = (of_tenant(), chain(2));
+            let (info, computed) = (info_of(TENANT), chain(2, 3));
             let chain = Chain::from(&computed);
             let save = SaveFrom {
                 info,
@@ -682,7 +664,7 @@ fn an_engine_is_given_each_positions_own_bytes_or_none() {
         loads.into_iter().for_each(|load| load.join().unwrap());
         prefetch.join().unwrap();
         saver.join().unwrap();
-        machine.check_bytes(&chain(2));
+        machine.check_bytes(&chain(2, 3));
         assert_stays_dropped(machine, left);
     });
 }
@@ -694,15 +676,15 @@ fn an_engine_is_given_each_positions_own_bytes_or_none() {
 fn nothing_of_a_withdrawn_tier_lands_once_it_is() {
     check(|| {
         let machine = Machine::start(Sizes { tiers: [12, 6, 12, 12], staging: 2 }, None);
-        seed(&machine.core, Tier::Host, Chain::from(&chain(1)));
-        seed(&machine.core, Tier::Disk, Chain::from(&chain(2)));
-        seed(&machine.core, Tier::Device, Chain::from(&chain(3)));
-        let there = |core: &Core, tier| core.matches(Chain::from(&chain(1))).blocks(tier);
+        seed(&machine.core, Tier::Host, Chain::from(&chain(1, 3)));
+        seed(&machine.core, Tier::Disk, Chain::from(&chain(2, 3)));
+        seed(&machine.core, Tier::Device, Chain::from(&chain(3, 3)));
+        let there = |core: &Core, tier| core.matches(Chain::from(&chain(1, 3))).blocks(tier);
         let core = Arc::clone(&machine.core);
         let withdrawal = thread::spawn(move || {
             core.withdraw(Tier::Host);
             assert_eq!(
-                [1, 2, 3].map(|n| core.matches(Chain::from(&chain(n))).blocks(Tier::Host)),
+                [1, 2, 3].map(|n| core.matches(Chain::from(&chain(n, 3))).blocks(Tier::Host)),
                 [0; 3]
             );
             [Tier::Device, Tier::Disk].map(|tier| there(&core, tier))
@@ -712,15 +694,15 @@ fn nothing_of_a_withdrawn_tier_lands_once_it_is() {
             let _ = core.drain(Duration::ZERO);
         });
         let others = [
-            machine.transfer(Class::Load, Tier::Device, chain(1)),
-            machine.transfer(Class::Load, Tier::Device, chain(2)),
-            machine.transfer(Class::Prefetch, Tier::Host, chain(2)),
-            machine.transfer(Class::Save, Tier::Host, chain(3)),
+            machine.transfer(Class::Load, Tier::Device, chain(1, 3)),
+            machine.transfer(Class::Load, Tier::Device, chain(2, 3)),
+            machine.transfer(Class::Prefetch, Tier::Host, chain(2, 3)),
+            machine.transfer(Class::Save, Tier::Host, chain(3, 3)),
         ];
         let [on_device, on_disk] = withdrawal.join().unwrap();
         flusher.join().unwrap();
         others.into_iter().for_each(|other| assert!(other.join().unwrap() <= 3));
-        let past = machine.transfer(Class::Load, Tier::Device, chain(2));
+        let past = machine.transfer(Class::Load, Tier::Device, chain(2, 3));
         assert_eq!(past.join().unwrap(), 3, "what lies below is loaded");
         let (core, _) = machine.stop();
         assert!(there(&core, Tier::Disk) <= on_disk, "more went down than the {on_disk} of before");
@@ -734,7 +716,7 @@ fn nothing_of_a_withdrawn_tier_lands_once_it_is() {
             let counts = core.table().counts(tier);
             assert_eq!(counts.free, counts.total, "{tier}: {counts:?}");
         }
-        seed(&core, Tier::Host, Chain::from(&chain(1)));
+        seed(&core, Tier::Host, Chain::from(&chain(1, 3)));
         assert_eq!(there(&core, Tier::Host), 3);
     });
 }
@@ -749,6 +731,6 @@ fn answered(answer: kvbm::Result<kvbm::Transferred>) {
 
 fn assert_nothing_is_found(core: &Core) {
     for n in 1..4 {
-        assert_eq!(core.matches(Chain::from(&chain(n))).longest(), 0, "chain {n} is found");
+        assert_eq!(core.matches(Chain::from(&chain(n, 3))).longest(), 0, "chain {n} is found");
     }
 }

@@ -15,7 +15,7 @@ use kvbm::{
 };
 use kvbm_policies::AdmissionKind;
 use kvbm_tests::follower::Follower;
-use kvbm_tests::rig::{DISK, Filled, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, hash};
+use kvbm_tests::rig::{DISK, Filled, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, related_chain};
 use kvbm_tiers::testing::{ParkedBackend, Pending};
 use kvbm_tiers::{Backend, BlockKey, CopyError, CopyErrorKind, SlotId};
 use proptest::prelude::*;
@@ -31,14 +31,6 @@ const TUNING: Tuning = Tuning {
     breaker_pause: Duration::from_millis(10),
     ..TIGHT
 };
-
-/// Three families of chains; members of a family share their first blocks.
-fn chain(n: usize) -> Vec<BlockHash> {
-    let (family, member) = (1000 * (n % 3) as u32, (n / 3) as u32);
-    let shared = (1..=2 + member.min(1)).map(|i| family + i);
-    let own = (0..3 + member).map(|i| family + 100 * (member + 1) + i);
-    shared.chain(own).map(hash).collect()
-}
 
 #[derive(Clone, Debug)]
 enum Transition {
@@ -186,7 +178,7 @@ impl ReferenceStateMachine for Model {
             Transition::Fill { chain, blocks } => state.filled.push((chain, blocks)),
             Transition::Publish(which) if !state.filled.is_empty() => {
                 let (n, blocks) = state.filled.swap_remove(which % state.filled.len());
-                state.written.extend(chain(n).iter().take(blocks).map(|hash| hash.get()));
+                state.written.extend(related_chain(n).iter().take(blocks).map(|hash| hash.get()));
             }
             Transition::Abandon(which) if !state.filled.is_empty() => {
                 state.filled.swap_remove(which % state.filled.len());
@@ -259,7 +251,7 @@ impl System {
     fn take(&mut self, transition: &Transition) {
         match *transition {
             Transition::Fill { chain: n, blocks } => {
-                let hashes: Vec<_> = chain(n).into_iter().take(blocks).collect();
+                let hashes: Vec<_> = related_chain(n).into_iter().take(blocks).collect();
                 self.filled.push((self.rig.fill(Chain::from(&hashes)), hashes, self.epoch));
             }
             Transition::Publish(which) => self.publish(which),
@@ -269,7 +261,7 @@ impl System {
                 }
             }
             Transition::Lease { chain: n, skip, blocks } => {
-                let hashes: Vec<_> = chain(n).into_iter().skip(skip).take(blocks).collect();
+                let hashes: Vec<_> = related_chain(n).into_iter().skip(skip).take(blocks).collect();
                 let lease = self.rig.core.lease(Chain::from(&hashes), RequestInfo::default());
                 self.hold(lease, hashes, self.epoch, self.quarantined());
             }
@@ -280,7 +272,7 @@ impl System {
             Transition::TimeOut => self.time_out(),
             Transition::Rot { tier, chain, depth } => self.rot(tier, chain, depth),
             Transition::Misuse { class, to, chain: n } => {
-                let hashes = chain(n);
+                let hashes = related_chain(n);
                 let foreign =
                     self.stranger.core.lease(Chain::from(&hashes), RequestInfo::default());
                 let refused = self.rig.core.transfer(class, to, foreign).wait().unwrap_err();
@@ -304,7 +296,7 @@ impl System {
     /// What waits there for its end is told that nothing comes.
     fn withdraw(&self, tier: Tier) {
         self.rig.core.withdraw(tier);
-        let (chains, table) = ((0..CHAINS).map(chain), self.rig.core.table());
+        let (chains, table) = ((0..CHAINS).map(related_chain), self.rig.core.table());
         assert!(
             chains.into_iter().all(|hashes| table.matches(Chain::from(&hashes)).blocks(tier) == 0)
         );
@@ -332,7 +324,7 @@ impl System {
         let held = held.and_then(|which| pick(&mut self.leases, which));
         let (lease, chain, epoch, quarantined) = held.map_or_else(
             || {
-                let hashes = chain(n);
+                let hashes = related_chain(n);
                 (
                     self.rig.core.lease(Chain::from(&hashes), RequestInfo::default()),
                     hashes,
@@ -386,7 +378,7 @@ impl System {
 
     /// Flips a bit where the medium may do so: in a block that nobody is reading.
     fn rot(&mut self, tier: Tier, n: usize, depth: usize) {
-        let hashes = chain(n);
+        let hashes = related_chain(n);
         let key = self.key(&hashes, depth.min(hashes.len() - 1));
         let reads = self.parked().iter().any(|(_, pending)| pending.op.block == key);
         if let Some(slot) = self.slot(tier, key).filter(|_| !reads) {
@@ -419,7 +411,7 @@ impl System {
     fn check(&mut self, model: &Model, quarantined_before: [u64; Tier::COUNT]) {
         assert_eq!(self.rig.core.table().audit(), []);
         self.check_blocks(model);
-        let chains: Vec<_> = (0..CHAINS).map(chain).collect();
+        let chains: Vec<_> = (0..CHAINS).map(related_chain).collect();
         self.follower.check(&self.rig.core, chains.iter().map(Chain::from));
         self.check_copies();
         self.check_leases();
@@ -432,7 +424,7 @@ impl System {
     /// What can be read is what was written.
     fn check_blocks(&mut self, model: &Model) {
         for n in 0..CHAINS {
-            let hashes = chain(n);
+            let hashes = related_chain(n);
             let chain = self.rig.core.table().enter(Chain::from(&hashes));
             let held = self.rig.core.table().matches(chain);
             for tier in Tier::ALL {
@@ -467,7 +459,7 @@ impl System {
             );
         }
         let mut occupied = HashMap::new();
-        let chains = (0..CHAINS).map(chain);
+        let chains = (0..CHAINS).map(related_chain);
         let keys = chains.flat_map(|hashes| (0..hashes.len()).map(move |i| (hashes.clone(), i)));
         for key in keys.map(|(hashes, i)| self.key(&hashes, i)).collect::<BTreeSet<_>>() {
             for tier in Tier::ALL {

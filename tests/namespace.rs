@@ -2,7 +2,7 @@
 //! nowhere.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -15,27 +15,15 @@ use kvbm::{
 };
 use kvbm_settings::Settings;
 use kvbm_tests::engine;
-use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, bare_core, chain, hash, seed};
-use kvbm_tiers::Backend;
+use kvbm_tests::rig::{
+    Rig, Sizes, TIGHT, chain, files, files_of, finish_all, hash, parked_core, seed,
+};
 use kvbm_tiers::testing::ParkedBackend;
 
 const SIZES: Sizes = Sizes { tiers: [8, 12, 16, 24], staging: 4 };
 
 fn blocks(core: &Arc<Core>, tier: Tier, chain: &[BlockHash]) -> usize {
     core.matches(Chain::from(chain)).blocks(tier)
-}
-
-/// A core whose copies end when a test says so.
-fn parked(sizes: Sizes) -> (Arc<Core>, Arc<ParkedBackend>) {
-    let routes = [MEMORY, DISK, OBJECT].concat();
-    let parked = Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
-    (bare_core(sizes, TIGHT, &(Arc::clone(&parked) as Arc<dyn Backend>)), parked)
-}
-
-fn finish_all(parked: &ParkedBackend) {
-    while let Some(pending) = parked.pending().first() {
-        parked.finish(pending.id, Ok(()));
-    }
 }
 
 fn transfer(
@@ -72,7 +60,7 @@ fn assert_healed(core: &Arc<Core>, parked: &ParkedBackend) {
 
 #[test]
 fn blocks_from_before_a_reset_vanish_and_free_their_slots() {
-    let (core, parked) = parked(SIZES);
+    let (core, parked) = parked_core(SIZES);
     for tier in Tier::ALL {
         seed(&core, tier, Chain::from(&chain(1, 8)));
     }
@@ -89,7 +77,7 @@ fn blocks_from_before_a_reset_vanish_and_free_their_slots() {
 
 #[test]
 fn an_epoch_comes_once_and_in_order() {
-    let (core, _) = parked(SIZES);
+    let (core, _) = parked_core(SIZES);
     core.reset(7).unwrap();
     seed(&core, Tier::Host, Chain::from(&chain(1, 3)));
     for epoch in [0, 6, 7] {
@@ -109,7 +97,7 @@ fn an_epoch_comes_once_and_in_order() {
 
 #[test]
 fn whoever_needs_room_before_the_sweep_has_it() {
-    let (core, parked) = parked(SIZES);
+    let (core, parked) = parked_core(SIZES);
     // A chain and leaves, dirty, in every tier: full.
     for tier in Tier::ALL {
         for n in 1..=SIZES.tiers[tier.index()] / 4 {
@@ -132,7 +120,7 @@ fn whoever_needs_room_before_the_sweep_has_it() {
 #[test]
 fn room_is_found_however_a_forgotten_chain_lies() {
     let sizes = Sizes { tiers: [8, 20_000, 8, 8], staging: 4 };
-    let (core, _) = parked(sizes);
+    let (core, _) = parked_core(sizes);
     let upside_down: Vec<_> = (1..=20_000).map(|n| chain(n, 1)).collect();
     upside_down.iter().for_each(|chain| seed(&core, Tier::Host, Chain::from(chain)));
     // The first slots are the last to be free again, and so the first to be taken.
@@ -149,7 +137,7 @@ fn room_is_found_however_a_forgotten_chain_lies() {
 
 #[test]
 fn an_old_lease_keeps_its_blocks_and_does_nothing_else() {
-    let (core, parked) = parked(SIZES);
+    let (core, parked) = parked_core(SIZES);
     for tier in [Tier::Device, Tier::Disk] {
         seed(&core, tier, Chain::from(&chain(1, 5)));
         seed(&core, tier, Chain::from(&chain(2, 3)));
@@ -184,7 +172,7 @@ fn an_old_lease_keeps_its_blocks_and_does_nothing_else() {
 
 #[test]
 fn what_is_under_way_lands_nowhere() {
-    let (core, parked) = parked(SIZES);
+    let (core, parked) = parked_core(SIZES);
     seed(&core, Tier::Disk, Chain::from(&chain(1, 5)));
     seed(&core, Tier::Device, Chain::from(&chain(2, 4)));
     let underway = [
@@ -236,7 +224,7 @@ fn slots_being_filled_are_not_published_after_a_reset() {
 
 #[test]
 fn nothing_of_a_past_epoch_is_flushed_any_more() {
-    let (core, parked) = parked(SIZES);
+    let (core, parked) = parked_core(SIZES);
     seed(&core, Tier::Host, Chain::from(&chain(1, 6)));
     let reader = core.lease(Chain::from(&chain(1, 6)), RequestInfo::default());
     core.reset(1).unwrap();
@@ -249,7 +237,7 @@ fn nothing_of_a_past_epoch_is_flushed_any_more() {
 
 #[test]
 fn a_flush_failed_after_a_reset_is_not_retried() {
-    let (core, parked) = parked(SIZES);
+    let (core, parked) = parked_core(SIZES);
     seed(&core, Tier::Host, Chain::from(&chain(1, 6)));
     let reader = core.lease(Chain::from(&chain(1, 6)), RequestInfo::default());
     let _ = core.drain(Duration::ZERO);
@@ -261,17 +249,13 @@ fn a_flush_failed_after_a_reset_is_not_retried() {
     assert_healed(&core, &parked);
 }
 
-fn fingerprint(weights: &str) -> Fingerprint {
-    engine::fingerprint(weights)
-}
-
 fn open(settings: Settings, fingerprint: Option<Fingerprint>) -> kvbm::Result<Manager> {
-    engine::block_on(Manager::open(settings, Options { fingerprint, ..Options::default() }))
+    engine::open_with(settings, Options { fingerprint, ..Options::default() })
 }
 
 #[test]
 fn a_manager_says_what_an_old_lease_does() {
-    let manager = open(engine::settings(4096, 16, 32), Some(fingerprint("one"))).unwrap();
+    let manager = open(engine::settings(4096, 16, 32), Some(engine::fingerprint("one"))).unwrap();
     let mut events = manager.events();
     let hashes = chain(1, 6);
     engine::serve(&manager, &hashes);
@@ -317,56 +301,38 @@ fn a_manager_says_what_an_old_lease_does() {
     assert_eq!(manager.admin().audit(), []);
 }
 
-/// Names of what lies in a folder, at any depth.
-fn names(dir: &Path) -> Vec<String> {
-    let entries =
-        std::fs::read_dir(dir).expect("a folder").map(|entry| entry.expect("an entry").path());
-    entries
-        .flat_map(|path| {
-            let below = if path.is_dir() { names(&path) } else { Vec::new() };
-            below.into_iter().chain([path
-                .file_name()
-                .expect("a name")
-                .to_string_lossy()
-                .into_owned()])
-        })
-        .collect()
-}
-
 #[test]
 fn another_fingerprint_has_other_files_and_objects() {
     let home = tempfile::tempdir().unwrap();
     let mut settings = engine::settings(4096, 16, 16);
-    engine::add_disk(&mut settings, 16, home.path().join("slots"));
-    settings.disk.keep = true;
-    settings.object.url = Some(format!("file://{}", home.path().join("objects").display()));
-    settings.object.keep = true;
-    settings.flush.interval_ms = 1;
-    let given = [None, Some(fingerprint("one")), Some(fingerprint("two"))];
+    engine::keep_on_disk(&mut settings, 16, home.path().join("slots"));
+    engine::keep_in_bucket(&mut settings, 64 << 10, &home.path().join("objects"));
+    let given = [None, Some(engine::fingerprint("one")), Some(engine::fingerprint("two"))];
     for fingerprint in &given {
         let manager = open(settings.clone(), fingerprint.clone()).unwrap();
         engine::serve(&manager, &chain(1, 6));
         assert!(manager.drain(Duration::from_secs(30)).is_complete());
     }
-    let (files, objects) = (names(&home.path().join("slots")), names(&home.path().join("objects")));
+    let (slots, objects) = (files(&home.path().join("slots")), files(&home.path().join("objects")));
     for fingerprint in &given {
         let suffix =
             fingerprint.as_ref().map_or_else(String::new, |fingerprint| format!("-{fingerprint}"));
         let namespace = format!("v1-block4096{suffix}");
         let file = format!("kvbm-{namespace}.blocks");
+        let is_below = |path: &PathBuf| path.iter().any(|part| part == namespace.as_str());
         assert!(
-            files.contains(&file) && objects.contains(&namespace),
-            "{namespace}: {files:?} {objects:?}"
+            slots.iter().any(|path| path.ends_with(&file)) && objects.iter().any(is_below),
+            "{namespace}: {slots:?} {objects:?}"
         );
     }
-    assert_eq!(files.iter().filter(|name| name.ends_with(".blocks")).count(), 3, "{files:?}");
+    assert_eq!(files_of(&home.path().join("slots"), "blocks").len(), 3, "{slots:?}");
 }
 
 #[test]
 fn a_fingerprint_that_cannot_be_true_is_refused() {
     let error = open(engine::settings(4096, 16, 16), Some(Fingerprint::default())).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
-    let other_blocks = Fingerprint { block_tokens: 32, ..fingerprint("one") };
+    let other_blocks = Fingerprint { block_tokens: 32, ..engine::fingerprint("one") };
     let error = open(engine::settings(4096, 16, 16), Some(other_blocks)).unwrap_err();
     assert!(error.to_string().contains("32 tokens"), "{error}");
 }
@@ -375,7 +341,7 @@ fn a_fingerprint_that_cannot_be_true_is_refused() {
 fn block_names_differ_with_the_fingerprint_and_the_epoch() {
     let hashes = chain(1, 1);
     let mut names = BTreeSet::new();
-    for fingerprint in [None, Some(fingerprint("one")), Some(fingerprint("two"))] {
+    for fingerprint in [None, Some(engine::fingerprint("one")), Some(engine::fingerprint("two"))] {
         let mut table = fingerprint.into_iter().fold(Table::new([]), Table::with_fingerprint);
         for epoch in 1..4 {
             names.insert(table.enter(Chain::from(&hashes)).key(0));
@@ -385,8 +351,8 @@ fn block_names_differ_with_the_fingerprint_and_the_epoch() {
         }
     }
     assert_eq!(names.len(), 3 * 2 * 3);
-    let opened_later = Fingerprint { epoch: 3, ..fingerprint("one") };
-    let mut reset = Table::new([]).with_fingerprint(fingerprint("one"));
+    let opened_later = Fingerprint { epoch: 3, ..engine::fingerprint("one") };
+    let mut reset = Table::new([]).with_fingerprint(engine::fingerprint("one"));
     drop(reset.reset(3).unwrap());
     let opened = Table::new([]).with_fingerprint(opened_later);
     let name = |table: &Table| table.enter(Chain::from(&hashes)).key(0);

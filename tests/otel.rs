@@ -11,10 +11,8 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::routing::post;
 use kvbm::blocking::Blocks;
-use kvbm::{
-    BlockHash, Error, Fingerprint, Manager, Options, RequestId, RequestInfo, SpanExport, Tier,
-};
-use kvbm_settings::{Capacity, Settings, TraceSettings};
+use kvbm::{BlockHash, Error, Manager, RequestId, RequestInfo, SpanExport, Tier};
+use kvbm_settings::TraceSettings;
 use kvbm_tests::engine;
 use kvbm_tests::rig::hash;
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
@@ -136,31 +134,26 @@ fn serve_traced(manager: &Manager, request: u64, chain: &[BlockHash]) {
 }
 
 /// A worker that others read at.
-fn worker(addresses: Option<String>) -> Blocks {
-    let mut settings = Settings { block_bytes: Some(4096), ..Settings::default() };
-    settings.host.capacity = Some(Capacity::Blocks(16));
-    settings.host.huge_pages = false;
-    (settings.peers.enabled, settings.peers.port) = (true, 0);
-    settings.peers.addresses = addresses;
-    let [model, weights] = ["spans", "1"].map(str::to_owned);
-    let model = Fingerprint { model, weights, block_tokens: 16, ..Fingerprint::default() };
-    Blocks::open(settings, Options { fingerprint: Some(model), ..Options::default() }).unwrap()
+fn worker(addresses: &str) -> Blocks {
+    let mut settings = engine::without_device(4096, 16);
+    engine::add_peers(&mut settings, addresses);
+    Blocks::open(settings, engine::model(engine::fingerprint("1"))).unwrap()
 }
 
 /// As an engine does that has a span for each request: what another worker does for it is found
 /// under that span.
 fn read_at_a_peer(collector: &mut Collector, export: &SpanExport, chain: &[BlockHash]) {
-    let there = worker(None);
+    let there = worker("");
     let fill = |at: usize, slot: &mut [u8]| {
         slot.fill(at as u8);
         Ok::<_, Error>(())
     };
     there.put(chain, fill).unwrap();
     let peers_there = there.manager().peers().unwrap();
-    let address = peers_there.address().to_string();
-    let here = worker(Some(address.clone()));
+    let address = engine::address(there.manager());
+    let here = worker(&address);
     let peers = here.manager().peers().unwrap();
-    let peer = address.replace(':', "/");
+    let peer = engine::peer_name(&address);
     let root = tracing::info_span!("serve", request = 9).entered();
     let lease = peers.lease(&peer, chain, of(9)).wait().unwrap();
     assert_eq!(peers.pull(lease).wait().unwrap().copied, chain.len());

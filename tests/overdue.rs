@@ -6,9 +6,8 @@ use std::time::{Duration, Instant};
 
 use kvbm::scheduler::Tuning;
 use kvbm::{BlockHash, Chain, Class, ErrorKind, RequestInfo, Tier, Transfer, Transferred};
-use kvbm_tests::rig::{DISK, Rig, Sizes, TIGHT, chain};
-use kvbm_tiers::testing::{Fault, FaultBackend, MemoryStore};
-use kvbm_tiers::{Backend, MemcpyBackend};
+use kvbm_tests::rig::{DISK, FaultyDisk, Rig, Sizes, TIGHT, chain};
+use kvbm_tiers::testing::Fault;
 
 const FROM_DISK: (Tier, Tier) = DISK[1];
 /// Longer than any test takes: it passes when the test lets it.
@@ -18,7 +17,7 @@ const SIZES: Sizes = Sizes { tiers: [64, 64, 128, 128], staging: 4 };
 
 struct System {
     rig: Rig,
-    disk: Arc<FaultBackend<Arc<MemoryStore>>>,
+    disk: FaultyDisk,
 }
 
 impl System {
@@ -30,19 +29,8 @@ impl System {
     }
 
     fn with(sizes: Sizes, tuning: Tuning) -> Self {
-        let mut kept = None;
-        let rig = Rig::new(sizes, tuning, |places| {
-            let memory = vec![Arc::clone(&places.device) as _, Arc::clone(&places.host) as _];
-            let disk =
-                FaultBackend::new(Arc::clone(&places.disk), places.all()).expect("one geometry");
-            let disk = kept.insert(Arc::new(disk));
-            vec![
-                Arc::new(MemcpyBackend::new(memory, 1).expect("threads")) as Arc<dyn Backend>,
-                places.verified(Arc::clone(disk)),
-                places.verified(Arc::clone(&places.object)),
-            ]
-        });
-        Self { rig, disk: kept.expect("made with the rig") }
+        let (rig, disk) = Rig::with_faulty_disk(sizes, tuning);
+        Self { rig, disk }
     }
 
     /// Brings a chain to disk, and nowhere else.

@@ -9,7 +9,7 @@ use kvbm::{BlockHash, Chain, Class, Defect, RequestInfo, Tier, Transfer, Transfe
 use kvbm_tiers::testing::ParkedBackend;
 use kvbm_tiers::{Backend, CopyError, CopyErrorKind, Route};
 
-use crate::rig::{DISK, MEMORY, OBJECT, Sizes, TIGHT, TestClock, bare_core_by, seed};
+use crate::rig::{Sizes, TIGHT, TestClock, bare_core_by, finish_all, parked_backend, seed};
 
 /// No copy is overdue while a test thinks.
 pub const PATIENT: Tuning = Tuning {
@@ -33,9 +33,7 @@ pub struct Parked {
 impl Parked {
     /// Tiers of these sizes, empty.
     pub fn new(sizes: Sizes, tuning: Tuning) -> Self {
-        let routes = [MEMORY, DISK, OBJECT].concat();
-        let parked =
-            Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"));
+        let parked = parked_backend();
         let clock = Arc::new(TestClock::simulated());
         let core = bare_core_by(
             Arc::clone(&clock),
@@ -96,9 +94,7 @@ impl Parked {
 
     /// Ends all, and those that follow from them, well.
     pub fn finish_all(&self) {
-        while let Some(&(id, _)) = self.pending().first() {
-            self.finish(id, Ok(()));
-        }
+        finish_all(&self.parked);
     }
 
     /// Leading blocks of a chain that a tier holds.

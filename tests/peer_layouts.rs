@@ -10,7 +10,8 @@ use kvbm::blocking::Blocks;
 use kvbm::{
     BlockHash, ChainHasher, ChainNames, Error, Fingerprint, KvLayout, Options, RequestInfo, Tier,
 };
-use kvbm_settings::{Capacity, EvictionKind, PeerNixl, Settings};
+use kvbm_settings::{PeerNixl, Settings};
+use kvbm_tests::engine::{self, peer_name};
 use kvbm_tests::process::{Process, role, say};
 use kvbm_tests::rig::{metric, wait_until};
 use prometheus::Registry;
@@ -162,12 +163,8 @@ struct Worker {
 impl Worker {
     fn open(form: Form, change: impl FnOnce(&mut Settings)) -> Self {
         let bytes = (form.tokens * TOKEN_BYTES) as u64;
-        let mut settings = Settings { block_bytes: Some(bytes), ..Settings::default() };
-        settings.host.capacity = Some(Capacity::Blocks(SLOTS));
-        settings.host.huge_pages = false;
-        settings.eviction = EvictionKind::Lru;
-        settings.peers.enabled = true;
-        settings.peers.port = 0;
+        let mut settings = engine::without_device(bytes, SLOTS);
+        engine::add_peers(&mut settings, "");
         settings.peers.nixl = PeerNixl::Off;
         settings.peers.lease_share = 1.0;
         change(&mut settings);
@@ -182,7 +179,7 @@ impl Worker {
     }
 
     fn address(&self) -> String {
-        self.blocks.manager().peers().unwrap().address().to_string()
+        engine::address(self.blocks.manager())
     }
 
     /// Computes the first blocks of a prompt.
@@ -209,7 +206,7 @@ impl Worker {
     /// Brings a prompt; says how many of its blocks came, or why none is leased.
     fn read(&self, prompt: &Prompt, there: Form, address: &str) -> Result<usize, String> {
         let peers = self.blocks.manager().peers().unwrap();
-        let (name, chain) = (address.replace(':', "/"), self.form.chain(prompt));
+        let (name, chain) = (peer_name(address), self.form.chain(prompt));
         let names = ChainNames::from(&chain);
         let names = names.in_blocks_of(there.tokens as u64, there.chain(prompt));
         let lease = peers.lease(&name, names, RequestInfo::default()).wait();
@@ -422,7 +419,7 @@ fn a_lease_without_their_names_says_both_numbers() {
     let (holder, reader) = pair(FORMS[1], FORMS[2], |_| ());
     let (peers, prompt) = (reader.blocks.manager().peers().unwrap(), Prompt::new(1, 200, 0));
     holder.compute(&prompt, usize::MAX);
-    let name = holder.address().replace(':', "/");
+    let name = peer_name(&holder.address());
     let chain = reader.form.chain(&prompt);
     let why = peers.lease(&name, &chain, RequestInfo::default()).wait().unwrap_err().to_string();
     assert!(why.contains("its blocks have 32 tokens, and 64 here"), "{why}");
@@ -434,7 +431,7 @@ fn blocks_of_other_names_come_under_our_own() {
     let (holder, reader) = pair(FORMS[0], FORMS[0], |_| ());
     let (peers, prompt) = (reader.blocks.manager().peers().unwrap(), Prompt::new(1, 200, 0));
     holder.compute(&prompt, usize::MAX);
-    let name = holder.address().replace(':', "/");
+    let name = peer_name(&holder.address());
     let ours = ChainHasher::new(16, b"ours").unwrap().chain(&prompt.0);
     let names = ChainNames::from(&ours).in_blocks_of(16, holder.form.chain(&prompt));
     let lease = peers.lease(&name, names, RequestInfo::default()).wait().unwrap();

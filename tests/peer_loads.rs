@@ -6,12 +6,14 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use kvbm::{
-    BlockHash, Chain, EngineMemory, ErrorKind, Fence, Fingerprint, GroupSlots, KvPlace, Loaded,
-    Manager, NewEpoch, Options, PeerLease, RequestInfo, Result, SlotId, Tier,
+    BlockHash, EngineMemory, ErrorKind, Fence, GroupSlots, KvPlace, Loaded, Manager, NewEpoch,
+    Options, PeerLease, RequestInfo, Result, SlotId, Tier,
 };
 use kvbm_settings::PeerNixl;
-use kvbm_tests::engine::{block_on, without_device};
-use kvbm_tests::rig::{chain, number, wait_until};
+use kvbm_tests::engine::{
+    add_peers, assert_sound, fingerprint, model, open_with, peer_name, without_device,
+};
+use kvbm_tests::rig::{chain, number_of, wait_until};
 use kvbm_tests::slots::{load_slots, save_slots};
 use kvbm_tiers::testing::{TensorView, Tensors, fill_pattern, has_pattern};
 
@@ -30,23 +32,16 @@ struct Worker {
 impl Worker {
     fn new(port: u16, peer: Option<SocketAddr>, shared_memory: bool) -> Self {
         let mut settings = without_device(BLOCK as u64, SLOTS.into());
-        settings.peers.enabled = true;
+        let peer = peer.map_or_else(String::new, |address| address.to_string());
+        add_peers(&mut settings, &peer);
         settings.peers.port = port;
         settings.peers.shared_memory = shared_memory;
         settings.peers.nixl = PeerNixl::Off;
         settings.peers.lease_share = 1.0;
-        settings.peers.addresses = peer.map(|address| address.to_string());
         let (region, memory) = Tensors::new(SLOTS, BLOCK, 2 * usize::from(LAYERS)).shared();
         let engine = EngineMemory::new(region, LAYERS).expect("layers of one size");
-        let fingerprint = Fingerprint {
-            model: "tests".to_owned(),
-            weights: "some".to_owned(),
-            block_tokens: 16,
-            ..Fingerprint::default()
-        };
-        let options =
-            Options { engine: Some(engine), fingerprint: Some(fingerprint), ..Options::default() };
-        Self { manager: block_on(Manager::open(settings, options)).expect("it opens"), memory }
+        let options = Options { engine: Some(engine), ..model(fingerprint("some")) };
+        Self { manager: open_with(settings, options).expect("it opens"), memory }
     }
 
     fn address(&self) -> SocketAddr {
@@ -70,7 +65,7 @@ impl Worker {
 
     fn lease(&self, peer: SocketAddr, chain: &[BlockHash]) -> Result<PeerLease> {
         let peers = self.manager.peers().expect("it has peers");
-        let name = peer.to_string().replace(':', "/");
+        let name = peer_name(&peer.to_string());
         peers.lease(&name, chain, RequestInfo::default()).wait()
     }
 
@@ -86,16 +81,10 @@ impl Worker {
         }
         loaded
     }
-
-    fn assert_well(&self) {
-        let counts = self.manager.admin().counts(Tier::Host);
-        assert_eq!((counts.filling, counts.lost), (0, 0));
-        assert_eq!(self.manager.admin().audit(), []);
-    }
 }
 
 fn pattern(hash: BlockHash, weights: usize) -> usize {
-    number(Chain::from([hash].as_slice()).key(0)) + (weights << 16)
+    number_of(hash) + (weights << 16)
 }
 
 fn last_slots(blocks: usize) -> Vec<SlotId> {
@@ -122,7 +111,7 @@ fn an_engine_loads_what_a_peer_holds_into_its_slots() {
         let slots = last_slots(36);
         let again = load_slots(&here.manager, here.manager.lease(&prompt), 0, &slots, &Fence::Done);
         assert!(again.wait().expect("the manager is open").is_whole);
-        here.assert_well();
+        assert_sound(&here.manager);
     }
 }
 
@@ -158,7 +147,7 @@ fn what_a_peer_refuses_is_a_miss_until_it_heals() {
     there.compute(&other, 1);
     let lease = here.lease(address, &other).expect("it is there");
     assert!(here.load(lease, &other, 1).is_whole);
-    here.assert_well();
+    assert_sound(&here.manager);
 }
 
 #[test]
@@ -177,8 +166,8 @@ fn a_senseless_load_from_a_peer_is_refused() {
     let named = [GroupSlots::full(0, &[SlotId(0), SlotId(1)])];
     let refused = there.manager.load_into(lease, &named, &Fence::Done).wait().unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Invalid, "the lease is another manager's");
-    there.assert_well();
-    here.assert_well();
+    assert_sound(&there.manager);
+    assert_sound(&here.manager);
 }
 
 #[test]
@@ -187,7 +176,7 @@ fn one_call_moves_blocks_and_calls_back() {
     let here = Worker::new(0, Some(there.address()), false);
     let prompt = chain(1, 36);
     there.compute(&prompt, 0);
-    let peer = there.address().to_string().replace(':', "/");
+    let peer = peer_name(&there.address().to_string());
     let slots = last_slots(36);
     let moved = |source: KvPlace<'_>, destination: KvPlace<'_>| {
         let (tell, told) = channel();
@@ -239,5 +228,5 @@ fn a_close_amid_a_load_accounts_for_the_slots() {
             assert!(has_pattern(pattern(hash, 0), &here.memory.read(slot)));
         }
     }
-    there.assert_well();
+    assert_sound(&there.manager);
 }

@@ -8,9 +8,10 @@ use kvbm::{
     BlockHash, Fingerprint, KvLayout, NewEpoch, RankGroup, RankOptions, Ranks, RequestInfo, Tier,
 };
 use kvbm_settings::{PeerNixl, Settings};
-use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, be_a_rank, chain};
+use kvbm_tests::engine::{self, address, peer_name};
+use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, be_a_rank};
 use kvbm_tests::process::{Process, role};
-use kvbm_tests::rig::wait_until;
+use kvbm_tests::rig::{chain, wait_until};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -18,12 +19,11 @@ const TTL_MS: u64 = 2_000;
 /// Ranks of most workers here.
 const WORLD: u16 = 2;
 
-fn settings(dir: &Path) -> Settings {
+fn of_peer(dir: &Path) -> Settings {
     let mut settings = fleet::settings(dir);
     let bytes = settings.block_bytes.unwrap();
     settings.block_bytes = Some(bytes / u64::from(group(dir).world));
-    settings.peers.enabled = true;
-    settings.peers.port = 0;
+    engine::add_peers(&mut settings, "");
     settings.peers.secret = Some("the secret of these tests".to_owned());
     settings.peers.nixl = PeerNixl::Off;
     settings.peers.lease_ttl_ms = TTL_MS;
@@ -65,18 +65,14 @@ fn process() {
     let group = group(&place);
     let fingerprint = Some(fingerprint(group.world));
     let options = RankOptions { fingerprint, ..RankOptions::new(group, rank.parse().unwrap()) };
-    be_a_rank(&settings(&place), options);
+    be_a_rank(&of_peer(&place), options);
 }
 
 fn open(home: &Path, name: &str, world: u16, reads_at: &str) -> Fleet {
     let dir = home.join(format!("{name}-{world}"));
-    let mut settings = settings(&dir);
+    let mut settings = of_peer(&dir);
     settings.peers.addresses = Some(reads_at.to_owned()).filter(|list| !list.is_empty());
     Fleet::open(module_path!(), &dir, settings, group(&dir), Some(fingerprint(world)))
-}
-
-fn address(fleet: &Fleet) -> String {
-    fleet.manager.peers().unwrap().address().to_string()
 }
 
 struct Pair {
@@ -95,9 +91,9 @@ impl Pair {
     fn of(holder: u16, reader: u16) -> Self {
         let home = tempfile::tempdir().unwrap();
         let there = open(home.path(), "holder", holder, "");
-        let address = address(&there);
+        let address = address(&there.manager);
         let here = open(home.path(), "reader", reader, &address);
-        Self { there, here, peer: address.replace(':', "/"), _home: home }
+        Self { there, here, peer: peer_name(&address), _home: home }
     }
 
     /// How many blocks of a chain come, and why not more.
@@ -118,7 +114,7 @@ impl Pair {
 
     /// Computes a chain there, reads it, and uses it here.
     fn heals(&mut self, n: u32) {
-        let chain = chain(n);
+        let chain = chain(n, 6);
         self.there.assert_heals(&chain);
         wait_until(LIMIT, "it does not come again", || self.read(&chain).0 == chain.len());
         let served = Served { hit: 6, saved: 6, ..Served::default() };
@@ -138,19 +134,19 @@ impl Pair {
 fn each_rank_gets_its_slices_of_the_other_worker() {
     let mut pair = Pair::open();
     for n in 1..4 {
-        assert_eq!(pair.there.serve(&chain(n)).saved, 6);
-        assert_eq!(pair.read(&chain(n)), (6, None));
+        assert_eq!(pair.there.serve(&chain(n, 6)).saved, 6);
+        assert_eq!(pair.read(&chain(n, 6)), (6, None));
         let served = Served { hit: 6, saved: 6, ..Served::default() };
-        assert_eq!(pair.here.serve(&chain(n)), served);
+        assert_eq!(pair.here.serve(&chain(n, 6)), served);
     }
     // Onto the device at once.
-    assert_eq!(pair.there.serve(&chain(9)).saved, 6);
+    assert_eq!(pair.there.serve(&chain(9, 6)).saved, 6);
     let peers = pair.here.manager.peers().unwrap();
-    let lease = peers.lease(&pair.peer, chain(9), RequestInfo::default()).wait().unwrap();
+    let lease = peers.lease(&pair.peer, chain(9, 6), RequestInfo::default()).wait().unwrap();
     assert_eq!(fleet::answer(pair.here.manager.load(lease)).blocks, 6);
-    assert_eq!(pair.here.serve(&chain(9)).wrong, 0);
+    assert_eq!(pair.here.serve(&chain(9, 6)).wrong, 0);
     // What is here need not come.
-    assert_eq!(pair.read(&chain(9)), (0, None));
+    assert_eq!(pair.read(&chain(9, 6)), (0, None));
     pair.heals(10);
     pair.end();
 }
@@ -159,18 +155,18 @@ fn each_rank_gets_its_slices_of_the_other_worker() {
 fn a_reset_at_either_worker_leaves_nothing_wrong() {
     let mut pair = Pair::open();
     let weights = |number| NewEpoch::of_weights(number, "new");
-    assert_eq!(pair.there.serve(&chain(1)).saved, 6);
+    assert_eq!(pair.there.serve(&chain(1, 6)).saved, 6);
     // What was leased is what it was, or does not come.
-    let (copied, why) = pair.read_after(&chain(1), || {
+    let (copied, why) = pair.read_after(&chain(1, 6), || {
         pair.there.manager.reset(weights(1)).unwrap();
     });
     assert_eq!((copied == 6, why.is_some()), (why.is_none(), copied < 6), "{copied} {why:?}");
-    assert_eq!(pair.here.serve(&chain(1)).wrong, 0);
-    let why = pair.read(&chain(2)).1.expect("it has other weights");
+    assert_eq!(pair.here.serve(&chain(1, 6)).wrong, 0);
+    let why = pair.read(&chain(2, 6)).1.expect("it has other weights");
     assert!(why.contains("different epochs"), "{why}");
     pair.here.manager.reset(weights(1)).unwrap();
     pair.heals(10);
-    let read = pair.read_after(&chain(1), || pair.here.manager.reset(weights(2)).unwrap());
+    let read = pair.read_after(&chain(1, 6), || pair.here.manager.reset(weights(2)).unwrap());
     assert_eq!(read.0, 0, "{:?}", read.1);
     pair.there.manager.reset(weights(2)).unwrap();
     pair.heals(11);
@@ -182,24 +178,25 @@ fn killed_ranks_cost_misses_and_then_it_heals() {
     let mut pair = Pair::open();
     for (n, rank) in [(1, 0), (2, 1)] {
         // The holder's, between the lease and the pull.
-        assert_eq!(pair.there.serve(&chain(n)).saved, 6);
+        assert_eq!(pair.there.serve(&chain(n, 6)).saved, 6);
         let peers = pair.here.manager.peers().unwrap();
-        let lease = peers.lease(&pair.peer, chain(n), RequestInfo::default()).wait().unwrap();
+        let lease = peers.lease(&pair.peer, chain(n, 6), RequestInfo::default()).wait().unwrap();
         pair.there.kill(rank);
         let pulled = peers.pull(lease).wait().unwrap();
         assert_eq!(pulled.copied, 0);
         assert!(pulled.fault.is_some());
         drop(pulled);
         wait_until(LIMIT, "no one says that it is away", || {
-            pair.read(&chain(n)).1.is_some_and(|why| why.contains("a rank of it is away"))
-                || pair.there.manager.matches(&chain(n)).longest() == 0
+            pair.read(&chain(n, 6)).1.is_some_and(|why| why.contains("a rank of it is away"))
+                || pair.there.manager.matches(&chain(n, 6)).longest() == 0
         });
         pair.there.restart(rank as u16);
         pair.heals(10 + n);
         // The reader's.
         let peers = pair.here.manager.peers().unwrap();
-        assert_eq!(pair.there.serve(&chain(20 + n)).saved, 6);
-        let lease = peers.lease(&pair.peer, chain(20 + n), RequestInfo::default()).wait().unwrap();
+        assert_eq!(pair.there.serve(&chain(20 + n, 6)).saved, 6);
+        let lease =
+            peers.lease(&pair.peer, chain(20 + n, 6), RequestInfo::default()).wait().unwrap();
         pair.here.kill(rank);
         match pair.here.manager.peers().unwrap().pull(lease).wait() {
             Ok(pulled) => assert_eq!(pulled.copied, 0),
@@ -214,24 +211,24 @@ fn killed_ranks_cost_misses_and_then_it_heals() {
 #[test]
 fn frozen_ranks_cost_one_lease_time_then_it_heals() {
     let mut pair = Pair::open();
-    assert_eq!(pair.there.serve(&chain(1)).saved, 6);
-    let (copied, why) = pair.read_after(&chain(1), || second_rank(&pair.there).stop());
+    assert_eq!(pair.there.serve(&chain(1, 6)).saved, 6);
+    let (copied, why) = pair.read_after(&chain(1, 6), || second_rank(&pair.there).stop());
     assert_eq!(copied, 0, "{why:?}");
     second_rank(&pair.there).signal("CONT");
     pair.heals(2);
-    let (copied, why) = pair.read_after(&chain(1), || second_rank(&pair.here).stop());
+    let (copied, why) = pair.read_after(&chain(1, 6), || second_rank(&pair.here).stop());
     assert_eq!(copied, 0, "{why:?}");
     assert!(why.unwrap().contains("does not answer in time"));
     // When it goes on, its order names slots that have other blocks by then.
     wait_until(LIMIT, "leases are left", || pair.there.manager.peers().unwrap().leased() == 0);
     for n in 11..17 {
         pair.there.empty(Tier::Host);
-        assert_eq!(pair.there.serve(&chain(n)).wrong, 0);
+        assert_eq!(pair.there.serve(&chain(n, 6)).wrong, 0);
     }
     second_rank(&pair.here).signal("CONT");
     let counts = || pair.here.manager.admin().counts(Tier::Host);
     wait_until(LIMIT, "slots do not come back", || counts().lost == 0);
-    assert_eq!(pair.here.manager.matches(&chain(1)).longest(), 0);
+    assert_eq!(pair.here.manager.matches(&chain(1, 6)).longest(), 0);
     pair.heals(3);
     pair.end();
 }
@@ -244,23 +241,23 @@ fn second_rank(fleet: &Fleet) -> &Process {
 fn crosses(holder: u16, reader: u16) {
     let mut pair = Pair::of(holder, reader);
     for n in 1..4 {
-        assert_eq!(pair.there.serve(&chain(n)).saved, 6);
-        assert_eq!(pair.read(&chain(n)), (6, None));
+        assert_eq!(pair.there.serve(&chain(n, 6)).saved, 6);
+        assert_eq!(pair.read(&chain(n, 6)), (6, None));
         let served = Served { hit: 6, saved: 6, ..Served::default() };
-        assert_eq!(pair.here.serve(&chain(n)), served);
+        assert_eq!(pair.here.serve(&chain(n, 6)), served);
     }
     // A rank that is gone after it was leased from is a miss in all.
-    assert_eq!(pair.there.serve(&chain(4)).saved, 6);
+    assert_eq!(pair.there.serve(&chain(4, 6)).saved, 6);
     let peers = pair.here.manager.peers().unwrap();
-    let lease = peers.lease(&pair.peer, chain(4), RequestInfo::default()).wait().unwrap();
+    let lease = peers.lease(&pair.peer, chain(4, 6), RequestInfo::default()).wait().unwrap();
     pair.there.kill(usize::from(holder) - 1);
     let pulled = peers.pull(lease).wait().unwrap();
     assert_eq!(pulled.copied, 0);
     assert!(pulled.fault.is_some());
     drop(pulled);
     wait_until(LIMIT, "no one says that it is away", || {
-        pair.read(&chain(4)).1.is_some_and(|why| why.contains("a rank of it is away"))
-            || pair.there.manager.matches(&chain(4)).longest() == 0
+        pair.read(&chain(4, 6)).1.is_some_and(|why| why.contains("a rank of it is away"))
+            || pair.there.manager.matches(&chain(4, 6)).longest() == 0
     });
     pair.there.restart(holder - 1);
     pair.heals(10);
@@ -291,12 +288,12 @@ fn four_ranks_read_at_two() {
 fn an_indivisible_number_of_ranks_is_refused_and_named() {
     let home = tempfile::tempdir().unwrap();
     let mut there = open(home.path(), "holder", 2, "");
-    let address = address(&there);
+    let address = address(&there.manager);
     let here = open(home.path(), "reader", 3, &address);
-    assert_eq!(there.serve(&chain(1)).saved, 6);
+    assert_eq!(there.serve(&chain(1, 6)).saved, 6);
     let peers = here.manager.peers().unwrap();
-    let name = address.replace(':', "/");
-    let error = peers.lease(&name, chain(1), RequestInfo::default()).wait().unwrap_err();
+    let name = peer_name(&address);
+    let error = peers.lease(&name, chain(1, 6), RequestInfo::default()).wait().unwrap_err();
     let said = error.to_string();
     assert!(said.contains("the number of ranks is \"2\"") && said.contains("\"3\""), "{said}");
     here.end();
@@ -312,9 +309,9 @@ fn how_fast_heads_move() {
     const ROUNDS: usize = 31;
     let home = tempfile::tempdir().unwrap();
     let mut holders = [2, 4].map(|world| open(home.path(), "holder", world, ""));
-    let names = holders.each_ref().map(address);
+    let names = holders.each_ref().map(|fleet| address(&fleet.manager));
     let mut readers = [2, 4].map(|world| open(home.path(), "reader", world, &names.join(",")));
-    let wanted = kvbm_tests::rig::chain(1, BLOCKS);
+    let wanted = chain(1, BLOCKS);
     for holder in &mut holders {
         assert_eq!(holder.serve(&wanted).saved, wanted.len());
     }
@@ -326,7 +323,7 @@ fn how_fast_heads_move() {
                 [Tier::Host, Tier::Disk].into_iter().for_each(|tier| reader.empty(tier));
                 let peers = reader.manager.peers().unwrap();
                 let began = Instant::now();
-                let lease = peers.lease(&name.replace(':', "/"), &wanted, RequestInfo::default());
+                let lease = peers.lease(&peer_name(name), &wanted, RequestInfo::default());
                 let pulled = peers.pull(lease.wait().unwrap()).wait().unwrap();
                 seconds[at].push(began.elapsed().as_secs_f64());
                 assert_eq!((pulled.copied, pulled.fault), (wanted.len(), None));

@@ -14,8 +14,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm::blocking::Blocks;
-use kvbm::{BlockHash, Error, Fingerprint, Manager, Options, Pulled, RequestInfo, Tier};
-use kvbm_settings::{Capacity, EvictionKind, Loader, Settings};
+use kvbm::{BlockHash, Error, Manager, Pulled, RequestInfo, Tier};
+use kvbm_settings::{Loader, Settings};
+use kvbm_tests::engine::{self, peer_name};
 use kvbm_tests::process::{Process, role, say};
 use kvbm_tests::rig::{chain, wait_until};
 use kvbm_tiers::nixl::Library;
@@ -29,23 +30,10 @@ const SECRET: &str = "the secret of these tests";
 /// What ends with an event, on a busy machine.
 const LIMIT: Duration = Duration::from_mins(1);
 
-fn fingerprint(weights: &str) -> Fingerprint {
-    Fingerprint {
-        model: "tests".to_owned(),
-        weights: weights.to_owned(),
-        block_tokens: 16,
-        ..Fingerprint::default()
-    }
-}
-
 /// Those of these tests, and what TOML says beside them.
-fn settings(toml: &str) -> Settings {
-    let mut settings = Settings { block_bytes: Some(BLOCK), ..Settings::default() };
-    settings.host.capacity = Some(Capacity::Blocks(SLOTS));
-    settings.host.huge_pages = false;
-    settings.eviction = EvictionKind::Lru;
-    settings.peers.enabled = true;
-    settings.peers.port = 0;
+fn from_toml(toml: &str) -> Settings {
+    let mut settings = engine::without_device(BLOCK, SLOTS);
+    engine::add_peers(&mut settings, "");
     settings.peers.secret = Some(SECRET.to_owned());
     settings.peers.lease_ttl_ms = TTL_MS;
     Loader::new().defaults(settings).text(toml).load().unwrap().settings
@@ -62,8 +50,7 @@ fn tell_figures(figures: &Value) {
 }
 
 fn open(settings: Settings, weights: &str) -> Result<Blocks, Error> {
-    let options = Options { fingerprint: Some(fingerprint(weights)), ..Options::default() };
-    Blocks::open(settings, options)
+    Blocks::open(settings, engine::model(engine::fingerprint(weights)))
 }
 
 /// Computes what the host tier lacks of a chain; returns how many leading blocks it has then.
@@ -104,17 +91,13 @@ fn told(pulled: Result<Pulled, Error>) -> String {
     }
 }
 
-fn name_of(address: &str) -> String {
-    address.replace(':', "/")
-}
-
 /// A worker that the tests below start.
 #[test]
 fn process() {
     let Some((_, place)) = role() else { return };
-    let blocks = open(settings(place.to_str().unwrap()), "1").unwrap();
+    let blocks = open(from_toml(place.to_str().unwrap()), "1").unwrap();
     let manager = Arc::clone(blocks.manager());
-    say(&manager.peers().unwrap().address().to_string());
+    say(&engine::address(&manager));
     let mut prompts = Vec::new();
     for line in stdin().lines() {
         let line = line.unwrap();
@@ -140,8 +123,7 @@ fn process() {
             }
             "leased" => say(&manager.peers().unwrap().leased().to_string()),
             "audit" => {
-                let counts = manager.admin().counts(Tier::Host);
-                assert_eq!((manager.admin().audit(), counts.filling, counts.lost), (vec![], 0, 0));
+                engine::assert_sound(&manager);
                 say("sound");
             }
             _ => panic!("unknown: {line}"),
@@ -208,7 +190,7 @@ impl Worker {
     }
 
     fn read(&mut self, n: u32, blocks: u32, at: &str) -> usize {
-        self.ask(&format!("read {n} {blocks} {}", name_of(at)))
+        self.ask(&format!("read {n} {blocks} {}", peer_name(at)))
     }
 
     /// Everything that was taken is given back.
@@ -295,7 +277,7 @@ fn a_frozen_reader_keeps_no_block_beyond_its_lease() {
     let mut a = Worker::start(0, "", "tcp");
     let mut c = Worker::start(0, &a.address, "tcp");
     a.ask("compute 1 64");
-    c.process.tell(&format!("read 1 64 {}", name_of(&a.address)));
+    c.process.tell(&format!("read 1 64 {}", peer_name(&a.address)));
     c.process.stop();
     wait_until(LIMIT, "its lease goes on", || a.ask("leased") == 0);
     assert_eq!(a.ask("evict 64"), 64);
@@ -338,7 +320,7 @@ fn either_side_is_killed_or_frozen_at_any_point(way: &'static str) {
         let follows = n % 2 == 1;
         a.ask(&format!("compute {n} {}", if follows { 48 } else { 128 }));
         let read = if follows { "follow" } else { "read" };
-        c.process.tell(&format!("{read} {n} 128 {}", name_of(&a.address)));
+        c.process.tell(&format!("{read} {n} 128 {}", peer_name(&a.address)));
         if follows {
             a.process.tell(&format!("compute {n} 128"));
         }

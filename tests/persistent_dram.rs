@@ -2,7 +2,6 @@
 //! every byte checked.
 
 use std::fs::{self, OpenOptions};
-use std::io::stdin;
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,125 +9,66 @@ use std::time::{Duration, Instant};
 use std::{env, thread};
 
 use kvbm::blocking::Blocks;
-use kvbm::{BlockHash, Chain, Error, ErrorKind, Manager, Tier};
-use kvbm_settings::Settings;
+use kvbm::{BlockHash, Error, ErrorKind, Manager, Tier};
 use kvbm_tests::engine;
-use kvbm_tests::kept::{self, HOST, options, shm};
+use kvbm_tests::kept::{self, HOST, be_an_engine, leave, memory_file, options, shm};
 use kvbm_tests::process::{Process, role, say};
-use kvbm_tests::rig::{hash, metric, number, wait_until};
+use kvbm_tests::rig::{chain, metric, number_of, wait_until};
 use kvbm_tiers::testing::{fill_pattern, has_pattern, order, run};
 use kvbm_tiers::{
     DramOptions, DramRegion, Geometry, MemcpyBackend, Memory, PersistOptions, SlotId, SlotRef,
 };
 use prometheus::Registry;
 
-const BLOCK: u64 = 64 << 10;
+const BLOCK: usize = 64 << 10;
 const LIMIT: Duration = Duration::from_secs(30);
 const CHAIN: u32 = 8;
 
-fn settings(dir: &Path) -> Settings {
-    kept::settings(dir, BLOCK, 64)
-}
-
-fn open(dir: &Path) -> kvbm::Result<(Manager, Registry)> {
-    kept::open(settings(dir))
-}
-
-fn chain(n: u32) -> Vec<BlockHash> {
-    (0..CHAIN).map(|i| hash(1_000 * n + i)).collect()
-}
-
-fn number_of(chain: &[BlockHash], position: usize) -> usize {
-    number(Chain::from(chain).key(position))
-}
-
 fn held(manager: &Manager, n: u32, tier: Tier) -> usize {
-    manager.matches(&chain(n)).blocks(tier)
+    manager.matches(&chain(n, CHAIN)).blocks(tier)
 }
 
 /// Not a test: an engine that is to be killed, when another test starts it.
 #[test]
 fn process() {
     let Some((role, place)) = role() else { return };
-    let manager = match open(&place) {
+    let manager = match kept::open(&place, BLOCK) {
         Ok((manager, _)) => manager,
         Err(error) => return say(&format!("{:?}: {error}", error.kind())),
     };
-    say("open");
-    if role == "busy" {
-        return be_busy(&manager);
-    }
-    for line in stdin().lines() {
-        let line = line.unwrap();
-        if let Some(epoch) = line.strip_prefix("reset ") {
-            manager.reset(epoch.parse::<u64>().unwrap()).unwrap();
-            say("reset");
-            continue;
-        }
-        let n = line.parse().unwrap();
-        let served = engine::serve(&manager, &chain(n));
-        // What was drained is in the index.
-        assert!(manager.drain(LIMIT).is_complete());
-        say(&format!("{} {}", served.saved, served.wrong));
-    }
-}
-
-/// Saves and evicts until it is killed.
-fn be_busy(manager: &Manager) {
-    for n in 0.. {
-        let served = engine::serve(manager, &chain(n % 16));
-        assert_eq!(served.wrong, 0);
-    }
-}
-
-/// Has an engine serve these requests, and kills it.
-fn leave(dir: &Path, requests: impl IntoIterator<Item = u32>) {
-    let mut process = Process::start(module_path!(), "engine", dir);
-    assert_eq!(process.hear(), "open");
-    for n in requests {
-        assert_eq!(process.ask(&n.to_string()), "8 0");
-    }
-    process.kill();
-}
-
-fn memory_file(dir: &Path) -> PathBuf {
-    let files = fs::read_dir(dir.join("memory")).unwrap().map(|entry| entry.unwrap().path());
-    files
-        .filter(|path| path.extension().is_some_and(|kind| kind == "memory"))
-        .last()
-        .expect("a region")
+    be_an_engine(&role, &manager, |manager, n| engine::serve(manager, &chain(n, CHAIN)));
 }
 
 /// Flips a bit of a block where it lies in memory, while nobody runs.
 fn spoil(dir: &Path, chain: &[BlockHash], position: usize) {
     let file = OpenOptions::new().read(true).write(true).open(memory_file(dir)).unwrap();
-    let mut block = vec![0; BLOCK as usize];
-    let offset = (0..HOST).map(|slot| slot * BLOCK).find(|&offset| {
+    let mut block = vec![0; BLOCK];
+    let offset = (0..HOST).map(|slot| slot * BLOCK as u64).find(|&offset| {
         file.read_exact_at(&mut block, offset).unwrap();
-        has_pattern(number_of(chain, position), &block)
+        has_pattern(number_of(chain[position]), &block)
     });
     let last = BLOCK - 1;
-    file.write_all_at(&[block[last as usize] ^ 0x80], offset.expect("it lies there") + last)
-        .unwrap();
+    let at = offset.expect("it lies there") + last as u64;
+    file.write_all_at(&[block[last] ^ 0x80], at).unwrap();
 }
 
 #[test]
 fn a_killed_process_leaves_its_memory_to_the_next() {
     let Some(home) = shm() else { return };
-    leave(home.path(), [1, 2]);
-    let (manager, registry) = open(home.path()).unwrap();
+    leave(module_path!(), home.path(), [1, 2]);
+    let (manager, registry) = kept::open(home.path(), BLOCK).unwrap();
     for n in [2, 1] {
         assert_eq!(held(&manager, n, Tier::Host), 8);
-        let served = engine::serve(&manager, &chain(n));
+        let served = engine::serve(&manager, &chain(n, CHAIN));
         assert_eq!((served.hit, served.wrong, served.computed), (8, 0, 0));
     }
     assert_eq!(metric(&registry, "kvbm_checksum_failures_total", &[]), 0);
     assert_eq!(manager.admin().audit(), []);
     drop(manager);
     // And the next after that, which was closed in good order.
-    leave(home.path(), [3]);
-    let (manager, _) = open(home.path()).unwrap();
-    assert_eq!([1, 2, 3].map(|n| engine::serve(&manager, &chain(n)).hit), [8, 8, 8]);
+    leave(module_path!(), home.path(), [3]);
+    let (manager, _) = kept::open(home.path(), BLOCK).unwrap();
+    assert_eq!([1, 2, 3].map(|n| engine::serve(&manager, &chain(n, CHAIN)).hit), [8, 8, 8]);
 }
 
 #[test]
@@ -140,31 +80,31 @@ fn an_epoch_is_in_memory_before_a_reset_returns() {
         assert_eq!(process.ask("1"), "8 0");
         assert_eq!(process.ask(&format!("reset {epoch}")), "reset");
         process.kill();
-        let (manager, _) = open(home.path()).unwrap();
-        assert_eq!((manager.epoch(), manager.matches(&chain(1)).longest()), (epoch, 0));
-        let served = engine::serve(&manager, &chain(1));
+        let (manager, _) = kept::open(home.path(), BLOCK).unwrap();
+        assert_eq!((manager.epoch(), manager.matches(&chain(1, CHAIN)).longest()), (epoch, 0));
+        let served = engine::serve(&manager, &chain(1, CHAIN));
         assert_eq!((served.hit, served.wrong, served.computed), (0, 0, 8));
         assert_eq!(manager.admin().audit(), []);
         // And what is of the new epoch is found.
         assert!(manager.close(LIMIT).is_complete());
         drop(manager);
-        let (again, _) = open(home.path()).unwrap();
-        assert_eq!((again.epoch(), engine::serve(&again, &chain(1)).hit), (epoch, 8));
+        let (again, _) = kept::open(home.path(), BLOCK).unwrap();
+        assert_eq!((again.epoch(), engine::serve(&again, &chain(1, CHAIN)).hit), (epoch, 8));
     }
 }
 
 #[test]
 fn a_bit_flipped_while_nobody_ran_is_only_a_miss() {
     let Some(home) = shm() else { return };
-    leave(home.path(), [1, 2]);
-    spoil(home.path(), &chain(1), 3);
-    let (manager, registry) = open(home.path()).unwrap();
-    let served = engine::serve(&manager, &chain(1));
+    leave(module_path!(), home.path(), [1, 2]);
+    spoil(home.path(), &chain(1, CHAIN), 3);
+    let (manager, registry) = kept::open(home.path(), BLOCK).unwrap();
+    let served = engine::serve(&manager, &chain(1, CHAIN));
     assert_eq!((served.hit, served.wrong, served.computed), (3, 0, 5));
-    assert_eq!(engine::serve(&manager, &chain(2)).hit, 8);
+    assert_eq!(engine::serve(&manager, &chain(2, CHAIN)).hit, 8);
     assert!(metric(&registry, "kvbm_checksum_failures_total", &[("tier", "host")]) >= 1);
     manager.admin().evict(Tier::Device, usize::MAX);
-    let served = engine::serve(&manager, &chain(1));
+    let served = engine::serve(&manager, &chain(1, CHAIN));
     assert_eq!((served.hit, served.wrong), (8, 0), "it was saved anew");
     assert_eq!(manager.admin().audit(), []);
 }
@@ -172,25 +112,25 @@ fn a_bit_flipped_while_nobody_ran_is_only_a_miss() {
 #[test]
 fn a_bit_flipped_in_idle_memory_is_found_without_reads() {
     let Some(home) = shm() else { return };
-    let mut settings = settings(home.path());
+    let mut settings = kept::settings(home.path(), BLOCK);
     settings.transfer.scrub_mib_per_second = 1_000;
     let registry = Registry::new();
     let manager = engine::block_on(Manager::open(settings, options(&registry))).unwrap();
-    assert_eq!(engine::serve(&manager, &chain(1)).saved, 8);
+    assert_eq!(engine::serve(&manager, &chain(1, CHAIN)).saved, 8);
     let scrubbed = |outcome| {
         metric(&registry, "kvbm_scrubbed_blocks_total", &[("tier", "host"), ("outcome", outcome)])
     };
     wait_until(LIMIT, "blocks are looked at", || scrubbed("sound") > 30);
     assert_eq!(scrubbed("bad"), 0);
-    spoil(home.path(), &chain(1), 3);
+    spoil(home.path(), &chain(1, CHAIN), 3);
     wait_until(LIMIT, "the bad one is found", || scrubbed("bad") == 1);
     assert_eq!((held(&manager, 1, Tier::Host), manager.admin().audit()), (3, vec![]));
     // And then it heals.
     assert!(manager.close(LIMIT).is_complete());
     drop(manager);
-    let (again, _) = open(home.path()).unwrap();
+    let (again, _) = kept::open(home.path(), BLOCK).unwrap();
     for _ in 0..2 {
-        assert_eq!(engine::serve(&again, &chain(1)).wrong, 0);
+        assert_eq!(engine::serve(&again, &chain(1, CHAIN)).wrong, 0);
     }
     assert_eq!(held(&again, 1, Tier::Host), 8);
 }
@@ -198,17 +138,17 @@ fn a_bit_flipped_in_idle_memory_is_found_without_reads() {
 #[test]
 fn a_flipped_bit_is_found_on_the_way_to_disk() {
     let Some(dir) = shm() else { return };
-    leave(dir.path(), [1]);
-    spoil(dir.path(), &chain(1), 3);
+    leave(module_path!(), dir.path(), [1]);
+    spoil(dir.path(), &chain(1, CHAIN), 3);
     let disk = tempfile::tempdir().unwrap();
     symlink(disk.path(), dir.path().join("disk")).unwrap();
-    let (manager, _) = open(dir.path()).unwrap();
+    let (manager, _) = kept::open(dir.path(), BLOCK).unwrap();
     assert!(
         manager.drain(LIMIT).is_complete(),
         "what is bad does not go down, and is not tried for ever"
     );
     assert_eq!((held(&manager, 1, Tier::Host), held(&manager, 1, Tier::Disk)), (3, 3));
-    assert_eq!(engine::serve(&manager, &chain(1)).wrong, 0);
+    assert_eq!(engine::serve(&manager, &chain(1, CHAIN)).wrong, 0);
     assert!(manager.drain(LIMIT).is_complete());
     assert_eq!((held(&manager, 1, Tier::Host), held(&manager, 1, Tier::Disk)), (8, 8));
 }
@@ -216,21 +156,21 @@ fn a_flipped_bit_is_found_on_the_way_to_disk() {
 #[test]
 fn engines_that_copy_themselves_get_no_changed_block() {
     let Some(home) = shm() else { return };
-    leave(home.path(), [1]);
-    spoil(home.path(), &chain(1), 5);
-    let mut settings = settings(home.path());
+    leave(module_path!(), home.path(), [1]);
+    spoil(home.path(), &chain(1, CHAIN), 5);
+    let mut settings = kept::settings(home.path(), BLOCK);
     settings.device.capacity = None;
     let blocks = Blocks::open(settings, options(&Registry::new())).unwrap();
-    let chain = chain(1);
+    let chain = chain(1, CHAIN);
     let get = || {
         blocks.get(&chain, |position, block| {
-            assert!(has_pattern(number_of(&chain, position), block), "block {position} is wrong");
+            assert!(has_pattern(number_of(chain[position]), block), "block {position} is wrong");
             Ok::<_, Error>(())
         })
     };
     assert_eq!(get().unwrap(), 5);
     let put = blocks.put(&chain, |position, slot| {
-        fill_pattern(number_of(&chain, position), slot);
+        fill_pattern(number_of(chain[position]), slot);
         Ok::<_, Error>(())
     });
     assert_eq!((put.unwrap(), get().unwrap()), (8, 8));
@@ -241,17 +181,17 @@ fn what_lies_on_disk_too_is_served_from_memory() {
     let Some(home) = shm() else { return };
     let disk = tempfile::tempdir().unwrap();
     std::os::unix::fs::symlink(disk.path(), home.path().join("disk")).unwrap();
-    leave(home.path(), [1]);
-    let (manager, registry) = open(home.path()).unwrap();
+    leave(module_path!(), home.path(), [1]);
+    let (manager, registry) = kept::open(home.path(), BLOCK).unwrap();
     assert_eq!(held(&manager, 1, Tier::Disk), 8);
-    assert_eq!(engine::serve(&manager, &chain(1)).hit, 8);
+    assert_eq!(engine::serve(&manager, &chain(1, CHAIN)).hit, 8);
     let read = metric(&registry, "kvbm_transfer_blocks_total", &[("from", "disk")]);
     assert_eq!(read, 0, "the disk was read");
     // A block that is bad in memory comes from the disk.
     drop(manager);
-    spoil(home.path(), &chain(1), 2);
-    let (manager, _) = open(home.path()).unwrap();
-    let hits = (0..2).map(|_| engine::serve(&manager, &chain(1)));
+    spoil(home.path(), &chain(1, CHAIN), 2);
+    let (manager, _) = kept::open(home.path(), BLOCK).unwrap();
+    let hits = (0..2).map(|_| engine::serve(&manager, &chain(1, CHAIN)));
     let hits: Vec<_> = hits.map(|served| (served.hit, served.wrong)).collect();
     assert_eq!(hits[1], (8, 0), "{hits:?}");
 }
@@ -266,11 +206,11 @@ fn whatever_a_kill_interrupts_no_wrong_byte_is_served() {
         assert_eq!(process.hear(), "open");
         thread::sleep(Duration::from_millis(20 + 37 * round));
         process.kill();
-        let (manager, _) = open(home.path()).unwrap();
+        let (manager, _) = kept::open(home.path(), BLOCK).unwrap();
         // What is there first: the others take its place.
         let there: Vec<_> = (0..16).filter(|&n| held(&manager, n, Tier::Host) > 0).collect();
         let all = there.into_iter().chain(0..16);
-        let served: Vec<_> = all.map(|n| engine::serve(&manager, &chain(n))).collect();
+        let served: Vec<_> = all.map(|n| engine::serve(&manager, &chain(n, CHAIN))).collect();
         assert!(served.iter().all(|served| served.wrong == 0), "{served:?}");
         hits += served.iter().map(|served| served.hit).sum::<usize>();
         assert_eq!(manager.admin().audit(), []);
@@ -281,8 +221,8 @@ fn whatever_a_kill_interrupts_no_wrong_byte_is_served() {
 #[test]
 fn one_process_is_attached_at_a_time() {
     let Some(home) = shm() else { return };
-    let (manager, _) = open(home.path()).unwrap();
-    engine::serve(&manager, &chain(1));
+    let (manager, _) = kept::open(home.path(), BLOCK).unwrap();
+    engine::serve(&manager, &chain(1, CHAIN));
     // It waits for as long as a killed one may take to go.
     let mut second = Process::start(module_path!(), "engine", home.path());
     let refused = second.hear();
@@ -290,16 +230,16 @@ fn one_process_is_attached_at_a_time() {
         refused.contains("still in use") && refused.contains("DYN_KVBM_CPU_CACHE_PERSIST"),
         "{refused}"
     );
-    assert_eq!(engine::serve(&manager, &chain(1)).hit, 8);
+    assert_eq!(engine::serve(&manager, &chain(1, CHAIN)).hit, 8);
 }
 
 #[test]
 fn a_file_others_could_have_written_is_refused_by_name() {
     let Some(home) = shm() else { return };
-    leave(home.path(), [1]);
+    leave(module_path!(), home.path(), [1]);
     let path = memory_file(home.path());
     let refused = |reason: &str| {
-        let error = open(home.path()).map(drop).unwrap_err();
+        let error = kept::open(home.path(), BLOCK).map(drop).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         for part in [reason, path.to_str().unwrap(), "host.persist"] {
             assert!(error.to_string().contains(part), "{part}: {error}");
@@ -316,18 +256,22 @@ fn a_file_others_could_have_written_is_refused_by_name() {
     refused("is a symbolic link");
     fs::remove_file(&path).unwrap();
     fs::rename(&other, &path).unwrap();
-    assert_eq!(held(&open(home.path()).unwrap().0, 1, Tier::Host), 8, "and then all is well");
+    assert_eq!(
+        held(&kept::open(home.path(), BLOCK).unwrap().0, 1, Tier::Host),
+        8,
+        "and then all is well"
+    );
 }
 
 /// What the index says of slots that are not those is not believed.
 #[test]
 fn memory_that_was_removed_is_made_anew_and_is_cold() {
     let Some(home) = shm() else { return };
-    leave(home.path(), [1]);
+    leave(module_path!(), home.path(), [1]);
     fs::remove_file(memory_file(home.path())).unwrap();
-    let (manager, registry) = open(home.path()).unwrap();
+    let (manager, registry) = kept::open(home.path(), BLOCK).unwrap();
     assert_eq!(held(&manager, 1, Tier::Host), 0);
-    assert_eq!(engine::serve(&manager, &chain(1)).computed, 8);
+    assert_eq!(engine::serve(&manager, &chain(1, CHAIN)).computed, 8);
     assert_eq!(metric(&registry, "kvbm_checksum_failures_total", &[]), 0);
 }
 
@@ -417,7 +361,7 @@ fn recovery_of_100_000_blocks() {
         settings.host.persist = Some(home.path().join("memory"));
         let open = || Blocks::open(settings.clone(), options(&Registry::new())).unwrap();
         let blocks = open();
-        let prompt = |n: u32| (0..500).map(|i| hash(1_000 * n + i)).collect::<Vec<_>>();
+        let prompt = |n| chain(n, 500);
         for n in 0..200 {
             let put = blocks.put(&prompt(n), |_, slot| {
                 slot[..8].fill(n as u8);

@@ -8,10 +8,10 @@ use std::{fs, thread};
 use kvbm::{ErrorKind, Manager, Rank, RankGroup, RankOptions, Tier};
 use kvbm_settings::Capacity;
 use kvbm_tests::fleet::{
-    Fleet, LIMIT, LINGERS, Served, WORLD, answer, be_a_rank, chain, group, lead, settings,
+    Fleet, LIMIT, LINGERS, Served, WORLD, answer, be_a_rank, group, lead, settings,
 };
 use kvbm_tests::process::{Process, role};
-use kvbm_tests::rig::wait_until;
+use kvbm_tests::rig::{chain, wait_until};
 use prometheus::Registry;
 use tempfile::TempDir;
 
@@ -52,9 +52,12 @@ fn each_rank_has_its_own_bytes_in_every_tier() {
     let (home, mut fleet) = fleet();
     assert_eq!(fleet.manager.admin().device(), Some("ranks"));
     for n in 1..4 {
-        assert_eq!(fleet.serve(&chain(n)), Served { computed: 6, saved: 6, ..Served::default() });
+        assert_eq!(
+            fleet.serve(&chain(n, 6)),
+            Served { computed: 6, saved: 6, ..Served::default() }
+        );
     }
-    (1..4).for_each(|n| fleet.assert_heals(&chain(n)));
+    (1..4).for_each(|n| fleet.assert_heals(&chain(n, 6)));
     let files = fs::read_dir(home.path().join("slots")).unwrap();
     let names: Vec<_> =
         files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
@@ -69,7 +72,7 @@ fn each_rank_has_its_own_bytes_in_every_tier() {
 fn a_rank_killed_amid_copies_costs_its_blocks_and_returns() {
     let (_home, mut fleet) = fleet();
     for n in 1..4 {
-        assert_eq!(fleet.serve(&chain(n)).saved, 6);
+        assert_eq!(fleet.serve(&chain(n, 6)).saved, 6);
     }
     for round in 0..6 {
         fleet.empty(Tier::Device);
@@ -78,8 +81,9 @@ fn a_rank_killed_amid_copies_costs_its_blocks_and_returns() {
             // The other ranks end their copies, and this one never does.
             fleet.ranks[2].as_ref().unwrap().stop();
         }
-        let loads =
-            (1..4).map(|n| fleet.manager.load(fleet.manager.lease(&chain(n)))).collect::<Vec<_>>();
+        let loads = (1..4)
+            .map(|n| fleet.manager.load(fleet.manager.lease(&chain(n, 6))))
+            .collect::<Vec<_>>();
         fleet.kill(2);
         for loaded in loads.into_iter().map(answer) {
             assert!(
@@ -87,47 +91,47 @@ fn a_rank_killed_amid_copies_costs_its_blocks_and_returns() {
                 "round {round}: what a dead rank never had"
             );
         }
-        (1..4).for_each(|n| fleet.assert_forgets(&chain(n), LIMIT));
-        let served = fleet.serve(&chain(1));
+        (1..4).for_each(|n| fleet.assert_forgets(&chain(n, 6), LIMIT));
+        let served = fleet.serve(&chain(1, 6));
         assert_eq!(
             (served.hit, served.computed, served.saved),
             (0, 6, 0),
             "the engine goes on alone"
         );
         fleet.restart(2);
-        (1..4).for_each(|n| fleet.assert_heals(&chain(n)));
+        (1..4).for_each(|n| fleet.assert_heals(&chain(n, 6)));
     }
 }
 
 #[test]
 fn a_child_that_outlives_its_rank_frees_its_place() {
     let (_home, mut fleet) = fleet();
-    assert_eq!(fleet.serve(&chain(1)).saved, 6);
+    assert_eq!(fleet.serve(&chain(1, 6)).saved, 6);
     assert_eq!(fleet.ranks[0].as_mut().unwrap().ask("fork"), "true");
     assert_eq!(fleet.away(), [0_u16; 0]);
     fleet.kill(0);
-    fleet.assert_forgets(&chain(1), LINGERS / 2);
+    fleet.assert_forgets(&chain(1, 6), LINGERS / 2);
     assert_eq!(fleet.away(), [0]);
     // It waits for the lock on its file, which the child has too.
     fleet.restart(0);
     assert_eq!(fleet.away(), [0_u16; 0]);
-    fleet.assert_heals(&chain(1));
+    fleet.assert_heals(&chain(1, 6));
 }
 
 #[test]
 fn a_hanging_rank_makes_misses_and_then_works_again() {
     let (_home, mut fleet) = fleet();
-    assert_eq!(fleet.serve(&chain(1)).saved, 6);
-    fleet.assert_heals(&chain(1));
+    assert_eq!(fleet.serve(&chain(1, 6)).saved, 6);
+    fleet.assert_heals(&chain(1, 6));
     fleet.empty(Tier::Device);
     fleet.ranks[1].as_ref().unwrap().stop();
-    let loaded = answer(fleet.manager.load(fleet.manager.lease(&chain(1))));
+    let loaded = answer(fleet.manager.load(fleet.manager.lease(&chain(1, 6))));
     assert_eq!(loaded.blocks, 0);
     drop(loaded);
     assert_eq!(fleet.manager.admin().audit(), []);
     // Asked again, the medium is left alone, but for one block that tries it.
     let overdue = fleet.manager.admin().overdue();
-    drop(answer(fleet.manager.load(fleet.manager.lease(&chain(1)))));
+    drop(answer(fleet.manager.load(fleet.manager.lease(&chain(1, 6)))));
     assert!(
         fleet.manager.admin().overdue() <= overdue + 1,
         "{} after {overdue}",
@@ -135,22 +139,22 @@ fn a_hanging_rank_makes_misses_and_then_works_again() {
     );
     fleet.ranks[1].as_ref().unwrap().signal("CONT");
     wait_until(LIMIT, "copies are still overdue", || fleet.manager.admin().overdue() == 0);
-    fleet.assert_heals(&chain(1));
-    fleet.assert_heals(&chain(2));
+    fleet.assert_heals(&chain(1, 6));
+    fleet.assert_heals(&chain(2, 6));
 }
 
 #[test]
 fn a_rank_killed_while_it_hangs_gives_its_slots_back() {
     let (_home, mut fleet) = fleet();
-    assert_eq!(fleet.serve(&chain(1)).saved, 6);
+    assert_eq!(fleet.serve(&chain(1, 6)).saved, 6);
     fleet.empty(Tier::Device);
     fleet.ranks[3].as_ref().unwrap().stop();
-    assert_eq!(answer(fleet.manager.load(fleet.manager.lease(&chain(1)))).blocks, 0);
+    assert_eq!(answer(fleet.manager.load(fleet.manager.lease(&chain(1, 6)))).blocks, 0);
     assert!(fleet.manager.admin().counts(Tier::Device).lost > 0);
     fleet.kill(3);
     fleet.restart(3);
-    fleet.assert_heals(&chain(1));
-    fleet.assert_heals(&chain(2));
+    fleet.assert_heals(&chain(1, 6));
+    fleet.assert_heals(&chain(2, 6));
 }
 
 #[test]
@@ -178,7 +182,7 @@ fn ranks_of_a_killed_leader_say_so_and_join_another() {
     let manager = open(dir.path(), group(dir.path()), &registry).unwrap();
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "joined"));
     let mut fleet = Fleet::over(module_path!(), manager, registry, ranks, dir.path());
-    fleet.assert_heals(&chain(1));
+    fleet.assert_heals(&chain(1, 6));
 }
 
 #[test]
@@ -200,7 +204,7 @@ fn second_leaders_and_second_ranks_are_refused_and_named() {
     let other = Rank::join(&impostor, options(2)).unwrap_err();
     assert_eq!(other.kind(), ErrorKind::Invalid);
     assert!(other.to_string().contains("number of host slots is 39, this leader's 40"), "{other}");
-    fleet.assert_heals(&chain(1));
+    fleet.assert_heals(&chain(1, 6));
 }
 
 #[test]
@@ -221,6 +225,6 @@ fn a_leader_says_which_ranks_it_waits_for_in_vain() {
         self::group(dir.path()),
         None,
     );
-    fleet.assert_heals(&chain(1));
+    fleet.assert_heals(&chain(1, 6));
     fleet.end();
 }

@@ -9,20 +9,20 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-use kvbm::{Fingerprint, Manager, RankGroup, RankOptions, RecoveryReport, Tier};
+use kvbm::{Fingerprint, RankGroup, RankOptions, RecoveryReport, Tier};
 use kvbm_settings::{Capacity, Settings};
-use kvbm_tests::fleet::{self, BLOCK, Fleet, LIMIT, Served, WORLD, be_a_rank, chain, drained};
+use kvbm_tests::engine::{self, recovered};
+use kvbm_tests::fleet::{self, BLOCK, Fleet, LIMIT, Served, WORLD, be_a_rank, drained};
+use kvbm_tests::kept::shm;
 use kvbm_tests::process::{Process, role, say};
-use kvbm_tests::rig::{metric, wait_until};
-use kvbm_tiers::Mount;
-use kvbm_tiers::testing::skip;
+use kvbm_tests::rig::{chain, metric, wait_until};
 use prometheus::Registry;
 use tempfile::TempDir;
 
 /// Blocks of the disk tier: four chains.
 const DISK: u64 = 24;
 
-fn settings(home: &Path) -> Settings {
+fn of_fleet(home: &Path) -> Settings {
     let mut settings = fleet::settings(home);
     settings.disk.capacity = Some(Capacity::Blocks(DISK));
     // Where a test wants memory that outlives the processes, it says where.
@@ -36,7 +36,7 @@ fn settings(home: &Path) -> Settings {
 #[expect(clippy::unnecessary_wraps, reason = "as options have it")]
 fn fingerprint(home: &Path) -> Option<Fingerprint> {
     let weights = fs::read_to_string(home.join("weights")).unwrap_or("one".to_owned());
-    Some(Fingerprint { model: "m".into(), weights, block_tokens: 16, ..Fingerprint::default() })
+    Some(engine::fingerprint(&weights))
 }
 
 fn group(home: &Path) -> RankGroup {
@@ -46,7 +46,7 @@ fn group(home: &Path) -> RankGroup {
 }
 
 fn open(home: &Path) -> Fleet {
-    Fleet::open(module_path!(), home, settings(home), group(home), fingerprint(home))
+    Fleet::open(module_path!(), home, of_fleet(home), group(home), fingerprint(home))
 }
 
 /// Not a test: the process of a rank, or of a leader that starts its ranks, when another test
@@ -60,7 +60,7 @@ fn process() {
                 fingerprint: fingerprint(&home),
                 ..RankOptions::new(group(&home), rank)
             };
-            be_a_rank(&settings(&home), options);
+            be_a_rank(&of_fleet(&home), options);
         }
         Err(_) => be_a_leader(&home),
     }
@@ -76,7 +76,7 @@ fn be_a_leader(home: &Path) {
         let answer = match line.split_once(' ') {
             Some(("serve", n)) => {
                 let n = n.parse().unwrap();
-                let served = fleet.serve(&chain(n));
+                let served = fleet.serve(&chain(n, 6));
                 drained(&fleet.manager);
                 format!("{served:?}")
             }
@@ -87,13 +87,6 @@ fn be_a_leader(home: &Path) {
         };
         say(&answer);
     }
-}
-
-fn report(manager: &Manager) -> RecoveryReport {
-    let [report] = manager.admin().recovered() else {
-        panic!("one tier is kept: {:?}", manager.admin().recovered())
-    };
-    *report
 }
 
 fn computed() -> Served {
@@ -108,7 +101,7 @@ fn found() -> Served {
 fn leave(home: &Path, chains: &[u32]) {
     let mut fleet = open(home);
     for &n in chains {
-        assert_eq!(fleet.serve(&chain(n)).wrong, 0);
+        assert_eq!(fleet.serve(&chain(n, 6)).wrong, 0);
         drained(&fleet.manager);
     }
     fleet.end();
@@ -116,13 +109,13 @@ fn leave(home: &Path, chains: &[u32]) {
 
 /// All works, and is found again after the next restart.
 fn assert_heals(mut fleet: Fleet, home: &Path, chains: &[u32]) {
-    chains.iter().for_each(|&n| fleet.assert_heals(&chain(n)));
+    chains.iter().for_each(|&n| fleet.assert_heals(&chain(n, 6)));
     drained(&fleet.manager);
     fleet.end();
     let mut fleet = open(home);
     for &n in chains {
         assert_eq!(
-            fleet.serve(&chain(n)),
+            fleet.serve(&chain(n, 6)),
             found(),
             "chain {n} after {:?}",
             fleet.manager.admin().recovered()
@@ -152,26 +145,29 @@ fn what_all_ranks_kept_is_served_after_a_restart() {
     leave(home.path(), &[1, 2, 3]);
     let mut fleet = open(home.path());
     let RecoveryReport { tier, blocks, dropped, past, disagreed, damaged, .. } =
-        report(&fleet.manager);
+        recovered(&fleet.manager);
     assert_eq!((tier, blocks, dropped, past, disagreed, damaged), (Tier::Disk, 18, 0, 0, 0, 0));
     assert_eq!(fleet.manager.admin().audit(), []);
     for n in [2, 1, 3] {
-        assert_eq!(fleet.manager.matches(&chain(n)).blocks(Tier::Disk), 6);
-        assert_eq!(fleet.serve(&chain(n)), found());
+        assert_eq!(fleet.manager.matches(&chain(n, 6)).blocks(Tier::Disk), 6);
+        assert_eq!(fleet.serve(&chain(n, 6)), found());
     }
     assert_eq!(metric(&fleet.registry, "kvbm_checksum_failures_total", &[]), 0);
     // And then it goes on: other blocks take the place of these, and are found in turn.
     for n in 10..20 {
-        assert_eq!(fleet.serve(&chain(n)), computed());
+        assert_eq!(fleet.serve(&chain(n, 6)), computed());
         drained(&fleet.manager);
     }
     fleet.assert_sound();
     let resident = fleet.manager.admin().counts(Tier::Disk).resident as usize;
     fleet.end();
     let mut fleet = open(home.path());
-    assert_eq!((report(&fleet.manager).blocks, report(&fleet.manager).disagreed), (resident, 0));
+    assert_eq!(
+        (recovered(&fleet.manager).blocks, recovered(&fleet.manager).disagreed),
+        (resident, 0)
+    );
     // The latest first: what comes anew takes the place of the oldest.
-    let served: Vec<_> = (10..20).rev().map(|n| fleet.serve(&chain(n))).collect();
+    let served: Vec<_> = (10..20).rev().map(|n| fleet.serve(&chain(n, 6))).collect();
     assert_eq!(served.iter().map(|served| served.wrong).sum::<usize>(), 0);
     assert_eq!(served.iter().map(|served| served.hit).sum::<usize>(), resident);
     fleet.assert_sound();
@@ -217,7 +213,7 @@ fn what_killed_processes_kept_is_served_by_the_next() {
         assert_eq!(fleet.manager.admin().audit(), []);
         for n in 1..=round + 1 {
             assert_eq!(
-                fleet.serve(&chain(n)),
+                fleet.serve(&chain(n, 6)),
                 found(),
                 "round {round}: {:?}",
                 fleet.manager.admin().recovered()
@@ -244,7 +240,7 @@ fn processes_killed_while_they_work_leave_nothing_wrong() {
         kill(&[ranks.as_slice(), &[leader.id().to_string()]].concat());
         drop(leader);
         let mut fleet = open(home.path());
-        let served: Vec<_> = (0..10).rev().map(|n| fleet.serve(&chain(n))).collect();
+        let served: Vec<_> = (0..10).rev().map(|n| fleet.serve(&chain(n, 6))).collect();
         assert_eq!(served.iter().map(|served| served.wrong).sum::<usize>(), 0, "round {round}");
         warm += served.iter().map(|served| served.hit).sum::<usize>();
         fleet.assert_sound();
@@ -262,10 +258,10 @@ fn a_rank_without_its_files_costs_misses_and_then_heals() {
         assert!(!files.is_empty());
         files.iter().for_each(|file| fs::remove_file(file).unwrap());
         let mut fleet = open(home.path());
-        let RecoveryReport { blocks, disagreed, .. } = report(&fleet.manager);
+        let RecoveryReport { blocks, disagreed, .. } = recovered(&fleet.manager);
         assert_eq!((blocks, disagreed), (0, 12), "without {kind}");
         for n in [1, 2] {
-            assert_eq!(fleet.serve(&chain(n)), computed());
+            assert_eq!(fleet.serve(&chain(n, 6)), computed());
         }
         assert_heals(fleet, home.path(), &[1, 2]);
     }
@@ -282,8 +278,8 @@ fn a_leader_without_its_index_starts_cold_and_then_heals() {
         .unwrap();
     fs::remove_file(index).unwrap();
     let mut fleet = open(home.path());
-    assert_eq!(report(&fleet.manager).blocks, 0);
-    assert_eq!(fleet.serve(&chain(1)), computed());
+    assert_eq!(recovered(&fleet.manager).blocks, 0);
+    assert_eq!(fleet.serve(&chain(1, 6)), computed());
     assert_heals(fleet, home.path(), &[1, 2]);
 }
 
@@ -298,7 +294,7 @@ fn losing_a_rank_while_asked_costs_a_cold_start_only() {
         let place = home.path().to_owned();
         let leading = thread::spawn(move || {
             let registry = Registry::new();
-            let manager = fleet::lead(settings(&place), asking, fingerprint(&place), &registry);
+            let manager = fleet::lead(of_fleet(&place), asking, fingerprint(&place), &registry);
             (manager.expect("it starts without what was kept"), registry)
         });
         let start = |rank: u16| Process::start(module_path!(), &rank.to_string(), home.path());
@@ -321,8 +317,8 @@ fn losing_a_rank_while_asked_costs_a_cold_start_only() {
             ranks[1].signal("CONT");
         }
         let mut fleet = Fleet::over(module_path!(), manager, registry, ranks, home.path());
-        assert_eq!(report(&fleet.manager).blocks, 0);
-        assert_eq!(fleet.serve(&chain(1)).wrong, 0);
+        assert_eq!(recovered(&fleet.manager).blocks, 0);
+        assert_eq!(fleet.serve(&chain(1, 6)).wrong, 0);
         assert_heals(fleet, home.path(), &[1, 2]);
     }
 }
@@ -344,10 +340,10 @@ fn an_older_copy_of_ranks_files_gives_nothing_old() {
     leave(home.path(), &[3, 4, 5, 6, 1]);
     copy_files(old.path(), &slots(home.path()), 2);
     let mut fleet = open(home.path());
-    let RecoveryReport { blocks, disagreed, .. } = report(&fleet.manager);
+    let RecoveryReport { blocks, disagreed, .. } = recovered(&fleet.manager);
     assert_eq!((blocks, disagreed), (0, DISK as usize));
     for n in 1..7 {
-        let served = fleet.serve(&chain(n));
+        let served = fleet.serve(&chain(n, 6));
         assert_eq!((served.wrong, served.hit), (0, 0), "chain {n}");
     }
     assert_heals(fleet, home.path(), &[1, 6]);
@@ -364,9 +360,9 @@ fn foreign_slots_and_changed_bytes_are_misses_and_then_heal() {
     fs::rename(&two, &one).unwrap();
     fs::rename(&aside, &two).unwrap();
     let mut fleet = open(home.path());
-    assert_eq!(report(&fleet.manager).blocks, 12, "so they say");
+    assert_eq!(recovered(&fleet.manager).blocks, 12, "so they say");
     for n in [1, 2] {
-        let served = fleet.serve(&chain(n));
+        let served = fleet.serve(&chain(n, 6));
         assert_eq!((served.wrong, served.hit), (0, 0), "chain {n}");
     }
     assert!(metric(&fleet.registry, "kvbm_checksum_failures_total", &[]) > 0);
@@ -388,9 +384,9 @@ fn nothing_from_before_a_reset_comes_back_whatever_ranks_have() {
             (0..WORLD).for_each(|rank| copy_files(old.path(), &slots(home.path()), rank));
         }
         let mut fleet = open(home.path());
-        assert_eq!((fleet.manager.epoch(), report(&fleet.manager).blocks), (1, 0));
+        assert_eq!((fleet.manager.epoch(), recovered(&fleet.manager).blocks), (1, 0));
         for n in [1, 2].into_iter().filter(|_| is_older) {
-            assert_eq!(fleet.serve(&chain(n)), computed());
+            assert_eq!(fleet.serve(&chain(n, 6)), computed());
         }
         fleet.end();
     }
@@ -404,17 +400,17 @@ fn another_fingerprint_or_world_starts_cold_and_leaves_others() {
     for (what, other) in [("weights", "two"), ("world", "3")] {
         fs::write(home.path().join(what), other).unwrap();
         let mut fleet = open(home.path());
-        assert_eq!(report(&fleet.manager).blocks, 0, "{what}");
-        assert_eq!(fleet.serve(&chain(1)), computed());
+        assert_eq!(recovered(&fleet.manager).blocks, 0, "{what}");
+        assert_eq!(fleet.serve(&chain(1, 6)), computed());
         drained(&fleet.manager);
         fleet.end();
         let mut fleet = open(home.path());
-        assert_eq!(fleet.serve(&chain(1)), found(), "{what}");
+        assert_eq!(fleet.serve(&chain(1, 6)), found(), "{what}");
         fleet.end();
         fs::remove_file(home.path().join(what)).unwrap();
     }
     let mut fleet = open(home.path());
-    assert_eq!(fleet.serve(&chain(1)), found());
+    assert_eq!(fleet.serve(&chain(1, 6)), found());
 }
 
 #[test]
@@ -422,20 +418,18 @@ fn a_rank_that_came_back_keeps_later_blocks_over_restarts() {
     let home = tempfile::tempdir().unwrap();
     leave(home.path(), &[1]);
     let mut fleet = open(home.path());
-    assert_eq!(fleet.serve(&chain(1)), found());
+    assert_eq!(fleet.serve(&chain(1, 6)), found());
     fleet.kill(3);
-    fleet.assert_forgets(&chain(1), LIMIT);
+    fleet.assert_forgets(&chain(1, 6), LIMIT);
     fleet.restart(3);
     // What lies in its slots it was not told to adopt.
-    assert_eq!(fleet.serve(&chain(1)).hit, 0);
+    assert_eq!(fleet.serve(&chain(1, 6)).hit, 0);
     assert_heals(fleet, home.path(), &[1, 2]);
 }
 
 /// A directory in memory, and one that says where it is.
 fn in_memory() -> Option<(TempDir, TempDir)> {
-    let shm = Path::new("/dev/shm");
-    Mount::of(shm).inspect_err(|error| skip("tmpfs", error)).ok()?;
-    let memory = tempfile::Builder::new().prefix("kvbm-test-").tempdir_in(shm).unwrap();
+    let memory = shm()?;
     let home = tempfile::tempdir().unwrap();
     symlink(memory.path(), home.path().join("memory")).unwrap();
     Some((home, memory))
@@ -448,11 +442,11 @@ fn memory_of_killed_ranks_returns_and_changed_bits_are_misses() {
     kill(&[ranks.as_slice(), &[leader.id().to_string()]].concat());
     drop(leader);
     let mut fleet = open(home.path());
-    let RecoveryReport { tier, blocks, disagreed, .. } = report(&fleet.manager);
+    let RecoveryReport { tier, blocks, disagreed, .. } = recovered(&fleet.manager);
     assert_eq!((tier, blocks, disagreed), (Tier::Host, 12, 0));
     for n in [1, 2] {
-        assert_eq!(fleet.manager.matches(&chain(n)).blocks(Tier::Host), 6);
-        assert_eq!(fleet.serve(&chain(n)), found());
+        assert_eq!(fleet.manager.matches(&chain(n, 6)).blocks(Tier::Host), 6);
+        assert_eq!(fleet.serve(&chain(n, 6)), found());
     }
     fleet.end();
     let changed = files_of(memory.path(), 2, ".memory").remove(0);
@@ -462,10 +456,10 @@ fn memory_of_killed_ranks_returns_and_changed_bits_are_misses() {
     file.read_exact_at(&mut byte, 3 * BLOCK - 1).unwrap();
     file.write_all_at(&[byte[0] ^ 1], 3 * BLOCK - 1).unwrap();
     let mut fleet = open(home.path());
-    let served = [1, 2].map(|n| fleet.serve(&chain(n)));
+    let served = [1, 2].map(|n| fleet.serve(&chain(n, 6)));
     assert_eq!(served.each_ref().map(|served| (served.hit, served.wrong)), [(2, 0), (6, 0)]);
-    assert_eq!(fleet.serve(&chain(1)).wrong, 0);
+    assert_eq!(fleet.serve(&chain(1, 6)).wrong, 0);
     fleet.empty(Tier::Device);
-    assert_eq!(fleet.serve(&chain(1)), found());
+    assert_eq!(fleet.serve(&chain(1, 6)), found());
     fleet.assert_sound();
 }

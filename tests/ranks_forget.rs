@@ -5,15 +5,15 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use kvbm::{ErrorKind, Fingerprint, Hints, RankOptions, RequestInfo, Tier};
+use kvbm::{ErrorKind, Fingerprint, RankOptions, Tier};
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine;
-use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, WORLD, be_a_rank, chain, drained};
+use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, WORLD, be_a_rank, drained};
+use kvbm_tests::kept::shm;
 use kvbm_tests::process::role;
-use kvbm_tests::rig::wait_until;
-use kvbm_tiers::Mount;
+use kvbm_tests::rig::{chain, files, info_of, wait_until};
 use kvbm_tiers::sealed::{RECORD_BYTES, WrappedKey};
-use kvbm_tiers::testing::skip;
+use kvbm_tiers::testing::main_key;
 use tempfile::TempDir;
 
 /// Tenants, whose chains have their numbers.
@@ -21,9 +21,9 @@ const ONE: u32 = 1;
 const OTHER: u32 = 2;
 
 /// What outlives the processes lies on disk, or in memory where the home does.
-fn settings(home: &Path) -> Settings {
+fn of_fleet(home: &Path) -> Settings {
     let mut settings = fleet::settings(home);
-    let key = || format!("1:{}", "0123456789abcdef".repeat(4));
+    let key = || main_key(1, "0123456789abcdef");
     settings.encryption.key = (!home.join("plain").exists()).then(key);
     if home.starts_with("/dev/shm") {
         settings.host.persist = Some(home.join("slots"));
@@ -45,25 +45,20 @@ fn process() {
     let rank = role.parse().unwrap();
     let options =
         RankOptions { fingerprint: fingerprint(), ..RankOptions::new(fleet::group(&home), rank) };
-    be_a_rank(&settings(&home), options);
+    be_a_rank(&of_fleet(&home), options);
 }
 
 fn open(home: &Path) -> Fleet {
-    Fleet::open(module_path!(), home, settings(home), fleet::group(home), fingerprint())
+    Fleet::open(module_path!(), home, of_fleet(home), fleet::group(home), fingerprint())
 }
 
 /// Where what outlives the processes lies on disk, and where it does in memory.
 fn homes() -> Vec<TempDir> {
-    let shm = Path::new("/dev/shm");
-    let memory = Mount::of(shm).inspect_err(|error| skip("tmpfs", error)).ok();
-    let memory =
-        memory.map(|_| tempfile::Builder::new().prefix("kvbm-test-").tempdir_in(shm).unwrap());
-    [Some(tempfile::tempdir().unwrap()), memory].into_iter().flatten().collect()
+    [Some(tempfile::tempdir().unwrap()), shm()].into_iter().flatten().collect()
 }
 
 fn serve(fleet: &mut Fleet, tenant: u32) -> Served {
-    let hints = Hints { tenant: Some(tenant), ..Hints::default() };
-    let served = fleet.serve_for(RequestInfo { hints, ..RequestInfo::default() }, &chain(tenant));
+    let served = fleet.serve_for(info_of(tenant), &chain(tenant, 6));
     drained(&fleet.manager);
     served
 }
@@ -72,10 +67,6 @@ fn serve(fleet: &mut Fleet, tenant: u32) -> Served {
 fn assert_served(fleet: &mut Fleet, tenant: u32, hit: usize) {
     let served = serve(fleet, tenant);
     assert_eq!((served.hit, served.wrong, served.saved), (hit, 0, 6), "{served:?}");
-}
-
-fn files(home: &Path) -> Vec<PathBuf> {
-    fs::read_dir(home.join("slots")).unwrap().map(|file| file.unwrap().path()).collect()
 }
 
 fn is_keys(path: &Path) -> bool {
@@ -95,7 +86,7 @@ fn keepers(home: &Path, tenant: u32) -> Vec<u16> {
         let name = path.file_name().unwrap().to_str().unwrap().to_owned();
         (0..WORLD).find(|rank| name.contains(&format!("-rank{rank}of")))
     };
-    let mut ranks: Vec<_> = files(home)
+    let mut ranks: Vec<_> = files(&home.join("slots"))
         .into_iter()
         .filter(|path| is_keys(path) && has_key(path))
         .filter_map(of_rank)
@@ -111,10 +102,10 @@ fn the_forgotten_have_no_key_in_any_rank_ever_again() {
         let mut fleet = open(home);
         [ONE, OTHER].into_iter().for_each(|tenant| assert_served(&mut fleet, tenant, 0));
         assert_eq!(keepers(home, ONE), [0, 1, 2, 3]);
-        let kept = files(home).into_iter().filter(|path| !is_keys(path));
+        let kept = files(&home.join("slots")).into_iter().filter(|path| !is_keys(path));
         let before: Vec<_> = kept.map(|path| (fs::read(&path).unwrap(), path)).collect();
         fleet.manager.forget(ONE).unwrap();
-        assert_eq!(fleet.manager.matches(&chain(ONE)).longest(), 0);
+        assert_eq!(fleet.manager.matches(&chain(ONE, 6)).longest(), 0);
         assert_eq!((keepers(home, ONE), keepers(home, OTHER)), (vec![], vec![0, 1, 2, 3]));
         assert_served(&mut fleet, OTHER, 6);
         // It comes back, under new keys, and is found.
@@ -142,7 +133,7 @@ fn an_absent_rank_hears_of_it_when_it_joins_again() {
         let mut fleet = open(home);
         [ONE, OTHER].into_iter().for_each(|tenant| assert_served(&mut fleet, tenant, 0));
         fleet.kill(2);
-        fleet.assert_forgets(&chain(OTHER), LIMIT);
+        fleet.assert_forgets(&chain(OTHER, 6), LIMIT);
         let error = fleet.manager.forget(ONE).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert!(error.to_string().contains("rank 2 is away"), "{error}");
@@ -163,7 +154,7 @@ fn an_absent_rank_hears_of_it_from_the_next_leader() {
         let mut fleet = open(home);
         [ONE, OTHER].into_iter().for_each(|tenant| assert_served(&mut fleet, tenant, 0));
         fleet.kill(2);
-        fleet.assert_forgets(&chain(OTHER), LIMIT);
+        fleet.assert_forgets(&chain(OTHER, 6), LIMIT);
         let error = fleet.manager.forget(ONE).unwrap_err();
         assert!(error.to_string().contains("is told when it joins again"), "{error}");
         fleet.end();
@@ -187,7 +178,7 @@ fn an_absent_rank_hears_of_it_from_the_next_leader() {
 /// Files that say what ranks have yet to forget.
 fn debts(home: &Path) -> Vec<PathBuf> {
     let is_debts = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "debts");
-    files(home).into_iter().filter(is_debts).collect()
+    files(&home.join("slots")).into_iter().filter(is_debts).collect()
 }
 
 /// What is lowest takes blocks and gives them.

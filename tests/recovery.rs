@@ -15,9 +15,9 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use kvbm::scheduler::Tuning;
-use kvbm::{BlockHash, Chain, Class, Clock, RequestInfo, Tier, Transfer, Transferred};
+use kvbm::{Chain, Class, Clock, RequestInfo, Tier, Transfer, Transferred};
 use kvbm_policies::AdmissionKind;
-use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, hash};
+use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, chain, related_chain};
 use kvbm_tiers::testing::ParkedBackend;
 use kvbm_tiers::{Backend, CopyError, CopyErrorKind, CopyOp};
 
@@ -33,13 +33,6 @@ const STEP: Duration = Duration::from_millis(5);
 /// Fewer than there are staging slots: blocks can still bounce.
 const MAX_NEVER: usize = 3;
 const CHAINS: u32 = 6;
-
-/// Three families of chains; members of a family share their first blocks.
-fn chain(n: u32) -> Vec<BlockHash> {
-    let (family, member) = (1_000 * (n % 3), n / 3);
-    let shared = (1..=3).map(|i| family + i);
-    shared.chain((0..3 + member).map(|i| family + 100 * (member + 1) + i)).map(hash).collect()
-}
 
 /// How a medium does at the moment.
 #[derive(Clone, Copy, Debug)]
@@ -200,7 +193,7 @@ impl World {
     }
 
     fn act(&mut self) {
-        let hashes = chain(self.rng.u32(0..CHAINS));
+        let hashes = related_chain(self.rng.u32(0..CHAINS) as usize);
         let blocks = self.rng.usize(1..=hashes.len());
         let part = Chain::from(&hashes).prefix(blocks);
         match self.rng.u8(0..10) {
@@ -245,7 +238,7 @@ impl World {
 
     fn check_bytes(&self) {
         for n in 0..CHAINS {
-            let hashes = chain(n);
+            let hashes = related_chain(n as usize);
             let held = self.rig.core.table().matches(Chain::from(&hashes));
             for tier in Tier::ALL {
                 for position in 0..held.blocks(tier) {
@@ -301,7 +294,7 @@ impl World {
 
     /// A chain that was never seen before goes down to the bottom and comes back from each tier.
     fn check_works(&mut self) {
-        let hashes: Vec<_> = (0..3).map(|i| hash(77_000 + i)).collect();
+        let hashes = chain(77, 3);
         let fresh = Chain::from(&hashes);
         self.compute_and_save(fresh);
         self.answer_all("a save");

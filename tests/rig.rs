@@ -1,19 +1,27 @@
-//! A block manager's core over small tiers in memory, whose backends a test chooses.
+//! What tests repeat: a block manager's core over small tiers in memory, whose backends a test
+//! chooses, and the names that tests give to blocks, requests, keys and files.
 
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvbm::scheduler::{Core, Executor, Parts, ScrubOptions, Tuning};
 use kvbm::table::{Reserved, SlotLimits, Steps, Table, TierSpec};
-use kvbm::{BlockHash, Chain, Clock, ManualClock, Metrics, RequestInfo, Transfer, Transferred};
+use kvbm::{
+    BlockHash, Chain, Clock, Hints, ManualClock, Metrics, RequestInfo, Transfer, Transferred,
+};
 use kvbm_policies::AdmissionKind;
 use kvbm_policies::admission::{TierPair, TierShape};
 use kvbm_policies::eviction::EvictionKind;
-use kvbm_tiers::testing::{MemoryStore, fill_pattern, has_pattern, host};
+use kvbm_tiers::chaos::{Chaos, Schedule};
+use kvbm_tiers::testing::{
+    FaultBackend, MemoryStore, ParkedBackend, fill_pattern, has_pattern, host,
+};
 use kvbm_tiers::{
-    Backend, BlockKey, Checksums, DramOptions, DramRegion, FramePool, Geometry, Memory, Route,
-    Tier, Verified,
+    Backend, BlockKey, Checksums, DramOptions, DramRegion, FramePool, Geometry, MemcpyBackend,
+    Memory, Route, Tier, Verified,
 };
 use prometheus::Registry;
 use prometheus::proto::MetricFamily;
@@ -159,6 +167,28 @@ pub fn bare_core_by(
     make_core((pools, None), sizes.staging, tuning, backends, clock, &Registry::new())
 }
 
+/// [`bare_core`], and the backend of all its routes, whose copies end when a test says so.
+///
+/// # Panics
+/// Never: without regions there are no conflicts.
+pub fn parked_core(sizes: Sizes) -> (Arc<Core>, Arc<ParkedBackend>) {
+    let parked = parked_backend();
+    (bare_core(sizes, TIGHT, &(Arc::clone(&parked) as Arc<dyn Backend>)), parked)
+}
+
+/// A backend of all routes, without memory.
+pub(crate) fn parked_backend() -> Arc<ParkedBackend> {
+    let routes = [MEMORY, DISK, OBJECT].concat();
+    Arc::new(ParkedBackend::new(Vec::new(), routes).expect("no regions, no conflict"))
+}
+
+/// Ends all copies, and those that follow from them, well.
+pub fn finish_all(parked: &ParkedBackend) {
+    while let Some(pending) = parked.pending().first() {
+        parked.finish(pending.id, Ok(()));
+    }
+}
+
 /// Slots count next to nothing themselves, and lives begin anew all the time.
 const LIMITS: SlotLimits = SlotLimits { pins: 2, children: 1 };
 const LIVES: u32 = 37;
@@ -217,6 +247,9 @@ pub struct Rig {
     pub registry: Registry,
 }
 
+/// Memory that plays a disk, and fails when told to.
+pub type FaultyDisk = Arc<FaultBackend<Arc<MemoryStore>>>;
+
 /// Few batches of few blocks, so that queues fill; copies that `tick` looks at are overdue at once,
 /// and breakers let a probe through at once.
 pub const TIGHT: Tuning = Tuning {
@@ -265,6 +298,27 @@ impl Rig {
             &registry,
         );
         Self { core, places, clock, registry }
+    }
+
+    /// A rig over stores, of which the disk fails when told to.
+    ///
+    /// # Panics
+    /// If the system has no threads to give.
+    pub fn with_faulty_disk(sizes: Sizes, tuning: Tuning) -> (Self, FaultyDisk) {
+        let mut kept = None;
+        let rig = Self::new(sizes, tuning, |places| {
+            let memory = vec![Arc::clone(&places.device) as _, Arc::clone(&places.host) as _];
+            let memory = MemcpyBackend::new(memory, 1).expect("threads");
+            let disk =
+                FaultBackend::new(Arc::clone(&places.disk), places.all()).expect("one geometry");
+            let disk = kept.insert(Arc::new(disk));
+            vec![
+                Arc::new(memory) as Arc<dyn Backend>,
+                places.verified(Arc::clone(disk)),
+                places.verified(Arc::clone(&places.object)),
+            ]
+        });
+        (rig, kept.expect("made with the rig"))
     }
 
     /// Takes device slots for what the device lacks of a chain, and fills them.
@@ -361,6 +415,19 @@ pub fn chain(n: u32, blocks: u32) -> Vec<BlockHash> {
     (1..=blocks).map(|block| hash(1_000 * n + block)).collect()
 }
 
+/// The `n`-th of chains in three families, whose members share their first two or three blocks.
+pub fn related_chain(n: usize) -> Vec<BlockHash> {
+    let (family, member) = (1_000 * (n % 3) as u32, (n / 3) as u32);
+    let shared = (1..=2 + member.min(1)).map(|i| family + i);
+    let own = (0..3 + member).map(|i| family + 100 * (member + 1) + i);
+    shared.chain(own).map(hash).collect()
+}
+
+/// Which block of a test a hash names.
+pub const fn number_of(hash: BlockHash) -> usize {
+    hash.get() as u32 as usize
+}
+
 /// Which block of a test a key names.
 pub const fn number(key: BlockKey) -> usize {
     key.hash as u32 as usize
@@ -378,4 +445,42 @@ pub fn metric(registry: &Registry, name: &str, labels: &[(&str, &str)]) -> u64 {
         })
     });
     matching.map(|row| (row.get_counter().get_value() + row.get_gauge().get_value()) as u64).sum()
+}
+
+/// A request of a tenant, or of none.
+pub fn info_of(tenant: impl Into<Option<u32>>) -> RequestInfo {
+    let hints = Hints { tenant: tenant.into(), ..Hints::default() };
+    RequestInfo { hints, ..RequestInfo::default() }
+}
+
+/// Media that do what these episodes say.
+///
+/// # Panics
+/// If one cannot be read.
+pub fn chaos(script: &[&str]) -> Chaos {
+    let episodes = script.iter().map(|text| text.parse().expect("an episode"));
+    Chaos::new(Schedule::scripted(episodes))
+}
+
+/// All files in a directory, at any depth, by name; none if there is no such directory.
+///
+/// # Panics
+/// If they cannot be listed.
+pub fn files(dir: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(dir) else { return Vec::new() };
+    let paths = entries.map(|entry| entry.expect("an entry").path());
+    let below = |path: PathBuf| if path.is_dir() { files(&path) } else { vec![path] };
+    let mut all: Vec<_> = paths.flat_map(below).collect();
+    all.sort();
+    all
+}
+
+/// Those whose names end with `.` and `extension`.
+///
+/// # Panics
+/// As [`files`].
+pub fn files_of(dir: &Path, extension: &str) -> Vec<PathBuf> {
+    let mut all = files(dir);
+    all.retain(|path| path.extension().is_some_and(|own| own == extension));
+    all
 }

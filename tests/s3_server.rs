@@ -6,18 +6,15 @@ use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use kvbm::{BlockHash, Fingerprint, Manager, Options, Tier};
+use kvbm::Manager;
 use kvbm_settings::{OlderEpoch, Settings};
+use kvbm_tests::bucket::{ALL, CHAINS, fill, known, serve};
 use kvbm_tests::engine;
-use kvbm_tests::rig::hash;
 use kvbm_tiers::object::StoreOptions;
 use kvbm_tiers::object::fsck::{FsckOptions, fsck};
 use kvbm_tiers::testing::skip;
 
 const LIMIT: Duration = Duration::from_mins(1);
-const CHAINS: u32 = 6;
-const BLOCKS: u32 = 12;
-const ALL: usize = (CHAINS * BLOCKS) as usize;
 
 /// A server that ends with the test.
 struct Moto {
@@ -80,38 +77,15 @@ impl Moto {
         settings.object.older_epoch = OlderEpoch::Follow;
         settings.object.segment_bytes = 64 << 10;
         settings.flush.interval_ms = 1;
-        let (model, weights) = ("one".to_owned(), "1".to_owned());
-        let fingerprint =
-            Some(Fingerprint { model, weights, block_tokens: 16, ..Fingerprint::default() });
-        engine::block_on(Manager::open(settings, Options { fingerprint, ..Options::default() }))
-            .unwrap()
+        engine::open_with(settings, engine::model(engine::fingerprint("one"))).unwrap()
     }
-}
-
-fn chain(number: u32) -> Vec<BlockHash> {
-    (0..BLOCKS).map(|block| hash(1_000 * number + block)).collect()
-}
-
-fn serve(manager: &Manager) -> usize {
-    let served = (0..CHAINS).map(|number| engine::serve(manager, &chain(number)));
-    served
-        .inspect(|served| assert_eq!(served.wrong, 0, "{served:?}"))
-        .map(|served| served.hit)
-        .sum()
-}
-
-fn known(manager: &Manager) -> usize {
-    (0..CHAINS).map(|number| manager.matches(&chain(number)).blocks(Tier::Object)).sum()
 }
 
 #[test]
 fn workers_share_a_bucket_of_a_real_server() {
     let Some(server) = Moto::start() else { return };
     let (first, second) = (server.worker(), server.worker());
-    for number in 0..CHAINS {
-        engine::serve(&first, &chain(number));
-        assert!(first.drain(LIMIT).is_complete());
-    }
+    fill(&first, 0..CHAINS);
     let began = Instant::now();
     while known(&second) < ALL {
         assert!(began.elapsed() < LIMIT, "{} of {ALL} found by the one that lived", known(&second));

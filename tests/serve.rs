@@ -7,13 +7,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use kvbm::blocking::Blocks;
-use kvbm::{
-    BlockHash, Error, ErrorKind, Fingerprint, Hints, Manager, Options, RequestId, RequestInfo, Tier,
-};
+use kvbm::{BlockHash, Error, ErrorKind, Manager, Options, RequestId, RequestInfo, Tier};
 use kvbm_settings::{Capacity, Settings, WriteBudget};
 use kvbm_tests::engine;
-use kvbm_tests::rig::hash;
-use kvbm_tiers::chaos::{Chaos, Schedule};
+use kvbm_tests::rig::{chain, chaos, hash, info_of};
+use kvbm_tiers::chaos::Chaos;
 use prometheus::Registry;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::Value;
@@ -59,7 +57,7 @@ fn json(address: SocketAddr, path: &str) -> Value {
     serde_json::from_str(&body).expect("JSON")
 }
 
-fn settings(disk: &Path) -> Settings {
+fn serving(disk: &Path) -> Settings {
     let mut settings = engine::settings(4096, 8, 8);
     engine::add_disk(&mut settings, 16, disk);
     settings.metrics.enabled = true;
@@ -73,10 +71,6 @@ fn open(settings: Settings) -> (Manager, SocketAddr) {
     (manager, address)
 }
 
-fn chain(n: u32) -> Vec<BlockHash> {
-    (0..3).map(|i| hash(10 * n + i)).collect()
-}
-
 fn query(chain: &[BlockHash]) -> String {
     chain.iter().map(|hash| format!("{hash:?}")).collect::<Vec<_>>().join(",")
 }
@@ -84,10 +78,10 @@ fn query(chain: &[BlockHash]) -> String {
 #[test]
 fn a_manager_answers_who_asks_until_it_is_closed() {
     let dir = tempfile::tempdir().unwrap();
-    let (manager, address) = open(settings(dir.path()));
+    let (manager, address) = open(serving(dir.path()));
     assert!(address.ip().is_loopback());
-    engine::serve(&manager, &chain(1));
-    engine::serve(&manager, &chain(1));
+    engine::serve(&manager, &chain(1, 3));
+    engine::serve(&manager, &chain(1, 3));
     assert_eq!(get(address, "/healthz"), (200, "ok".to_owned()));
     assert_eq!(json(address, "/readyz"), serde_json::json!({"ready": true, "degraded": []}));
     let (status, page) = get(address, "/metrics");
@@ -119,7 +113,7 @@ fn a_manager_answers_who_asks_until_it_is_closed() {
 fn an_address_that_is_taken_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-    let mut settings = settings(dir.path());
+    let mut settings = serving(dir.path());
     settings.metrics.port = taken.local_addr().unwrap().port();
     let error = engine::open(settings.clone(), &Registry::new()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
@@ -132,7 +126,7 @@ fn an_address_that_is_taken_is_an_error() {
 #[test]
 fn others_than_this_machine_show_a_token() {
     let dir = tempfile::tempdir().unwrap();
-    let mut settings = settings(dir.path());
+    let mut settings = serving(dir.path());
     settings.metrics.host = "0.0.0.0".parse().unwrap();
     let error = engine::open(settings.clone(), &Registry::new()).unwrap_err();
     assert!(
@@ -165,7 +159,7 @@ fn others_than_this_machine_show_a_token() {
 #[test]
 fn an_oversized_request_is_refused_and_the_next_is_answered() {
     let dir = tempfile::tempdir().unwrap();
-    let (_manager, address) = open(settings(dir.path()));
+    let (_manager, address) = open(serving(dir.path()));
     let longest: Vec<BlockHash> = (0..1_900).map(hash).collect();
     assert_eq!(json(address, &format!("/v1/lookup?chain={}", query(&longest)))["blocks"], 1_900);
     let huge = "0".repeat(200_000);
@@ -201,7 +195,7 @@ fn allow_files(files: u64) {
 fn a_thousand_slow_connections_keep_nobody_from_the_answer() {
     allow_files(4_000);
     let dir = tempfile::tempdir().unwrap();
-    let (manager, address) = open(settings(dir.path()));
+    let (manager, address) = open(serving(dir.path()));
     let half = |_| {
         let mut stream = connect(address);
         // The server may have closed it already, which is its right.
@@ -227,7 +221,7 @@ fn a_thousand_slow_connections_keep_nobody_from_the_answer() {
 #[test]
 fn silent_clients_do_not_keep_a_manager_from_ending() {
     let dir = tempfile::tempdir().unwrap();
-    let (manager, address) = open(settings(dir.path()));
+    let (manager, address) = open(serving(dir.path()));
     let mut silent: Vec<_> = (0..32).map(|_| connect(address)).collect();
     assert_eq!(get(address, "/healthz").0, 200);
     drop(manager);
@@ -239,7 +233,7 @@ fn silent_clients_do_not_keep_a_manager_from_ending() {
 #[test]
 fn a_page_whose_name_was_led_here_reads_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let mut settings = settings(dir.path());
+    let mut settings = serving(dir.path());
     settings.metrics.allowed_hosts = vec!["node-1".to_owned()];
     let (_manager, address) = open(settings);
     let of_host = |host: &str, path: &str| {
@@ -263,15 +257,15 @@ fn a_page_whose_name_was_led_here_reads_nothing() {
 #[test]
 fn why_says_what_was_found_and_what_ended_it() {
     let dir = tempfile::tempdir().unwrap();
-    let mut settings = settings(dir.path());
+    let mut settings = serving(dir.path());
     settings.disk.capacity = None;
     let (manager, address) = open(settings);
     let why = |what: &str| json(address, &format!("/v1/why?{what}"));
-    let of_chain = |n| why(&format!("chain={}", query(&chain(n))));
+    let of_chain = |n| why(&format!("chain={}", query(&chain(n, 3))));
     let new = of_chain(1);
     assert_eq!(new["next"]["reason"], "never_seen");
-    assert_eq!(new["next"]["block"], format!("{:?}", chain(1)[0]));
-    engine::serve(&manager, &chain(1));
+    assert_eq!(new["next"]["block"], format!("{:?}", chain(1, 3)[0]));
+    engine::serve(&manager, &chain(1, 3));
     let held = of_chain(1);
     assert_eq!(
         held["found"],
@@ -283,7 +277,7 @@ fn why_says_what_was_found_and_what_ended_it() {
         .into_iter()
         .for_each(|tier| assert_eq!(manager.admin().evict(tier, 1), 1));
     let info = RequestInfo { request: Some(RequestId(77)), ..RequestInfo::default() };
-    drop(manager.lease_for(info, &chain(1)));
+    drop(manager.lease_for(info, &chain(1, 3)));
     let asked = why("request=77");
     assert_eq!((&asked["request"], &asked["blocks"]), (&77.into(), &3.into()));
     assert_eq!(asked["found"][1], serde_json::json!({"tier": "host", "blocks": 2}));
@@ -294,7 +288,7 @@ fn why_says_what_was_found_and_what_ended_it() {
     );
     assert_eq!((&next["age_s"], &next["policy"]), (&0.into(), &"eviction = lru".into()));
     // What happens later does not change what it was told then.
-    engine::serve(&manager, &chain(1));
+    engine::serve(&manager, &chain(1, 3));
     assert_eq!(why("request=77")["next"]["reason"], "evicted");
     assert_eq!(get(address, "/v1/why?request=78").0, 404);
 }
@@ -302,10 +296,10 @@ fn why_says_what_was_found_and_what_ended_it() {
 #[test]
 fn a_request_is_found_by_the_engines_name_for_it() {
     let dir = tempfile::tempdir().unwrap();
-    let (manager, address) = open(settings(dir.path()));
+    let (manager, address) = open(serving(dir.path()));
     let name = "chatcmpl-0a/ä 1";
     let info = RequestInfo { request: Some(RequestId::named(name)), ..RequestInfo::default() };
-    drop(manager.lease_for(info, &chain(1)));
+    drop(manager.lease_for(info, &chain(1, 3)));
     let why = json(address, "/v1/why?request=chatcmpl-0a%2F%C3%A4%201");
     assert_eq!(why["next"]["reason"], "never_seen");
     let by_number = json(address, &format!("/v1/why?request={}", why["request"]));
@@ -317,13 +311,13 @@ fn a_request_is_found_by_the_engines_name_for_it() {
 #[test]
 fn why_names_the_rule_that_kept_a_block_off_disk() {
     let dir = tempfile::tempdir().unwrap();
-    let mut settings = settings(dir.path());
+    let mut settings = serving(dir.path());
     settings.disk.write_budget = Some(WriteBudget::BytesPerDay(1));
     let (manager, address) = open(settings);
-    let why = || json(address, &format!("/v1/why?chain={}", query(&chain(1))));
-    engine::serve(&manager, &chain(1));
+    let why = || json(address, &format!("/v1/why?chain={}", query(&chain(1, 3))));
+    engine::serve(&manager, &chain(1, 3));
     // Room is made in the background.
-    let mut others = (2..500).inspect(|&n| _ = engine::serve(&manager, &chain(n)));
+    let mut others = (2..500).inspect(|&n| _ = engine::serve(&manager, &chain(n, 3)));
     assert!(others.any(|_| why()["next"] != Value::Null), "it stays in the host");
     let why = why();
     assert_eq!(
@@ -338,7 +332,7 @@ fn why_names_the_rule_that_kept_a_block_off_disk() {
 #[test]
 fn gains_from_memory_are_told_beside_an_unlimited_object_store() {
     let dir = tempfile::tempdir().unwrap();
-    let mut settings = settings(dir.path());
+    let mut settings = serving(dir.path());
     settings.disk.capacity = None;
     settings.host.capacity = Some(Capacity::Blocks(600));
     settings.object.url = Some("memory:///".to_owned());
@@ -346,7 +340,7 @@ fn gains_from_memory_are_told_beside_an_unlimited_object_store() {
     // Again and again 1,200 blocks, twice as many as the host holds: under LRU none is there when
     // it is asked for.
     for n in (0..400).cycle().take(1_600) {
-        drop(manager.lease(&(0..3).map(|i| hash(10 * n + i)).collect::<Vec<_>>()));
+        drop(manager.lease(&chain(n, 3)));
     }
     let metrics = get(address, "/metrics").1;
     let estimated = |tier: &str, scale: &str| {
@@ -364,11 +358,11 @@ fn gains_from_memory_are_told_beside_an_unlimited_object_store() {
 #[test]
 fn what_is_broken_is_named_and_then_it_heals() {
     let dir = tempfile::tempdir().unwrap();
-    let (manager, address, chaos) = open_with_fault(settings(dir.path()), "disk:enospc@0s+1h");
+    let (manager, address, chaos) = open_with_fault(serving(dir.path()), "disk:enospc@0s+1h");
     chaos.start();
     let until = |what: &str, holds: &dyn Fn(&Value) -> bool| {
         for n in 1.. {
-            engine::serve(&manager, &chain(n));
+            engine::serve(&manager, &chain(n, 3));
             let _ = manager.drain(Duration::from_millis(50));
             if holds(&json(address, "/readyz")) {
                 return;
@@ -399,9 +393,9 @@ fn what_is_broken_is_named_and_then_it_heals() {
 
 /// A manager in which `fault` is the state of things from [`Chaos::start`] on.
 fn open_with_fault(settings: Settings, fault: &str) -> (Manager, SocketAddr, Chaos) {
-    let chaos = Chaos::new(Schedule::scripted([fault.parse().unwrap()]));
+    let chaos = chaos(&[fault]);
     let options = Options { media_layer: Some(chaos.layer()), ..Options::default() };
-    let manager = engine::block_on(Manager::open(settings, options)).unwrap();
+    let manager = engine::open_with(settings, options).unwrap();
     let address = manager.admin().serving_at().unwrap();
     (manager, address, chaos)
 }
@@ -411,7 +405,7 @@ fn until_ready_says(manager: &Manager, address: SocketAddr, wanted: impl Fn(u16,
     let began = Instant::now();
     for n in (1..5).cycle() {
         assert!(began.elapsed() < Duration::from_mins(1), "{:?}", get(address, "/readyz"));
-        engine::serve(manager, &chain(n));
+        engine::serve(manager, &chain(n, 3));
         let _ = manager.drain(Duration::from_millis(50));
         let (status, body) = get(address, "/readyz");
         if wanted(status, &serde_json::from_str(&body).expect("JSON")) {
@@ -423,7 +417,7 @@ fn until_ready_says(manager: &Manager, address: SocketAddr, wanted: impl Fn(u16,
 #[test]
 fn a_manager_without_a_usable_tier_is_not_ready() {
     let dir = tempfile::tempdir().unwrap();
-    let mut settings = settings(dir.path());
+    let mut settings = serving(dir.path());
     settings.host.capacity = None;
     let (manager, address, chaos) = open_with_fault(settings, "disk:eio@0s+1h");
     until_ready_says(&manager, address, |status, _| status == 200);
@@ -439,7 +433,7 @@ fn a_manager_without_a_usable_tier_is_not_ready() {
 #[test]
 fn a_directory_that_is_left_alone_is_named() {
     let home = tempfile::tempdir().unwrap();
-    let mut settings = settings(home.path());
+    let mut settings = serving(home.path());
     settings.disk.dirs = ["a", "b"].map(|name| home.path().join(name)).into();
     settings.transfer.timeout_ms = 300;
     let (manager, address, chaos) = open_with_fault(settings, "disk1:hang@0s+1h");
@@ -511,20 +505,20 @@ fn deviations(api: &Value, schema: &Value, answer: &Value, at: &str, found: &mut
 #[test]
 fn answers_are_what_the_description_says() {
     let dir = tempfile::tempdir().unwrap();
-    let (manager, address) = open(settings(dir.path()));
+    let (manager, address) = open(serving(dir.path()));
     let api: Value = serde_json::from_str(OPENAPI).unwrap();
     assert_eq!(json(address, "/openapi.json"), api);
-    engine::serve(&manager, &chain(1));
+    engine::serve(&manager, &chain(1, 3));
     manager.admin().evict(Tier::Device, 1);
     let info = RequestInfo { request: Some(RequestId(5)), ..RequestInfo::default() };
-    drop(manager.lease_for(info, &chain(2)));
+    drop(manager.lease_for(info, &chain(2, 3)));
     let asked = [
         ("/readyz", String::new(), 200),
         ("/v1/state", String::new(), 200),
-        ("/v1/lookup", format!("?chain={}", query(&chain(1))), 200),
+        ("/v1/lookup", format!("?chain={}", query(&chain(1, 3))), 200),
         ("/v1/lookup", "?chain=zz".to_owned(), 400),
-        ("/v1/why", format!("?chain={}", query(&chain(1))), 200),
-        ("/v1/why", format!("?chain={}", query(&chain(3))), 200),
+        ("/v1/why", format!("?chain={}", query(&chain(1, 3))), 200),
+        ("/v1/why", format!("?chain={}", query(&chain(3, 3))), 200),
         ("/v1/why", "?request=5".to_owned(), 200),
         ("/v1/why", "?request=6".to_owned(), 404),
     ];
@@ -540,31 +534,27 @@ fn answers_are_what_the_description_says() {
 }
 
 /// A worker that others read at.
-fn worker(peer: Option<&str>) -> (Blocks, SocketAddr) {
+fn worker(peer: &str) -> (Blocks, SocketAddr) {
     let mut settings = engine::without_device(4096, 16);
     (settings.metrics.enabled, settings.metrics.port) = (true, 0);
-    (settings.peers.enabled, settings.peers.port) = (true, 0);
-    settings.peers.addresses = peer.map(str::to_owned);
-    let [model, weights] = ["served", "1"].map(str::to_owned);
-    let model = Fingerprint { model, weights, block_tokens: 16, ..Fingerprint::default() };
-    let options = Options { fingerprint: Some(model), ..Options::default() };
-    let blocks = Blocks::open(settings, options).unwrap();
+    engine::add_peers(&mut settings, peer);
+    let blocks = Blocks::open(settings, engine::model(engine::fingerprint("1"))).unwrap();
     let address = blocks.manager().admin().serving_at().expect("it serves");
     (blocks, address)
 }
 
 #[test]
 fn peers_show_what_is_open_and_what_requests_took() {
-    let (there, holder_page) = worker(None);
-    let wanted: Vec<BlockHash> = (0..6).map(hash).collect();
+    let (there, holder_page) = worker("");
+    let wanted = chain(0, 6);
     let fill = |at: usize, slot: &mut [u8]| {
         slot.fill(at as u8);
         Ok::<_, Error>(())
     };
     there.put(&wanted[..4], fill).unwrap();
-    let address = there.manager().peers().unwrap().address().to_string();
-    let (here, page) = worker(Some(&address));
-    let (peer, peers) = (address.replace(':', "/"), here.manager().peers().unwrap());
+    let address = engine::address(there.manager());
+    let (here, page) = worker(&address);
+    let (peer, peers) = (engine::peer_name(&address), here.manager().peers().unwrap());
     let info = RequestInfo { request: Some(RequestId(5)), ..RequestInfo::default() };
     let state = |at: SocketAddr| json(at, "/v1/state")["peers"]["peers"][0].take();
     let why = || json(page, "/v1/why?request=5");
@@ -612,19 +602,15 @@ fn series(page: &str, name: &str) -> u64 {
 #[test]
 fn named_tenants_are_shown_and_the_others_together() {
     let dir = tempfile::tempdir().unwrap();
-    let mut settings = settings(dir.path());
+    let mut settings = serving(dir.path());
     settings.disk.write_budget = Some(WriteBudget::DriveWritesPerDay(0.5));
     settings.tenant_weights = [(9, 1.0)].into();
     settings.tenant_quotas = [(7, Capacity::Blocks(2))].into();
     let (manager, address) = open(settings);
-    let of = |tenant| RequestInfo {
-        hints: Hints { tenant, ..Hints::default() },
-        ..RequestInfo::default()
-    };
     for (tenant, number) in
         [(Some(7), 1), (Some(9), 2), (Some(7), 1), (Some(4_000_000), 3), (None, 4)]
     {
-        engine::serve_for(&manager, of(tenant), &chain(number));
+        engine::serve_for(&manager, info_of(tenant), &chain(number, 3));
     }
     let page = || get(address, "/metrics").1;
     let seen = page();

@@ -4,29 +4,25 @@ use std::time::Duration;
 
 use kvbm::blocking::Blocks;
 use kvbm::table::Budget;
-use kvbm::{BlockHash, Class, Elements, Error, Lease, Manager, ShadowSample, ShadowVerdict, Tier};
+use kvbm::{Class, Elements, Error, Lease, Manager, ShadowSample, ShadowVerdict, Tier};
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine;
 use kvbm_tests::parked::{PATIENT, Parked};
-use kvbm_tests::rig::{self, Sizes, hash, metric};
+use kvbm_tests::rig::{self, Sizes, chain, metric};
 use prometheus::Registry;
 
 const BLOCK: usize = 4096;
 const BLOCKS: u32 = 6;
 const LIMIT: Duration = Duration::from_mins(1);
 
-fn settings(share: f64) -> Settings {
+fn shadowing(share: f64) -> Settings {
     let mut settings = engine::settings(BLOCK as u64, 8, 2_000);
     settings.transfer.shadow_share = share;
     settings
 }
 
 fn open(share: f64) -> Manager {
-    engine::open(settings(share), &Registry::new()).unwrap()
-}
-
-fn chain(number: u32) -> Vec<BlockHash> {
-    (0..BLOCKS).map(|block| hash(1_000 * number + block)).collect()
+    engine::open(shadowing(share), &Registry::new()).unwrap()
 }
 
 /// The keys and values of a block, as chunks of some size give them.
@@ -46,7 +42,7 @@ fn fill(manager: &Manager, number: u32, wrong: &[usize]) {
 
 /// The same, before anything is saved.
 fn compute(manager: &Manager, number: u32, wrong: &[usize]) -> Lease {
-    let chain = chain(number);
+    let chain = chain(number, BLOCKS);
     let mut allocation = manager.allocate(&chain, manager.lease(&chain)).unwrap();
     for position in allocation.blocks() {
         let seed = 100 * (number + u32::from(wrong.contains(&position))) + position as u32;
@@ -57,7 +53,7 @@ fn compute(manager: &Manager, number: u32, wrong: &[usize]) -> Lease {
 
 /// Computes what is sampled of a chain again; returns how many were compared, and which were wrong.
 fn verify(manager: &Manager, number: u32, noise: f32) -> (usize, Vec<usize>) {
-    let chain = chain(number);
+    let chain = chain(number, BLOCKS);
     let lease = manager.lease(&chain);
     let samples = manager.admin().shadow_sample(&lease);
     let loaded: Lease = manager.load(lease).wait().unwrap().lease;
@@ -94,7 +90,7 @@ fn what_differs_in_its_lowest_bits_stays() {
     for number in 0..20 {
         fill(&manager, number, &[]);
         assert_eq!(verify(&manager, number, 1e-5), (BLOCKS as usize, vec![]));
-        assert_eq!(manager.matches(&chain(number)).blocks(Tier::Host), BLOCKS as usize);
+        assert_eq!(manager.matches(&chain(number, BLOCKS)).blocks(Tier::Host), BLOCKS as usize);
     }
     let counts = manager.admin().shadow_counts(Tier::Host);
     assert_eq!((counts.compared, counts.wrong, counts.is_withdrawn), (120, 0, false));
@@ -106,27 +102,30 @@ fn what_differs_in_its_lowest_bits_stays() {
 fn of_a_share_of_the_leases_all_hits_are_sampled() {
     let manager = open(0.25);
     fill(&manager, 1, &[]);
-    let sampled = |_| manager.admin().shadow_sample(&manager.lease(&chain(1))).len();
+    let sampled = |_| manager.admin().shadow_sample(&manager.lease(&chain(1, BLOCKS))).len();
     let sampled: Vec<_> = (0..200).map(sampled).filter(|&blocks| blocks > 0).collect();
     assert!((48..=52).contains(&sampled.len()), "{sampled:?}");
     assert!(sampled.iter().all(|&blocks| blocks == BLOCKS as usize), "{sampled:?}");
-    assert!(manager.admin().shadow_sample(&manager.lease(&chain(2))).is_empty(), "it has no hits");
+    assert!(
+        manager.admin().shadow_sample(&manager.lease(&chain(2, BLOCKS))).is_empty(),
+        "it has no hits"
+    );
 }
 
 #[test]
 fn a_block_of_another_is_found_out_and_gone() {
     let registry = Registry::new();
-    let manager = engine::open(settings(1.0), &registry).unwrap();
+    let manager = engine::open(shadowing(1.0), &registry).unwrap();
     fill(&manager, 1, &[3]);
     fill(&manager, 2, &[]);
     assert_eq!(verify(&manager, 1, 0.0).1, [3]);
-    let left = manager.matches(&chain(1));
+    let left = manager.matches(&chain(1, BLOCKS));
     assert_eq!(
         (left.blocks(Tier::Host), left.blocks(Tier::Device)),
         (3, 0),
         "it and what followed it"
     );
-    assert_eq!(manager.matches(&chain(2)).blocks(Tier::Host), BLOCKS as usize);
+    assert_eq!(manager.matches(&chain(2, BLOCKS)).blocks(Tier::Host), BLOCKS as usize);
     assert!(!manager.admin().shadow_counts(Tier::Host).is_withdrawn, "once may be chance");
     let families = registry.gather();
     assert!(families.iter().any(|family| family.name() == "kvbm_shadow_wrong_rate_bound"));
@@ -138,7 +137,7 @@ fn a_block_of_another_is_found_out_and_gone() {
 
 /// Saves anew what chain 1 lost.
 fn fill_rest(manager: &Manager) {
-    let chain = chain(1);
+    let chain = chain(1, BLOCKS);
     let loaded = manager.load(manager.lease(&chain)).wait().unwrap().lease;
     let mut allocation = manager.allocate(&chain, loaded).unwrap();
     for position in allocation.blocks() {
@@ -161,7 +160,7 @@ fn a_tier_wrong_too_often_gives_nothing_until_a_reset() {
         assert_eq!(verify(&manager, number * 2, 0.0).1, [0], "{number}");
     }
     assert!(manager.admin().shadow_counts(Tier::Host).is_withdrawn);
-    let loaded = manager.load(manager.lease(&chain(6))).wait().unwrap();
+    let loaded = manager.load(manager.lease(&chain(6, BLOCKS))).wait().unwrap();
     assert_eq!(loaded.lease.blocks(Tier::Device), 0);
     drop(loaded);
     let saved = manager.save(compute(&manager, 8, &[])).wait().unwrap();
@@ -180,12 +179,15 @@ fn withdraw(manager: &Manager, tier: Tier) {
     let (one, other) = (computed(1, 0.0), computed(2, 0.0));
     let sample = ShadowSample { position: 0, tier };
     while !manager.admin().shadow_counts(tier).is_withdrawn {
-        manager.admin().shadow_compare(&chain(99), &sample, Elements::F32, &one, &other).unwrap();
+        manager
+            .admin()
+            .shadow_compare(&chain(99, BLOCKS), &sample, Elements::F32, &one, &other)
+            .unwrap();
     }
 }
 
 fn on_disk(dir: &tempfile::TempDir) -> Settings {
-    let mut settings = settings(1.0);
+    let mut settings = shadowing(1.0);
     settings.host.capacity = Some(Capacity::Blocks(64));
     settings.host.staging_blocks = 8;
     engine::add_disk(&mut settings, 64, dir.path());
@@ -209,7 +211,7 @@ fn reasons(manager: &Manager) -> Vec<(String, String)> {
 fn a_withdrawn_host_gives_nothing_anywhere_until_a_reset() {
     let (dir, registry) = (tempfile::tempdir().unwrap(), Registry::new());
     let manager = engine::open(on_disk(&dir), &registry).unwrap();
-    let (down, up) = (chain(1), chain(2));
+    let (down, up) = (chain(1, BLOCKS), chain(2, BLOCKS));
     engine::serve(&manager, &down);
     assert!(manager.drain(LIMIT).is_complete());
     engine::serve(&manager, &up);
@@ -258,7 +260,7 @@ fn a_withdrawn_host_gives_nothing_anywhere_until_a_reset() {
 fn a_withdrawn_disk_gives_and_takes_nothing_and_hosts_continue() {
     let dir = tempfile::tempdir().unwrap();
     let manager = engine::open(on_disk(&dir), &Registry::new()).unwrap();
-    let (down, up) = (chain(1), chain(2));
+    let (down, up) = (chain(1, BLOCKS), chain(2, BLOCKS));
     engine::serve(&manager, &down);
     assert!(manager.drain(LIMIT).is_complete());
     manager.admin().evict(Tier::Device, 8);
@@ -286,23 +288,23 @@ fn a_withdrawn_disk_gives_and_takes_nothing_and_hosts_continue() {
 
 #[test]
 fn engines_that_copy_themselves_get_nothing_from_withdrawn_hosts() {
-    let mut settings = settings(1.0);
+    let mut settings = shadowing(1.0);
     settings.device.capacity = None;
     let blocks = Blocks::open(settings, kvbm::Options::default()).unwrap();
     let put = |n: u32| {
-        blocks.put(&chain(n), |position, slot| {
+        blocks.put(&chain(n, BLOCKS), |position, slot| {
             slot.copy_from_slice(&computed(100 * n + position as u32, 0.0));
             Ok::<_, Error>(())
         })
     };
     let get = |n: u32| {
-        blocks.get(&chain(n), |position, block| {
+        blocks.get(&chain(n, BLOCKS), |position, block| {
             assert_eq!(block, computed(100 * n + position as u32, 0.0));
             Ok::<_, Error>(())
         })
     };
     assert_eq!((put(1).unwrap(), get(1).unwrap()), (BLOCKS as usize, BLOCKS as usize));
-    let lease = blocks.manager().lease(&chain(1));
+    let lease = blocks.manager().lease(&chain(1, BLOCKS));
     withdraw(blocks.manager(), Tier::Host);
     assert_eq!((get(1).unwrap(), put(2).unwrap(), get(2).unwrap()), (0, 0, 0));
     drop(lease);

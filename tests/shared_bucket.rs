@@ -1,93 +1,42 @@
 //! Workers that share a bucket: each starts warm from what others stored, and none takes away what
 //! another reads.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
-use kvbm::{
-    BlockHash, CacheEvent, CachedBlock, ErrorKind, Fingerprint, Manager, Options, StoreReason, Tier,
-};
+use kvbm::{CacheEvent, CachedBlock, ErrorKind, Fingerprint, Manager, Options, StoreReason, Tier};
 use kvbm_settings::{OlderEpoch, Settings};
-use kvbm_tests::rig::{hash, wait_until};
+use kvbm_tests::bucket::{ALL, BLOCKS, CHAINS, fill, known, serve};
+use kvbm_tests::rig::{chain, chaos, files_of, hash, wait_until};
 use kvbm_tests::{engine, process};
-use kvbm_tiers::chaos::{Chaos, Schedule};
 use prometheus::Registry;
 
 use process::Process;
 
-const CHAINS: u32 = 20;
-const BLOCKS: u32 = 12;
-const ALL: usize = (CHAINS * BLOCKS) as usize;
 /// A worker is taken for gone after half a second.
 const RENEWAL_MS: u64 = 50;
 const LIMIT: Duration = Duration::from_mins(1);
 
-fn settings(bucket: &Path) -> Settings {
+fn over_bucket(bucket: &Path) -> Settings {
     let mut settings = engine::settings(4096, 16, 16);
-    settings.object.url = Some(format!("file://{}", bucket.display()));
-    settings.object.keep = true;
-    settings.object.renewal_ms = RENEWAL_MS;
-    settings.object.discover_ms = RENEWAL_MS;
-    settings.object.segment_bytes = 64 << 10;
-    settings.flush.interval_ms = 1;
+    engine::keep_in_bucket(&mut settings, 64 << 10, bucket);
+    (settings.object.renewal_ms, settings.object.discover_ms) = (RENEWAL_MS, RENEWAL_MS);
     settings
 }
 
-fn fingerprint(model: &str, epoch: u64) -> Fingerprint {
-    let (model, weights) = (model.to_owned(), "1".to_owned());
-    Fingerprint { model, weights, block_tokens: 16, epoch, ..Fingerprint::default() }
-}
-
 fn open(settings: Settings, fingerprint: Option<Fingerprint>) -> Manager {
-    engine::block_on(Manager::open(settings, Options { fingerprint, ..Options::default() }))
-        .unwrap()
+    engine::open_with(settings, Options { fingerprint, ..Options::default() }).unwrap()
 }
 
 fn worker(bucket: &Path) -> Manager {
-    open(settings(bucket), Some(fingerprint("one", 0)))
+    open(over_bucket(bucket), Some(engine::in_epoch("one", 0)))
 }
 
 /// One that counts no epochs.
 fn following(bucket: &Path) -> Manager {
-    let mut settings = settings(bucket);
+    let mut settings = over_bucket(bucket);
     settings.object.older_epoch = OlderEpoch::Follow;
-    open(settings, Some(fingerprint("one", 0)))
-}
-
-fn chain(number: u32) -> Vec<BlockHash> {
-    (0..BLOCKS).map(|block| hash(1_000 * number + block)).collect()
-}
-
-/// Computes all chains, until they are in the bucket.
-fn fill(manager: &Manager, chains: std::ops::Range<u32>) {
-    for number in chains {
-        engine::serve(manager, &chain(number));
-        assert!(manager.drain(LIMIT).is_complete());
-    }
-}
-
-/// Blocks of all chains that the bucket is known to hold.
-fn known(manager: &Manager) -> usize {
-    (0..CHAINS).map(|number| manager.matches(&chain(number)).blocks(Tier::Object)).sum()
-}
-
-/// Serves all chains. Returns how many blocks came from somewhere; none may be wrong.
-fn serve(manager: &Manager) -> usize {
-    let served = (0..CHAINS).map(|number| engine::serve(manager, &chain(number)));
-    served
-        .inspect(|served| assert_eq!(served.wrong, 0, "{served:?}"))
-        .map(|served| served.hit)
-        .sum()
-}
-
-fn files(bucket: &Path, suffix: &str) -> Vec<PathBuf> {
-    let Ok(entries) = std::fs::read_dir(bucket) else { return Vec::new() };
-    let paths = entries.map(|entry| entry.unwrap().path());
-    let below = |path: PathBuf| if path.is_dir() { files(&path, suffix) } else { vec![path] };
-    let mut all: Vec<_> = paths.flat_map(below).collect();
-    all.retain(|path| path.to_string_lossy().ends_with(suffix));
-    all.sort();
-    all
+    open(settings, Some(engine::in_epoch("one", 0)))
 }
 
 fn eventually(otherwise: &str, reached: impl Fn() -> bool) {
@@ -99,11 +48,11 @@ fn eventually(otherwise: &str, reached: impl Fn() -> bool) {
 #[test]
 fn process() {
     let Some((_, bucket)) = process::role() else { return };
-    let mut settings = settings(&bucket);
+    let mut settings = over_bucket(&bucket);
     // It looks for nothing: what it found of another's it would rely on, and that would stay when
     // the other goes.
     settings.object.discover_ms = 3_600_000;
-    let manager = open(settings, Some(fingerprint("one", 0)));
+    let manager = open(settings, Some(engine::in_epoch("one", 0)));
     fill(&manager, 0..CHAINS);
     process::say("filled");
     for line in std::io::stdin().lines() {
@@ -127,8 +76,8 @@ fn a_worker_starts_warm_from_what_a_killed_one_stored() {
     start(home.path()).kill();
     let (same, other, none) = (
         worker(home.path()),
-        open(settings(home.path()), Some(fingerprint("two", 0))),
-        open(settings(home.path()), None),
+        open(over_bucket(home.path()), Some(engine::in_epoch("two", 0))),
+        open(over_bucket(home.path()), None),
     );
     assert!(known(&same) * 100 >= ALL * 95, "{} of {ALL}", known(&same));
     assert_eq!((known(&other), known(&none)), (0, 0));
@@ -141,17 +90,17 @@ fn a_worker_starts_warm_from_what_a_killed_one_stored() {
 fn a_worker_starts_warm_beside_one_and_takes_nothing_away() {
     let home = tempfile::tempdir().unwrap();
     let mut first = start(home.path());
-    let mut dropping = settings(home.path());
+    let mut dropping = over_bucket(home.path());
     dropping.object.keep = false;
-    let second = open(dropping, Some(fingerprint("one", 0)));
+    let second = open(dropping, Some(engine::in_epoch("one", 0)));
     assert!(known(&second) * 100 >= ALL * 95);
-    let before = files(home.path(), ".kvseg");
+    let before = files_of(home.path(), "kvseg");
     // What it stores goes with it, what it found stays.
     fill(&second, 100..110);
-    assert!(files(home.path(), ".kvseg").len() > before.len());
+    assert!(files_of(home.path(), "kvseg").len() > before.len());
     assert_eq!(second.close(LIMIT).copies_left, 0);
     drop(second);
-    eventually("what it stored is still there", || files(home.path(), ".kvseg") == before);
+    eventually("what it stored is still there", || files_of(home.path(), "kvseg") == before);
     assert_eq!(first.ask("serve"), ALL.to_string());
     let third = worker(home.path());
     first.kill();
@@ -163,7 +112,8 @@ fn a_worker_starts_warm_beside_one_and_takes_nothing_away() {
 fn a_changed_segment_is_a_miss_and_is_stored_anew() {
     let home = tempfile::tempdir().unwrap();
     fill(&worker(home.path()), 0..CHAINS);
-    for (at, file) in files(home.path(), ".kvseg").iter().enumerate().filter(|(at, _)| at % 2 == 0)
+    for (at, file) in
+        files_of(home.path(), "kvseg").iter().enumerate().filter(|(at, _)| at % 2 == 0)
     {
         let mut bytes = std::fs::read(file).unwrap();
         // The block, or what is said of it.
@@ -186,15 +136,15 @@ fn a_changed_segment_is_a_miss_and_is_stored_anew() {
 fn what_a_killed_worker_left_is_collected_and_everything_works() {
     let home = tempfile::tempdir().unwrap();
     start(home.path()).kill();
-    let left = files(home.path(), ".kvseg");
-    let mut eager = settings(home.path());
+    let left = files_of(home.path(), "kvseg");
+    let mut eager = over_bucket(home.path());
     eager.object.collect_after_ms = 0;
     // To the next epoch what is there means nothing.
-    let next = open(eager, Some(fingerprint("one", 1)));
+    let next = open(eager, Some(engine::in_epoch("one", 1)));
     assert_eq!(known(&next), 0);
     fill(&next, 0..CHAINS);
     eventually("garbage is left", || left.iter().all(|file| !file.exists()));
-    assert_eq!(files(home.path(), ".kvman").len(), 1);
+    assert_eq!(files_of(home.path(), "kvman").len(), 1);
     assert_eq!(serve(&next), ALL);
     let late = following(home.path());
     assert_eq!((late.epoch(), serve(&late)), (1, ALL), "it goes on with the epoch of the others");
@@ -208,7 +158,7 @@ fn a_reset_holds_for_whoever_starts_later() {
     first.reset(7).unwrap();
     let second = following(home.path());
     assert_eq!((second.epoch(), known(&second)), (7, 0));
-    eventually("the past is still there", || files(home.path(), ".kvseg").is_empty());
+    eventually("the past is still there", || files_of(home.path(), "kvseg").is_empty());
     fill(&first, 0..CHAINS);
     assert_eq!(serve(&following(home.path())), ALL);
 }
@@ -220,11 +170,11 @@ fn a_start_in_an_older_epoch_fails_and_names_both() {
     fill(&first, 0..CHAINS);
     first.reset(7).unwrap();
     let start = |older_epoch, epoch| {
-        let mut settings = settings(home.path());
+        let mut settings = over_bucket(home.path());
         settings.object.older_epoch = older_epoch;
         let options =
-            Options { fingerprint: Some(fingerprint("one", epoch)), ..Options::default() };
-        engine::block_on(Manager::open(settings, options)).map(|manager| manager.epoch())
+            Options { fingerprint: Some(engine::in_epoch("one", epoch)), ..Options::default() };
+        engine::open_with(settings, options).map(|manager| manager.epoch())
     };
     let error = start(OlderEpoch::Refuse, 3).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
@@ -246,16 +196,16 @@ fn a_start_without_readable_epochs_says_so_and_follows_later() {
     first.reset(7).unwrap();
     fill(&first, 0..CHAINS);
     // All that it asks of the store is refused, but for the probe that every start makes.
-    let chaos = Chaos::new(Schedule::scripted(["object:503@0s+1h".parse().unwrap()]));
+    let chaos = chaos(&["object:503@0s+1h"]);
     chaos.start();
-    let mut settings = settings(home.path());
+    let mut settings = over_bucket(home.path());
     settings.object.older_epoch = OlderEpoch::Follow;
     let options = Options {
-        fingerprint: Some(fingerprint("one", 0)),
+        fingerprint: Some(engine::in_epoch("one", 0)),
         media_layer: Some(chaos.layer()),
         ..Options::default()
     };
-    let second = engine::block_on(Manager::open(settings, options)).unwrap();
+    let second = engine::open_with(settings, options).unwrap();
     assert_eq!((second.epoch(), known(&second)), (0, 0));
     let degraded = second.admin().readiness().degraded;
     assert!(
@@ -264,14 +214,14 @@ fn a_start_without_readable_epochs_says_so_and_follows_later() {
             .any(|degraded| degraded.what == "object" && degraded.why.contains("epochs")),
         "{degraded:?}"
     );
-    engine::serve(&second, &chain(500));
+    engine::serve(&second, &chain(500, BLOCKS));
     chaos.heal();
     hears(&second, ALL);
     // A tier that refused what was to be flushed there is left alone for a moment.
     eventually("what is there is not served", || serve(&second) == ALL);
     assert_eq!((second.epoch(), second.admin().audit()), (7, vec![]));
-    engine::serve(&second, &chain(600));
-    let stored = || second.matches(&chain(600)).blocks(Tier::Object) == BLOCKS as usize;
+    engine::serve(&second, &chain(600, BLOCKS));
+    let stored = || second.matches(&chain(600, BLOCKS)).blocks(Tier::Object) == BLOCKS as usize;
     eventually("what it brings now is not stored", stored);
     eventually("it is still degraded", || second.admin().readiness().degraded.is_empty());
 }
@@ -297,7 +247,7 @@ fn blocks_of_64_kib_take_few_requests() {
     let run = |hits: usize| {
         let registry = Registry::new();
         let options = Options {
-            fingerprint: Some(fingerprint("one", 0)),
+            fingerprint: Some(engine::in_epoch("one", 0)),
             registry: registry.clone(),
             ..Options::default()
         };
@@ -323,10 +273,10 @@ fn what_another_stored_is_not_stored_again() {
     let home = tempfile::tempdir().unwrap();
     let (first, second) = (worker(home.path()), worker(home.path()));
     fill(&first, 0..CHAINS);
-    let stored = files(home.path(), ".kvseg");
+    let stored = files_of(home.path(), "kvseg");
     hears(&second, ALL);
     fill(&second, 0..CHAINS);
-    assert_eq!(files(home.path(), ".kvseg"), stored);
+    assert_eq!(files_of(home.path(), "kvseg"), stored);
     assert_eq!(serve(&second), ALL);
 }
 
@@ -339,7 +289,7 @@ fn hears(manager: &Manager, blocks: usize) {
 fn what_another_stores_is_found_while_both_live() {
     let home = tempfile::tempdir().unwrap();
     let (first, second) = (worker(home.path()), worker(home.path()));
-    let other = open(settings(home.path()), Some(fingerprint("two", 0)));
+    let other = open(over_bucket(home.path()), Some(engine::in_epoch("two", 0)));
     assert_eq!(known(&second), 0);
     fill(&first, 0..CHAINS / 2);
     hears(&second, ALL / 2);
@@ -360,7 +310,7 @@ fn listeners_hear_of_what_another_stores() {
     fill(&first, 0..1);
     hears(&second, BLOCKS as usize);
     let told: Vec<_> = std::iter::from_fn(|| events.try_next()).collect();
-    let hashes = chain(0);
+    let hashes = chain(0, BLOCKS);
     let parents = std::iter::once(None).chain(hashes.iter().copied().map(Some));
     let restored = hashes.iter().zip(parents).map(|(&hash, parent)| CacheEvent::Stored {
         block: CachedBlock { tier: Tier::Object, group: 0, hash, parent },
@@ -374,7 +324,7 @@ fn listeners_hear_of_what_another_stores() {
 fn a_chain_that_another_continues_is_found_to_its_end() {
     let home = tempfile::tempdir().unwrap();
     let (first, second) = (worker(home.path()), worker(home.path()));
-    let whole = chain(0);
+    let whole = chain(0, BLOCKS);
     let (root, most) = (&whole[..3], &whole[..9]);
     engine::serve(&first, root);
     assert!(first.drain(LIMIT).is_complete());
@@ -391,9 +341,9 @@ fn a_chain_that_another_continues_is_found_to_its_end() {
 fn only_what_fits_in_the_present_epoch_is_found() {
     let home = tempfile::tempdir().unwrap();
     let first = worker(home.path());
-    let mut small = settings(home.path());
+    let mut small = over_bucket(home.path());
     small.object.capacity = Some(kvbm_settings::Capacity::Blocks(u64::from(BLOCKS) * 3));
-    let small = open(small, Some(fingerprint("one", 0)));
+    let small = open(small, Some(engine::in_epoch("one", 0)));
     let past = worker(home.path());
     past.reset(3).unwrap();
     fill(&first, 0..CHAINS);
@@ -412,17 +362,17 @@ fn thrifty(
     bucket: &Path,
     change: impl FnOnce(&mut kvbm_settings::ObjectSettings),
 ) -> (Manager, Registry) {
-    let mut settings = settings(bucket);
+    let mut settings = over_bucket(bucket);
     (settings.object.renewal_ms, settings.object.discover_ms) = (60_000, 60_000);
     settings.object.budget_period_ms = 4_000;
     change(&mut settings.object);
     let registry = Registry::new();
     let options = Options {
-        fingerprint: Some(fingerprint("one", 0)),
+        fingerprint: Some(engine::in_epoch("one", 0)),
         registry: registry.clone(),
         ..Options::default()
     };
-    (engine::block_on(Manager::open(settings, options)).unwrap(), registry)
+    (engine::open_with(settings, options).unwrap(), registry)
 }
 
 /// How often a budget refused something, and what is left of it.
@@ -444,7 +394,7 @@ fn writes_beyond_the_budget_wait_until_there_is_some() {
     let (manager, registry) = thrifty(home.path(), |object| object.put_budget = 12);
     assert!(budget(&registry, "puts").1.is_some_and(|left| left > 0.0));
     for number in 0..CHAINS {
-        engine::serve(&manager, &chain(number));
+        engine::serve(&manager, &chain(number, BLOCKS));
     }
     // What could not be flushed in time was dropped, or is flushed by and by.
     assert!(manager.drain(LIMIT).is_complete());
@@ -452,7 +402,7 @@ fn writes_beyond_the_budget_wait_until_there_is_some() {
     let (refused, left) = budget(&registry, "puts");
     assert!(refused > 0 && left.is_some(), "{refused} {left:?}");
     assert_eq!(budget(&registry, "gets"), (0, None), "there is no limit");
-    assert!(files(home.path(), ".kvseg").len() >= CHAINS as usize / 2);
+    assert!(files_of(home.path(), "kvseg").len() >= CHAINS as usize / 2);
     assert_eq!((known(&manager), manager.admin().audit()), (ALL, vec![]));
     assert_eq!(serve(&manager), ALL, "what is read has another budget");
 }
@@ -488,9 +438,9 @@ fn sealed_worker(bucket: &Path, keys: &str) -> Manager {
     let keys = keys
         .replace('A', &"0123456789abcdef".repeat(4))
         .replace('B', &"fedcba9876543210".repeat(4));
-    let mut settings = settings(bucket);
+    let mut settings = over_bucket(bucket);
     settings.encryption.key = Some(keys);
-    open(settings, Some(fingerprint("one", 0)))
+    open(settings, Some(engine::in_epoch("one", 0)))
 }
 
 /// What was found at the start: blocks, and segments that were not used.
@@ -502,7 +452,7 @@ fn found(manager: &Manager) -> (usize, u64) {
 
 fn serves_all(manager: &Manager) -> bool {
     (0..CHAINS).all(|number| {
-        let served = engine::serve(manager, &chain(number));
+        let served = engine::serve(manager, &chain(number, BLOCKS));
         assert_eq!(served.wrong, 0);
         served.hit == BLOCKS as usize
     })
@@ -521,7 +471,7 @@ fn workers_with_one_key_share_an_encrypted_bucket() {
     let third = sealed_worker(bucket.path(), "2:B,1:A");
     assert_eq!(known(&third), ALL);
     assert!(serves_all(&third));
-    let more = chain(CHAINS);
+    let more = chain(CHAINS, BLOCKS);
     engine::serve(&third, &more);
     assert!(third.drain(LIMIT).is_complete());
     let fourth = sealed_worker(bucket.path(), "1:A,2:B");

@@ -296,7 +296,7 @@ fn what_nobody_filled_is_not_published() {
 
 /// A manager over a disk to which nothing goes by itself, and a chain in its host tier.
 fn above_a_disk(dir: &tempfile::TempDir, chain: &[BlockHash]) -> kvbm::Manager {
-    let mut settings = settings();
+    let mut settings = engine::settings(4 << 10, 16, 16);
     settings.host.staging_blocks = 4;
     engine::add_disk(&mut settings, 16, dir.path());
     settings.flush.interval_ms = 3_600_000;
@@ -356,7 +356,7 @@ fn misuse_is_an_error_that_says_what_is_wrong() {
 
 #[test]
 fn blocks_refused_by_a_rule_wait_once_whatever_their_use() {
-    let mut settings = settings();
+    let mut settings = engine::settings(4 << 10, 16, 16);
     settings.disk.capacity = Some(Capacity::Blocks(16));
     settings.disk.admission = kvbm_settings::AdmissionMode::WriteBack;
     let dir = tempfile::tempdir().unwrap();
@@ -371,12 +371,8 @@ fn blocks_refused_by_a_rule_wait_once_whatever_their_use() {
     assert!(dirty <= 4, "{dirty} blocks wait, and there are 4");
 }
 
-fn settings() -> kvbm_settings::Settings {
-    engine::settings(4 << 10, 16, 16)
-}
-
 fn manager() -> kvbm::Manager {
-    engine::open(settings(), &Registry::new()).unwrap()
+    engine::open(engine::settings(4 << 10, 16, 16), &Registry::new()).unwrap()
 }
 
 fn fill(manager: &kvbm::Manager, chain: &[BlockHash]) -> kvbm::Lease {

@@ -211,9 +211,8 @@ impl SettingField {
     /// The name of a member of a family below the family's path, whatever its source.
     pub(crate) fn member(&self, name: &str) -> String {
         match self {
-            Self::Parameters(_) => {
-                parameter_name(name).map_or_else(|_| name.to_owned(), parameter_path)
-            }
+            Self::Parameters(_) => parameter_name(name)
+                .map_or_else(|_| name.to_owned(), |(plugin, name)| parameter_path(&plugin, &name)),
             _ => name.to_ascii_uppercase(),
         }
     }
@@ -286,7 +285,7 @@ fn member((name, on): (&String, &bool)) -> RawValue {
 
 fn parameters((plugin, values): (&String, &BTreeMap<String, String>)) -> Vec<RawValue> {
     let parameter = |(name, value): (&String, &String)| RawValue::Member {
-        name: parameter_path((plugin.clone(), name.clone())),
+        name: parameter_path(plugin, name),
         value: value.clone(),
     };
     values.iter().map(parameter).collect()
@@ -311,7 +310,7 @@ fn parse_parameter(value: &str) -> Result<String, InvalidValue> {
     Ok(value)
 }
 
-fn parameter_path((plugin, name): (String, String)) -> String {
+fn parameter_path(plugin: &str, name: &str) -> String {
     format!("{}.{name}", plugin.to_ascii_lowercase())
 }
 

@@ -63,7 +63,7 @@ pub use api::manager::{Closing, Manager, Options, RouteReport};
 pub use api::rank::{Rank, RankGroup, RankOptions};
 pub use api::transfer::{Loaded, Saved, Transfer, Transferred, Writers};
 pub use assemble::{
-    GpuReport, NixlReport, PluginReport, installed_nixl_plugins, probe_gpu, probe_nixl,
+    GpuReport, NixlReport, PluginReport, installed_nixl_plugins, main_keys, probe_gpu, probe_nixl,
 };
 pub use clock::{Clock, JumpingClock, ManualClock, SystemClock};
 pub use durable::{DurableEvent, OnDurable, RecoveryReport};

@@ -1,33 +1,22 @@
 //! Workers of a hybrid model that read each other: what one could load from its own tiers, the other
 //! can, once it has pulled.
 
-use kvbm::{Fingerprint, NewEpoch};
+use kvbm::NewEpoch;
+use kvbm_tests::engine::{address, peer_name};
+use kvbm_tiers::testing::main_key;
 
 use super::*;
 
 const UNUSED_PORT: &str = "127.0.0.1:1";
 
 fn worker(window: usize, reads_at: &str, set: impl FnOnce(&mut Settings)) -> Engine {
-    let mut settings = settings();
-    settings.peers.enabled = true;
-    settings.peers.port = 0;
-    settings.peers.addresses = Some(reads_at.to_owned());
+    let mut settings = with_checkpoints();
+    engine::add_peers(&mut settings, reads_at);
     settings.peers.lease_ttl_ms = 2_000;
     // All of a tier of 64 blocks, of which full attention has a part.
     settings.peers.lease_share = 1.0;
     set(&mut settings);
-    let fingerprint = Fingerprint {
-        model: "tests".to_owned(),
-        weights: "1".to_owned(),
-        block_tokens: 16,
-        ..Fingerprint::default()
-    };
-    let options = Options { fingerprint: Some(fingerprint), ..Options::default() };
-    Engine::opened(window, settings, options)
-}
-
-fn address(engine: &Engine) -> String {
-    engine.manager.peers().unwrap().address().to_string()
+    Engine::opened(window, settings, engine::model(engine::fingerprint("1")))
 }
 
 struct Pair {
@@ -39,8 +28,8 @@ struct Pair {
 impl Pair {
     fn open(window: usize) -> Self {
         let there = worker(window, UNUSED_PORT, |_| ());
-        let at = address(&there);
-        Self { there, here: worker(window, &at, |_| ()), peer: at.replace(':', "/") }
+        let at = address(&there.manager);
+        Self { there, here: worker(window, &at, |_| ()), peer: peer_name(&at) }
     }
 
     fn at_peer(&self, chain: &[BlockHash]) -> kvbm::PeerLease {
@@ -161,8 +150,8 @@ fn other_cache_groups_are_refused_and_named() {
     let there = worker(3, UNUSED_PORT, |_| ());
     let all = chain(1, 8);
     there.prefill(&all, 4);
-    let at = address(&there);
-    let name = at.replace(':', "/");
+    let at = address(&there.manager);
+    let name = peer_name(&at);
     let said = |here: &Engine| {
         let peers = here.manager.peers().unwrap();
         peers.lease(&name, &all, RequestInfo::default()).wait().unwrap_err().to_string()
@@ -233,8 +222,8 @@ fn what_leases_keep_of_checkpoints_counts_once_in_their_share() {
 fn a_group_whose_share_is_leased_gives_no_more() {
     let states = |settings: &mut Settings| settings.peers.lease_share = 0.1;
     let there = worker(3, UNUSED_PORT, states);
-    let at = address(&there);
-    let pair = Pair { there, here: worker(3, &at, |_| ()), peer: at.replace(':', "/") };
+    let at = address(&there.manager);
+    let pair = Pair { there, here: worker(3, &at, |_| ()), peer: peer_name(&at) };
     let chains = [1, 2, 3, 4, 5, 6, 7, 8].map(|n| chain(n, 1));
     chains.iter().for_each(|chain| pair.there.prefill(chain, 1));
     let peers = pair.here.manager.peers().unwrap();
@@ -287,12 +276,12 @@ fn encrypted_groups_read_each_other() {
         let place = home.path().join(name);
         move |settings: &mut Settings| {
             settings.host.persist = Some(place);
-            settings.encryption.key = Some(format!("1:{}", "0123456789abcdef".repeat(4)));
+            settings.encryption.key = Some(main_key(1, "0123456789abcdef"));
         }
     };
     let there = worker(6, UNUSED_PORT, sealed("there"));
-    let at = address(&there);
-    let pair = Pair { there, here: worker(6, &at, sealed("here")), peer: at.replace(':', "/") };
+    let at = address(&there.manager);
+    let pair = Pair { there, here: worker(6, &at, sealed("here")), peer: peer_name(&at) };
     let all = chain(1, 16);
     pair.there.prefill(&all, 4);
     pair.assert_reads(&all);

@@ -6,10 +6,11 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use kvbm::{RequestInfo, Tier};
+use kvbm_tests::engine::{self, peer_name};
 use kvbm_tests::rig::{chain, wait_until};
 use serde_json::json;
 
-use super::{LIMIT, compute, list, name_of, open, settings, tell_figures};
+use super::{LIMIT, compute, from_toml, list, open, tell_figures};
 
 const BLOCKS: u32 = 512;
 
@@ -52,21 +53,21 @@ fn pass_on(mut from: &TcpStream, mut to: &TcpStream, frames: &Mutex<Vec<usize>>)
 #[test]
 fn a_lease_takes_two_messages_or_four() {
     let host = "host.capacity = \"32MiB\"\npeers.lease_share = 1.0";
-    let there = open(settings(host), "1").unwrap();
+    let there = open(from_toml(host), "1").unwrap();
     // More of other prompts lie between, so that slots are not in a row.
     let held = chain(1, BLOCKS);
     for until in (32..=BLOCKS as usize).step_by(32) {
         compute(&there, &held[..until]);
         compute(&there, &chain(1 + until as u32, 1));
     }
-    let address = there.manager().peers().unwrap().address().to_string();
+    let address = engine::address(there.manager());
     let (way, frames) = counted_way(&address);
-    let here = open(settings(&format!("{host}\n{}", list(&way))), "1").unwrap();
+    let here = open(from_toml(&format!("{host}\n{}", list(&way))), "1").unwrap();
     let peers = here.manager().peers().unwrap();
     // What goes over the way until the lease is there, and how many blocks it names.
     let lease = |blocks: u32| {
         frames.lock().unwrap().clear();
-        let lease = peers.lease(&name_of(&way), chain(1, blocks), RequestInfo::default());
+        let lease = peers.lease(&peer_name(&way), chain(1, blocks), RequestInfo::default());
         let lease = lease.wait().unwrap();
         let (of_lease, named) = (frames.lock().unwrap().clone(), lease.only_there());
         assert_eq!(peers.pull(lease).wait().unwrap().copied, named);

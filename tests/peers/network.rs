@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use kvbm_tests::engine::peer_name;
 use kvbm_tests::process::Process;
 use kvbm_tests::rig::wait_until;
 use kvbm_tiers::testing::skip;
@@ -65,7 +66,7 @@ impl Network {
         let n = self.next;
         self.holder.ask(&format!("compute {n} {BLOCKS}"));
         let started = Instant::now();
-        self.reader.process.tell(&format!("read {n} {BLOCKS} {}", HOLDER.replace(':', "/")));
+        self.reader.process.tell(&format!("read {n} {BLOCKS} {}", peer_name(HOLDER)));
         meanwhile(self);
         let answer = self.reader.process.hear();
         self.reads.push(started.elapsed());

@@ -6,11 +6,12 @@ use std::time::{Duration, Instant};
 
 use kvbm::blocking::Blocks;
 use kvbm::{BlockHash, Error, RequestInfo, Tier};
+use kvbm_tests::engine::{self, peer_name};
 use kvbm_tests::rig::chain;
 use kvbm_tiers::testing::{fill_pattern, has_pattern};
 use serde_json::json;
 
-use super::{LIMIT, by, has_nixl, list, name_of, open, settings, tell_figures};
+use super::{LIMIT, by, from_toml, has_nixl, list, open, tell_figures};
 
 const STEPS: u32 = 32;
 const STEP_BLOCKS: u32 = 16;
@@ -32,15 +33,15 @@ struct Pair {
 impl Pair {
     fn open(way: &str) -> Self {
         let host = format!("{HOST}\n{}", by(way));
-        let there = open(settings(&host), "1").unwrap();
-        let address = there.manager().peers().unwrap().address().to_string();
-        let here = open(settings(&format!("{host}\n{}", list(&address))), "1").unwrap();
+        let there = open(from_toml(&host), "1").unwrap();
+        let address = engine::address(there.manager());
+        let here = open(from_toml(&format!("{host}\n{}", list(&address))), "1").unwrap();
         let mut computed = vec![0; BLOCKS as usize * BLOCK_BYTES];
         computed
             .chunks_mut(BLOCK_BYTES)
             .enumerate()
             .for_each(|(at, block)| fill_pattern(at, block));
-        Self { there, here, peer: name_of(&address), computed }
+        Self { there, here, peer: peer_name(&address), computed }
     }
 
     /// Saves what is computed of a prompt.

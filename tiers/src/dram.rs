@@ -270,11 +270,7 @@ impl DramRegion {
 
     /// The block in the frame's slot, to be written; `None` as for [`read`](Self::read).
     pub fn write<'a>(&'a self, frame: &'a mut Frame) -> Option<&'a mut [u8]> {
-        let slot = self.own_slot(frame.pool(), frame.slot())?;
-        forget_checksum(self, frame.slot());
-        // SAFETY: the frame is the slot's only slot handle, and it is borrowed mutably for as long
-        // as the slice lives.
-        Some(unsafe { std::slice::from_raw_parts_mut(slot.as_ptr(), self.block_bytes()) })
+        self.write_slot(frame)?.get_mut(..self.block_bytes())
     }
 
     /// All bytes of the frame's slot, to be written: the block, and what room there is behind it;
@@ -282,7 +278,8 @@ impl DramRegion {
     pub(crate) fn write_slot<'a>(&'a self, frame: &'a mut Frame) -> Option<&'a mut [u8]> {
         let slot = self.own_slot(frame.pool(), frame.slot())?;
         forget_checksum(self, frame.slot());
-        // SAFETY: as for `write`; a slot has `stride` bytes.
+        // SAFETY: the frame is the slot's only slot handle, and it is borrowed mutably for as long
+        // as the slice lives; a slot has `stride` bytes.
         Some(unsafe { std::slice::from_raw_parts_mut(slot.as_ptr(), self.stride()) })
     }
 

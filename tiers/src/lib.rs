@@ -47,6 +47,7 @@ pub mod cuda;
 pub mod disk;
 pub mod dram;
 pub mod error;
+mod fields;
 mod files;
 mod fork;
 pub mod frame;
@@ -88,7 +89,9 @@ pub use files::{open_secret, privacy_problem};
 pub use frame::{Frame, FramePool, Loan};
 pub use geometry::{Geometry, Part, Piece, Segment, SegmentMap};
 pub use huge::{Ahead, HugeVec, mapped_bytes};
-pub use index::{IndexChange, IndexEntry, IndexOptions, KeptIndex, Recovered, TierIndex};
+pub use index::{
+    IndexChange, IndexEntry, IndexOptions, KeptIndex, Recovered, TierEpoch, TierIndex,
+};
 pub use media_layer::MediaLayer;
 pub use memcpy::MemcpyBackend;
 pub use memory::{DeviceRegion, Memory, Space};

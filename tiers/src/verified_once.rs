@@ -236,7 +236,9 @@ mod tests {
     use crate::memcpy::MemcpyBackend;
     use crate::memory::forget_checksum;
     use crate::testing::conformance::{self, Pair};
-    use crate::testing::{MemoryStore, fill_pattern, has_pattern, host, options, order, run};
+    use crate::testing::{
+        MemoryStore, fill_pattern, frames, has_pattern, host, options, order, run,
+    };
 
     const SLOTS: u32 = 40;
     const BLOCK: usize = 20_000;
@@ -260,10 +262,6 @@ mod tests {
                 Arc::clone(&memory) as _,
             )
             .unwrap();
-            let frames = |region: &DramRegion| {
-                let mut pool = region.frames().unwrap();
-                std::iter::from_fn(|| pool.take()).collect::<Vec<_>>()
-            };
             let (mut here, there) = (frames(&memory), frames(&device));
             for (frame, number) in here.iter_mut().zip(0..) {
                 fill_pattern(number, memory.write(frame).unwrap());

@@ -283,8 +283,8 @@ mod tests {
     use crate::memcpy::MemcpyBackend;
     use crate::testing::conformance::{self, Pair};
     use crate::testing::{
-        Fault, FaultBackend, MemoryStore, fill_pattern, has_pattern, host, options, order, run,
-        start,
+        Fault, FaultBackend, MemoryStore, assert_fails, fill_pattern, frames, has_pattern, host,
+        options, order, run, start,
     };
 
     const OUT: Route = (Tier::Host, Tier::Disk);
@@ -312,10 +312,7 @@ mod tests {
             let checksums = Arc::new(Checksums::new());
             let verified =
                 Verified::new(Arc::clone(&faults), Arc::clone(&memory) as _, checksums).unwrap();
-            let mut frames = memory.frames().unwrap();
-            let mut here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
-            let mut frames = store.region().frames().unwrap();
-            let there = std::iter::from_fn(|| frames.take()).collect();
+            let (mut here, there) = (frames(&memory), frames(store.region()));
             fill_pattern(1, memory.write(&mut here[0]).unwrap());
             Self { memory, store, faults, verified, here, there }
         }
@@ -329,11 +326,6 @@ mod tests {
             let op = order(1, self.there[0].slot_ref(), self.here[1].slot_ref());
             run(&self.verified, vec![op]).remove(0)
         }
-    }
-
-    #[track_caller]
-    fn assert_fails(result: Result<(), CopyError>, kind: CopyErrorKind) {
-        assert_eq!(result.unwrap_err().kind(), kind);
     }
 
     #[test]

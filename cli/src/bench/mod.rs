@@ -8,9 +8,10 @@ pub(crate) mod tiers;
 pub(crate) mod transfer;
 
 use clap::Subcommand;
+use kvbm_tiers::SetupError;
 
 use crate::GlobalOptions;
-use crate::output::CommandFailure;
+use crate::output::{CommandFailure, with_causes};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Bench {
@@ -47,4 +48,13 @@ impl Bench {
             }
         }
     }
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "the shape that map_err asks for")]
+fn setup(error: SetupError) -> CommandFailure {
+    CommandFailure::unusable(with_causes(&error))
+}
+
+fn failed(error: impl std::error::Error) -> CommandFailure {
+    CommandFailure::unexpected(with_causes(&error))
 }

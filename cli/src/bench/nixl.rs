@@ -10,10 +10,11 @@ use kvbm_cli::measuring::rounds::Spread;
 use kvbm_settings::parse_size;
 use kvbm_tiers::nixl::Direction;
 use kvbm_tiers::nixl::raw::{Caller, RawNixl, RawNixlPeer};
-use kvbm_tiers::{CopyError, DramOptions, Geometry, SetupError};
+use kvbm_tiers::{DramOptions, Geometry};
 use serde::Serialize;
 
-use crate::output::{self, CommandFailure, with_causes};
+use super::{failed, setup};
+use crate::output::{self, CommandFailure};
 
 /// Blocks of a request, as in the manager's batches.
 const BATCH: usize = 16;
@@ -183,14 +184,4 @@ impl NixlReport {
             format!("our layer adds {:.2} µs to a request of {BATCH} blocks", self.layer_us.median);
         format!("{}\n{layer}", table.trim_fmt())
     }
-}
-
-#[expect(clippy::needless_pass_by_value, reason = "the shape that map_err asks for")]
-fn setup(error: SetupError) -> CommandFailure {
-    CommandFailure::unusable(with_causes(&error))
-}
-
-#[expect(clippy::needless_pass_by_value, reason = "the shape that map_err asks for")]
-fn failed(error: CopyError) -> CommandFailure {
-    CommandFailure::unexpected(with_causes(&error))
 }

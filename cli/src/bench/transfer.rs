@@ -141,7 +141,8 @@ pub(crate) fn run(
         let mut settings = settings(args, size);
         share_secret(&mut settings, peers);
         for way in [PeerPath::Nixl, PeerPath::Tcp].into_iter().filter(|way| ways().contains(way)) {
-            match measure(args, (way, size), settings.clone(), (holder, None)) {
+            let reader = Reader::open(settings.clone(), way, holder);
+            match reader.and_then(|reader| measure(args, size, &reader, None)) {
                 Err(why) if way == PeerPath::Nixl => eprintln!("SKIPPED: NIXL: {why}"),
                 row => rows.push(row?),
             }
@@ -153,8 +154,8 @@ pub(crate) fn run(
             for way in ways() {
                 let place = holder.home.path().join(INTRODUCTION);
                 let place = (way == PeerPath::Nixl).then_some(&*place);
-                let holder = (&*holder.address, place);
-                rows.push(measure(args, (way, size), settings(args, size), holder)?);
+                let reader = Reader::open(settings(args, size), way, &holder.address)?;
+                rows.push(measure(args, size, &reader, place)?);
             }
         }
     }
@@ -283,12 +284,11 @@ impl Drop for Holder {
 
 fn measure(
     args: &TransferArgs,
-    (way, size): (PeerPath, u64),
-    settings: Settings,
-    (holder, place): (&str, Option<&Path>),
+    size: u64,
+    reader: &Reader,
+    place: Option<&Path>,
 ) -> Result<Row, CommandFailure> {
     let chain = args.chain(size);
-    let reader = Reader::open(settings, way, holder)?;
     let mut direct = DirectReads::open(chain.len(), size, place)?;
     let bytes = size as usize * chain.len();
     let (from, mut to) = (vec![1_u8; bytes], vec![2_u8; bytes]);
@@ -317,7 +317,7 @@ fn measure(
     let prompts = PROMPTS.into_iter().filter(|&blocks| blocks <= chain.len());
     let prompts = prompts.map(|blocks| reader.latency(&chain[..blocks]));
     Ok(Row {
-        way,
+        way: reader.way,
         size,
         gb_s: gb_s(&pulls),
         memcpy_gb_s: gb_s(&copies),
@@ -359,6 +359,7 @@ impl DirectReads {
 }
 
 struct Reader {
+    way: PeerPath,
     manager: Arc<Manager>,
     peer: String,
 }
@@ -372,7 +373,7 @@ impl Reader {
         let manager = Arc::clone(open(settings)?.manager());
         let known = manager.peers().ok_or_else(no_peers)?.known();
         let peer = known.into_iter().map(|(name, _)| name).next().unwrap_or_default();
-        Ok(Self { manager, peer })
+        Ok(Self { way, manager, peer })
     }
 
     /// How long a prompt takes that is not here.

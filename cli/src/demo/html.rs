@@ -90,12 +90,14 @@ fn sources(samples: &[DemoSample]) -> String {
     let points: Vec<TierShares> =
         begins.zip(&ends).map(|(before, after)| shares(before, after)).collect();
     let mut areas = String::new();
+    let place =
+        PictureBox { left: LEFT, top: TOP, width: WIDTH - LEFT, height: HEIGHT - TOP - BOTTOM };
     let mut floor = vec![0.0; points.len()];
     for (source, name) in Tier::ALL.into_iter().map(Tier::name).chain(once("computed")).enumerate()
     {
         let ceiling: Vec<f64> =
             floor.iter().zip(&points).map(|(floor, shares)| floor + shares[source]).collect();
-        let path = area(&floor, &ceiling, (WIDTH - LEFT, HEIGHT - TOP - BOTTOM), (LEFT, TOP));
+        let path = area(&floor, &ceiling, place);
         let _ = write!(areas, "<path class=\"{name}\" d=\"{path}\"><title>{name}</title></path>");
         floor = ceiling;
     }
@@ -122,13 +124,18 @@ fn grid() -> String {
     (0..=4).map(line).collect()
 }
 
-/// The path between two curves of values from 0 to 1, in a box of this size at this place.
-fn area(
-    floor: &[f64],
-    ceiling: &[f64],
-    (width, height): (f64, f64),
-    (left, top): (f64, f64),
-) -> String {
+/// Where a picture lies on its canvas.
+#[derive(Clone, Copy)]
+struct PictureBox {
+    left: f64,
+    top: f64,
+    width: f64,
+    height: f64,
+}
+
+/// The path between two curves of values from 0 to 1.
+fn area(floor: &[f64], ceiling: &[f64], place: PictureBox) -> String {
+    let PictureBox { left, top, width, height } = place;
     let step = width / floor.len().saturating_sub(1).max(1) as f64;
     let point = |(i, value): (usize, &f64)| {
         format!(
@@ -151,7 +158,7 @@ fn occupancy(record: &DemoRecord) -> String {
 }
 
 fn tier_occupancy(samples: &[DemoSample], tier: Tier, slots: SlotCounts) -> String {
-    const SIZE: (f64, f64) = (280.0, 90.0);
+    const PLACE: PictureBox = PictureBox { left: 0.0, top: 0.0, width: 280.0, height: 90.0 };
     let step = samples.len().div_ceil(STRETCHES).max(1);
     let resident: Vec<f64> =
         samples.iter().step_by(step).map(|s| f64::from(s.resident[tier.index()])).collect();
@@ -160,7 +167,7 @@ fn tier_occupancy(samples: &[DemoSample], tier: Tier, slots: SlotCounts) -> Stri
     let is_bounded = tier != Tier::Object;
     let scale = f64::from(if is_bounded { slots.total } else { most }.max(1));
     let curve: Vec<f64> = resident.iter().map(|blocks| blocks / scale).collect();
-    let path = area(&vec![0.0; curve.len()], &curve, SIZE, (0.0, 0.0));
+    let path = area(&vec![0.0; curve.len()], &curve, PLACE);
     let of = if is_bounded {
         format!(" of {}", output::count(slots.total.into()))
     } else {
@@ -174,8 +181,8 @@ fn tier_occupancy(samples: &[DemoSample], tier: Tier, slots: SlotCounts) -> Stri
         name = tier.name(),
         medium = medium(tier),
         most = output::count(most.into()),
-        width = SIZE.0,
-        height = SIZE.1,
+        width = PLACE.width,
+        height = PLACE.height,
     )
 }
 

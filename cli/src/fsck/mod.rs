@@ -9,7 +9,7 @@
 mod bucket;
 mod files;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
@@ -110,12 +110,6 @@ pub(crate) fn run(args: &FsckArgs, global: &GlobalOptions) -> Result<(), Command
 /// The main keys that the settings name: indices and footers of encrypted blocks are authenticated
 /// with one.
 fn keys(global: &GlobalOptions) -> Result<Option<Arc<KeyRing>>, CommandFailure> {
-    let encryption = global.load(|loader| loader)?.settings.encryption;
-    let keys = match (&encryption.key_file, &encryption.key) {
-        (Some(file), _) => KeyRing::from_file(Path::new(file)),
-        (None, Some(keys)) => KeyRing::parse(keys),
-        (None, None) => return Ok(None),
-    };
-    keys.map(|keys| Some(Arc::new(keys)))
-        .map_err(|error| CommandFailure::unusable(error.to_string()))
+    let settings = global.load(|loader| loader)?.settings;
+    kvbm::main_keys(&settings).map_err(|error| CommandFailure::unusable(error.to_string()))
 }

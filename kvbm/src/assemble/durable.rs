@@ -13,7 +13,7 @@ use kvbm_tiers::ranks::{KeptSlots, Leader, SlotJournal};
 use kvbm_tiers::sealed::TenantKeys;
 use kvbm_tiers::{
     Checksums, CopyOp, DiskOptions, DramRegion, IndexEntry, IndexOptions, Memory, Mount, MountKind,
-    Recovered, SlotId, Tier, TierIndex, clock, is_of_directory,
+    Recovered, SlotId, Tier, TierEpoch, TierIndex, clock, is_of_directory,
 };
 
 use super::{ObjectTier, OpenedRegions, setup};
@@ -388,18 +388,17 @@ impl KeptTier {
         for (index, found) in gone.filter_map(|(index, _)| index.as_mut()) {
             if !mem::take(&mut found.entries).is_empty() {
                 tracing::warn!(path = %index.path().display(), "what an index tells of was not there any more");
-                let (epoch, forgotten) = index.epoch();
-                index.set_epoch(epoch, forgotten).map_err(|error| not_begun(index, error))?;
+                index.set_epoch(index.epoch()).map_err(|error| not_begun(index, error))?;
             }
         }
         Ok(())
     }
 
-    pub(super) fn epochs(&self) -> impl Iterator<Item = (u64, u64)> {
+    pub(super) fn epochs(&self) -> impl Iterator<Item = TierEpoch> {
         self.indices.iter().flatten().map(|(_, found)| found.epoch)
     }
 
-    fn restore(&mut self, table: &mut Table, epoch: (u64, u64)) -> Result<RecoveryReport> {
+    fn restore(&mut self, table: &mut Table, epoch: TierEpoch) -> Result<RecoveryReport> {
         let started = clock::now();
         let (mut entries, mut past, mut damaged, mut torn_bytes) = (Vec::new(), 0, 0, 0);
         let parts = self.indices.len() as u32;
@@ -414,7 +413,7 @@ impl KeptTier {
                 if entries.is_empty() { entries = found } else { entries.extend(found) }
             } else {
                 past += mem::take(&mut found.entries).len();
-                index.set_epoch(epoch.0, epoch.1).map_err(|error| not_begun(index, error))?;
+                index.set_epoch(epoch).map_err(|error| not_begun(index, error))?;
             }
         }
         let found = entries.len();

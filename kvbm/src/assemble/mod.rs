@@ -52,6 +52,7 @@ pub use nixl::{NixlReport, PluginReport};
 pub(crate) use objects::SharedStore;
 pub(crate) use ranks::{OpenedRank, open_rank};
 pub(crate) use sealed::Tenants;
+pub use sealed::main_keys;
 
 // Valid settings must not be refused here: the two leaf crates agree, and the largest tier fits.
 const _: () = assert!(MAX_TIER_BLOCKS == MAX_SLOTS);
@@ -263,7 +264,7 @@ impl OpenedRegions {
     ) -> Result<Self> {
         policies::warn_of_no_budget(settings);
         let has_engine = engine.is_some();
-        let keys = sealed::keys(settings)?;
+        let keys = sealed::main_keys(settings)?;
         let mut tiers =
             Self { engine, has_engine, media_layer, namespace, keys, ..Self::default() };
         // In this order: lower tiers read and write the host's memory, which is best near the GPU.
@@ -512,7 +513,7 @@ impl OpenedRegions {
         let is_shared = self.namespace.identity.is_some();
         let keys = if is_shared { sealed::KeyPlace::In(&store) } else { sealed::KeyPlace::Nowhere };
         let end = self.memory_end(Tier::Object, segment_blocks, keys, settings)?;
-        let kept_epoch = self.kept.iter().flat_map(KeptTier::epochs).map(|(epoch, _)| epoch).max();
+        let kept_epoch = self.kept.iter().flat_map(KeptTier::epochs).map(|kept| kept.epoch).max();
         let keys = self.keys.as_ref();
         let options = objects::options(
             &settings.object,

@@ -11,7 +11,7 @@ use kvbm_tiers::object::{
     ObjectOptions, OlderEpoch, Sharing, TakeIn,
 };
 use kvbm_tiers::sealed::{KeyRing, TenantKeys};
-use kvbm_tiers::{SlotId, Tier, clock};
+use kvbm_tiers::{SlotId, Tier, TierEpoch, clock};
 use prometheus::Registry;
 
 use super::NamespaceNames;
@@ -120,15 +120,15 @@ impl ObjectTier {
     }
 
     /// That of the blocks that were found.
-    pub(super) fn epoch(&self) -> Option<(u64, u64)> {
-        Some((self.found.as_ref()?.epoch, 0))
+    pub(super) fn epoch(&self) -> Option<TierEpoch> {
+        Some(TierEpoch { epoch: self.found.as_ref()?.epoch, forgotten: 0 })
     }
 
     /// Makes resident what was found, if the epoch is still the present one; `None`: nothing was
     /// looked for.
     pub(super) fn restore(mut self, table: &mut Table) -> Option<RecoveryReport> {
         let mut found = self.found.take()?;
-        let (epoch, forgotten) = table.naming().epoch;
+        let TierEpoch { epoch, forgotten } = table.naming().epoch;
         let all = found.blocks.len();
         // Blocks of a tenant whose key was destroyed cannot be read.
         self.tenants.iter().for_each(|keys| keys.retain_readable(&mut found.blocks));
@@ -175,7 +175,8 @@ impl TakeIn for TakeInto {
         found: &[FoundBlock],
         stand_for: &mut dyn FnMut(usize, SlotId),
     ) -> Vec<Discovery> {
-        let epoch = (provenance.epoch, provenance.forgotten);
+        let Provenance { epoch, forgotten, .. } = provenance;
+        let epoch = TierEpoch { epoch, forgotten };
         let core = self.0.upgrade().filter(|core| !core.is_closed());
         core.map_or_else(
             || vec![Discovery::Waits; found.len()],

@@ -86,7 +86,7 @@ impl OpenedRegions {
             limit: group.limit,
             debts,
         };
-        let keys = sealed::keys(settings)?;
+        let keys = sealed::main_keys(settings)?;
         let has_engine = engine.is_some();
         let mut tiers = Self { has_engine, namespace, keys, ..Self::default() };
         let mut of_tiers = slots;

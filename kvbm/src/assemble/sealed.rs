@@ -21,8 +21,11 @@ use crate::error::{Error, ErrorKind, Result};
 /// the object tier not much more.
 const SCRATCH_BYTES: usize = 64 << 20;
 
-/// The keys that the settings give; `None`: nothing is encrypted.
-pub(super) fn keys(settings: &Settings) -> Result<Option<Arc<KeyRing>>> {
+/// The main keys that the settings give; `None`: nothing is encrypted.
+///
+/// # Errors
+/// They cannot be read, or are no keys.
+pub fn main_keys(settings: &Settings) -> Result<Option<Arc<KeyRing>>> {
     let encryption = &settings.encryption;
     let keys = match (&encryption.key_file, &encryption.key) {
         (Some(file), _) => KeyRing::from_file(Path::new(file)),
@@ -48,7 +51,8 @@ pub(super) struct HostEnd {
 }
 
 struct TierSeal {
-    parts: (Scratch, Cipher),
+    scratch: Scratch,
+    cipher: Cipher,
     run_blocks: usize,
 }
 
@@ -62,12 +66,12 @@ impl HostEnd {
     /// A region in which blocks of this end lie unsealed, and a slot of it, while nothing has been
     /// copied yet; `None`: the host's is such a region.
     pub(super) fn borrow_slot(&self) -> Option<(Arc<DramRegion>, Frame)> {
-        self.seal.as_ref()?.parts.0.borrow_slot()
+        self.seal.as_ref()?.scratch.borrow_slot()
     }
 
     pub(super) fn return_slot(&self, frame: Frame) {
         if let Some(seal) = &self.seal {
-            seal.parts.0.return_slot(frame);
+            seal.scratch.return_slot(frame);
         }
     }
 }
@@ -95,11 +99,7 @@ impl OpenedRegions {
             Scratch::open(ScratchOptions { block_bytes, blocks, huge_pages }).map_err(setup)?;
         let cipher = Cipher::new(keys, tier, &self.namespace.name, block_bytes);
         let memory = scratch.memory();
-        Ok(MemoryEnd {
-            memory,
-            seal: Some(TierSeal { parts: (scratch, cipher), run_blocks }),
-            host,
-        })
+        Ok(MemoryEnd { memory, seal: Some(TierSeal { scratch, cipher, run_blocks }), host })
     }
 
     /// For a backend that gets up to `run_blocks` blocks together.
@@ -114,7 +114,7 @@ impl OpenedRegions {
         let scratch = Scratch::in_the_clear(options).map_err(setup)?;
         let cipher = Cipher::new(keys, Tier::Host, &self.namespace.name, block_bytes);
         let memory = scratch.memory();
-        Ok(HostEnd { memory, seal: Some(TierSeal { parts: (scratch, cipher), run_blocks }) })
+        Ok(HostEnd { memory, seal: Some(TierSeal { scratch, cipher, run_blocks }) })
     }
 
     /// Seals blocks that outlive the process in memory, if there are keys. These lie beside the
@@ -144,9 +144,10 @@ impl OpenedRegions {
         end: HostEnd,
     ) -> Result<()> {
         match end.seal {
-            Some(TierSeal { parts, run_blocks }) => {
+            Some(TierSeal { scratch, cipher, run_blocks }) => {
                 let sealed =
-                    Sealed::of_memory(backend, self.memory()?, parts, run_blocks).map_err(setup)?;
+                    Sealed::of_memory(backend, self.memory()?, scratch, cipher, run_blocks)
+                        .map_err(setup)?;
                 self.connect(sealed)
             }
             None => self.connect(backend),
@@ -160,12 +161,13 @@ impl OpenedRegions {
         end: MemoryEnd,
     ) -> Result<()> {
         match end.seal {
-            Some(TierSeal { parts, run_blocks }) => {
+            Some(TierSeal { scratch, cipher, run_blocks }) => {
                 // An arriving block has a tag, which is stronger than its checksum: reading it
                 // twice would tell nothing more.
                 let inner = verified.of_departures();
                 let memory = Arc::clone(&end.host.memory);
-                let sealed = Sealed::new(inner, memory, parts, run_blocks).map_err(setup)?;
+                let sealed =
+                    Sealed::new(inner, memory, scratch, cipher, run_blocks).map_err(setup)?;
                 self.connect_host(sealed, end.host)
             }
             None => self.connect_host(verified, end.host),

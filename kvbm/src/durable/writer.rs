@@ -260,8 +260,7 @@ impl WriterWork {
     /// Returns how many notes.
     fn write_some(&mut self) -> io::Result<usize> {
         if let Some(Note::Reset(naming)) = self.backlog.iter().next() {
-            let (epoch, forgotten) = naming.epoch;
-            self.index.set_epoch(epoch, forgotten)?;
+            self.index.set_epoch(naming.epoch)?;
             return Ok(1);
         }
         let changes: Vec<_> =

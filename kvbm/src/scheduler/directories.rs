@@ -254,22 +254,24 @@ impl DiskDirectories {
 
     /// A trial is overdue, or has ended after all: then the next may go.
     fn trial_is_stuck(&self, dir: usize, is_stuck: bool, now: Duration) {
-        if let DirectoryState::LeftAlone(trials) | DirectoryState::Full(trials) =
-            &mut *self.all[dir].state.lock()
-        {
+        self.change_trials(dir, |trials| {
             trials.is_stuck = is_stuck;
             if !is_stuck {
                 trials.next = Some(now);
             }
-        }
+        });
     }
 
     /// Its trial could not be made: another is due later.
     fn try_later(&self, dir: usize, now: Duration) {
+        self.change_trials(dir, |trials| trials.next = Some(now + trials.pause));
+    }
+
+    fn change_trials(&self, dir: usize, change: impl FnOnce(&mut DirectoryTrials)) {
         if let DirectoryState::LeftAlone(trials) | DirectoryState::Full(trials) =
             &mut *self.all[dir].state.lock()
         {
-            trials.next = Some(now + trials.pause);
+            change(trials);
         }
     }
 }

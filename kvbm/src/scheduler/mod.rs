@@ -55,7 +55,7 @@ use std::time::Duration;
 
 use kvbm_policies::{Leg, split};
 use kvbm_tiers::object::{Discovery, FoundBlock};
-use kvbm_tiers::{Frame, Route, SlotId, Tier};
+use kvbm_tiers::{Frame, Route, SlotId, Tier, TierEpoch};
 use tokio::sync::Notify;
 
 use self::background::{BackgroundWaker, UpkeepState};
@@ -424,7 +424,7 @@ impl Core {
     /// [`Table::take_in`].
     pub fn take_in(
         self: &Arc<Self>,
-        epoch: (u64, u64),
+        epoch: TierEpoch,
         found: &[FoundBlock],
         stand_for: &mut dyn FnMut(usize, SlotId),
     ) -> Vec<Discovery> {

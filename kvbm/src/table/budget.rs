@@ -88,6 +88,7 @@ mod tests {
     };
     use kvbm_tiers::{BlockKey, FramePool, IndexEntry, SlotId, Tier};
 
+    use super::super::testing::chain;
     use super::*;
     use crate::names::hash::{BlockHash, Chain};
     use crate::table::{
@@ -113,13 +114,6 @@ mod tests {
     fn host_above_disk() -> Table {
         let (host, disk) = (Tier::Host, Tier::Disk);
         Table::new([spec(host, EvictionKind::Lru, Some(disk)), spec(disk, EvictionKind::Lru, None)])
-    }
-
-    fn chain(of: u32, blocks: u32) -> Vec<BlockHash> {
-        let hash = |at: u32| u128::from(of) << 32 | u128::from(at + 1);
-        (0..blocks)
-            .map(|at| BlockHash::from_u128(hash(at).wrapping_mul(0x9E37_79B9_7F4A_7C15_F39C)))
-            .collect()
     }
 
     /// Does what one hold does.

@@ -51,6 +51,8 @@ mod record;
 mod restore;
 pub(crate) mod shared;
 #[cfg(test)]
+mod testing;
+#[cfg(test)]
 mod tests;
 mod tier;
 mod transfers;

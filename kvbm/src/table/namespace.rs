@@ -7,7 +7,7 @@
 //! one pass over the tier's slots, in steps, or sooner if room is needed; a slot that is read then
 //! is freed when its last reader leaves. Blocks leave leaf-first here too.
 
-use kvbm_tiers::{BlockKey, SlotId, Tier};
+use kvbm_tiers::{BlockKey, SlotId, Tier, TierEpoch};
 
 use super::budget::Budget;
 use super::flush_queue::Entries;
@@ -38,8 +38,8 @@ pub(super) struct PresentNamespace {
 /// What the names of blocks depend on, for an index that keeps them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Naming {
-    /// The epoch, and how often everything was forgotten in it.
-    pub epoch: (u64, u64),
+    /// The epoch.
+    pub epoch: TierEpoch,
     salt: u128,
 }
 
@@ -90,10 +90,9 @@ impl Table {
         Self { namespace: PresentNamespace::of(fingerprint), ..self }
     }
 
-    /// Goes on where an earlier process was: in an epoch in which everything was forgotten
-    /// `forgotten` times.
+    /// Goes on where an earlier process was.
     #[must_use]
-    pub fn resuming(mut self, (epoch, forgotten): (u64, u64)) -> Self {
+    pub fn resuming(mut self, TierEpoch { epoch, forgotten }: TierEpoch) -> Self {
         if epoch != self.namespace.epoch {
             // The fingerprint names those of its own epoch.
             self.namespace.weights = WeightsId::of(None);
@@ -126,7 +125,7 @@ impl Table {
     /// What the names of blocks depend on now.
     pub const fn naming(&self) -> Naming {
         let PresentNamespace { epoch, forgotten, salt, .. } = self.namespace;
-        Naming { epoch: (epoch, forgotten), salt }
+        Naming { epoch: TierEpoch { epoch, forgotten }, salt }
     }
 
     /// Whether a lease is of the present namespace.

@@ -385,6 +385,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::super::TierSpec;
+    use super::super::testing::chain;
     use super::*;
     use crate::names::hash::BlockHash;
 
@@ -440,10 +441,6 @@ mod tests {
         }
     }
 
-    fn chain(of: u128, blocks: u128) -> Vec<BlockHash> {
-        (0..blocks).map(|at| BlockHash::from_u128(of << 64 | at << 8)).collect()
-    }
-
     #[test]
     fn a_grown_chain_is_known_again_another_is_not() {
         let mut hints = BoundaryHints::with_room_for(1_000_000);
@@ -456,7 +453,7 @@ mod tests {
     #[test]
     fn short_chains_have_none() {
         let mut hints = BoundaryHints::with_room_for(0);
-        let short = chain(1, LEAST_BLOCKS as u128 - 1);
+        let short = chain(1, LEAST_BLOCKS as u32 - 1);
         hints.note(Chain::from(&short), [1, 1, 1, 1]);
         assert_eq!(hints.find(Chain::from(&short)), None);
     }

@@ -100,20 +100,11 @@ impl Table {
         if above.is_some() && parent.is_none_or(|parent| self.is_dropped(parent)) {
             return Err(Discovery::Waits);
         }
-        let known = self.find(block).map(|record| self.records.at(record));
-        if known.is_some_and(|known| known.has_or_awaits(tier) || known.parent() != parent) {
+        if self.has_another(tier, block, parent) {
             return Err(Discovery::Declined);
         }
         let frame = self.tier_mut(tier).pool.take().ok_or(Discovery::Waits)?;
-        let owner = self.owners.present(tenant);
-        let Some(record) = self.intern(block, parent, owner) else {
-            self.tier_mut(tier).pool.give_back(frame);
-            return Err(Discovery::Waits);
-        };
-        stand_for(frame.slot());
-        self.records.at_mut(record).begin(tier, frame.slot());
-        self.publish(record, frame, RequestInfo::default(), StoreReason::Restored);
-        Ok(record)
+        self.restore_in(frame, block, parent, tenant, stand_for).ok_or(Discovery::Waits)
     }
 
     /// The life in which a slot of `tier` has a block; `None`: it has none.
@@ -144,26 +135,47 @@ impl Table {
     }
 
     fn restore_block(&mut self, tier: Tier, pending: &mut PendingRestore<'_>) -> RestoreOutcome {
-        let &IndexEntry { block, parent, slot, tenant, .. } = pending.entry;
+        let &IndexEntry { block, parent, tenant, .. } = pending.entry;
         let above = parent.map(|hash| BlockKey { hash, group: block.group });
         let parent = above.and_then(|above| self.resident(tier, above));
         if let Some(above) = above.filter(|_| parent.is_none()) {
             return RestoreOutcome::Waits(above);
         }
-        // Another tier may know it, below the same parent.
-        let known = self.find(block).map(|record| self.records.at(record));
-        if known.is_some_and(|known| known.has_or_awaits(tier) || known.parent() != parent) {
+        if self.has_another(tier, block, parent) {
             return RestoreOutcome::Dropped;
         }
         let Some(frame) = pending.frame.take() else { return RestoreOutcome::Dropped };
+        let restored = self.restore_in(frame, block, parent, tenant, &mut |_| ());
+        restored.map_or(RestoreOutcome::Dropped, RestoreOutcome::Resident)
+    }
+
+    /// Whether the tier has or awaits the block already, or another tier has it below another
+    /// parent.
+    fn has_another(&self, tier: Tier, block: BlockKey, parent: Option<RecordId>) -> bool {
+        let known = self.find(block).map(|record| self.records.at(record));
+        known.is_some_and(|known| known.has_or_awaits(tier) || known.parent() != parent)
+    }
+
+    /// Makes a block resident in a frame's slot. Before it can be found, `stand_for` makes the slot
+    /// hold it. `None`: there is no room for its record.
+    fn restore_in(
+        &mut self,
+        frame: Frame,
+        block: BlockKey,
+        parent: Option<RecordId>,
+        tenant: Option<u32>,
+        stand_for: &mut dyn FnMut(SlotId),
+    ) -> Option<RecordId> {
+        let (tier, slot) = (frame.tier(), frame.slot());
         let owner = self.owners.present(tenant);
         let Some(record) = self.intern(block, parent, owner) else {
             self.tier_mut(tier).pool.give_back(frame);
-            return RestoreOutcome::Dropped;
+            return None;
         };
+        stand_for(slot);
         self.records.at_mut(record).begin(tier, slot);
         self.publish(record, frame, RequestInfo::default(), StoreReason::Restored);
-        RestoreOutcome::Resident(record)
+        Some(record)
     }
 
     pub(super) fn resident(&self, tier: Tier, block: BlockKey) -> Option<RecordId> {

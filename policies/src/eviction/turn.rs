@@ -5,7 +5,7 @@ use std::iter::successors;
 
 use super::Eviction;
 use super::residents::{EvictedGhosts, GHOSTS_PER_BLOCK, RankedLeaves, RankedResidents};
-use crate::reuse::ReuseModel;
+use crate::reuse::{ReuseModel, reuse_bucket};
 use crate::seam::{Access, BlockId, Forest, RequestId};
 
 /// Evicts the leaf with the lowest last use plus grace. The grace is half the running median of the
@@ -144,7 +144,8 @@ impl Turn {
             reuses: known.reuses.saturating_add(1),
             ..known
         });
-        let grace_ms = self.gaps.median / 2 * (grace_turns + bucket(history.reuses));
+        let grace_ms =
+            self.gaps.median / 2 * (grace_turns + u64::from(reuse_bucket(history.reuses)));
         let stamp = self.blocks.stamp();
         let place =
             TurnBlock { until_ms: now_ms.saturating_add(grace_ms), stamp, key: step.key, history };
@@ -188,18 +189,6 @@ impl Turn {
     }
 }
 
-/// 0, 1, 2–3, 4–7, 8–31, 32 and more.
-const fn bucket(count: u32) -> u64 {
-    match count {
-        0 => 0,
-        1 => 1,
-        2..=3 => 2,
-        4..=7 => 3,
-        8..=31 => 4,
-        32.. => 5,
-    }
-}
-
 impl Eviction for Turn {
     fn touch(&mut self, access: &Access, forest: &dyn Forest, _reuse: &ReuseModel) {
         self.steps.clear();
@@ -213,7 +202,7 @@ impl Eviction for Turn {
             let mut progress = self.reopen(access.request).unwrap_or(first);
             self.advance(&mut progress, access.depth, access.now_ms);
             for at in 0..self.steps.len() {
-                self.place(self.steps[at], bucket(progress.number - 1), access.now_ms);
+                self.place(self.steps[at], reuse_bucket(progress.number - 1).into(), access.now_ms);
             }
             self.end(progress, access, forest);
         }

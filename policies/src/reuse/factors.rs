@@ -112,14 +112,15 @@ pub(super) fn gap(smoothed: Option<f32>) -> u8 {
 }
 
 /// How often a block was used again: 0, 1, 2–3, 4–7, 8–31, 32 and more.
-pub(super) fn reuse(count: u8) -> u8 {
-    match count {
+pub(crate) fn reuse_bucket(count: impl Into<u32>) -> u8 {
+    const MANY: u32 = MANY_REUSES as u32;
+    match count.into() {
         0 => 0,
         1 => 1,
         2..=3 => 2,
         4..=7 => 3,
-        8..MANY_REUSES => 4,
-        MANY_REUSES.. => 5,
+        8..MANY => 4,
+        MANY.. => 5,
     }
 }
 
@@ -149,7 +150,7 @@ mod tests {
         #[test]
         fn every_value_has_a_place(a: u32, b: u32, count: u8, ln in prop::option::of(0_f32..1e9)) {
             let traits = BlockTraits { output: output(a), fresh: size(a), path: size(b), gap: gap(ln) };
-            let profile = ReuseProfile::new(traits, reuse(count), position(a, b), divergence(a, b, count.into()));
+            let profile = ReuseProfile::new(traits, reuse_bucket(count), position(a, b), divergence(a, b, count.into()));
             for (place, factor) in profile.places().into_iter().zip(0..) {
                 prop_assert!((START[factor]..START[factor] + VALUES[factor]).contains(&place));
             }

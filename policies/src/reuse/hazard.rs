@@ -6,6 +6,7 @@
 //! Gauss–Seidel sweep of a Poisson regression), held back by a prior where little was seen.
 
 use std::cell::Cell;
+use std::ops::RangeInclusive;
 
 use super::factors::{ALL_VALUES, FACTORS, ReuseProfile, START, VALUES};
 use crate::gradual::mixed;
@@ -39,8 +40,8 @@ const BASE_PRIOR: f32 = 3.0;
 // In returns. Half of it made no difference beyond noise (docs/policies.md).
 const FACTOR_PRIOR: f32 = 20.0;
 // So that no value, however seldom it was seen, decides alone.
-const FACTOR_RANGE: (f32, f32) = (0.05, 20.0);
-const GROUP_RANGE: (f32, f32) = (0.1, 10.0);
+const FACTOR_RANGE: RangeInclusive<f32> = 0.05..=20.0;
+const GROUP_RANGE: RangeInclusive<f32> = 0.1..=10.0;
 
 /// One value for each age group.
 pub(super) type ByGroup = [f32; GROUPS];
@@ -186,19 +187,19 @@ impl HazardModel {
         let before = self.effects[place];
         // The old multiplier is in what was expected, and comes out first.
         let overall: f32 = seen.expected.iter().sum::<f32>() / self.multipliers[place];
-        let multiplier = ratio(seen.returns.iter().sum(), overall, FACTOR_RANGE);
+        let multiplier = ratio(seen.returns.iter().sum(), overall, &FACTOR_RANGE);
         self.multipliers[place] = multiplier;
         self.effects[place] = std::array::from_fn(|group| {
             let rest = multiplier * seen.expected[group] / before[group];
-            multiplier * ratio(seen.returns[group], rest, GROUP_RANGE)
+            multiplier * ratio(seen.returns[group], rest, &GROUP_RANGE)
         });
         std::array::from_fn(|group| self.effects[place][group] / before[group])
     }
 }
 
 /// Returns over expected returns, drawn towards 1 where there are few.
-fn ratio(returns: f32, expected: f32, range: (f32, f32)) -> f32 {
-    ((returns + FACTOR_PRIOR) / (expected + FACTOR_PRIOR)).clamp(range.0, range.1)
+fn ratio(returns: f32, expected: f32, range: &RangeInclusive<f32>) -> f32 {
+    ((returns + FACTOR_PRIOR) / (expected + FACTOR_PRIOR)).clamp(*range.start(), *range.end())
 }
 
 /// What happened to the lives with one value of a factor.

@@ -18,6 +18,7 @@ mod path;
 mod tests;
 mod uses;
 
+pub(crate) use factors::reuse_bucket;
 pub(crate) use hazard::TailRank;
 pub(crate) use path::PathId;
 

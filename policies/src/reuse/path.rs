@@ -68,7 +68,7 @@ pub(super) struct PathSegment {
 
 impl PathSegment {
     pub(super) fn new(end: u32, blocks: u32, used: UseId, reuses: u8) -> Self {
-        let reuse = factors::reuse(reuses);
+        let reuse = factors::reuse_bucket(reuses);
         Self { end, span: blocks, used, entry_ms: 0, reuse, divergence: NO_DIVERGENCE }
     }
 
@@ -267,8 +267,9 @@ impl ReuseCounts {
         let mut start = from;
         std::iter::from_fn(move || {
             let first = runs.next().filter(|_| start < to)?;
-            let is_akin =
-                |run: &&CountRun| factors::reuse(run.count) == factors::reuse(first.count);
+            let is_akin = |run: &&CountRun| {
+                factors::reuse_bucket(run.count) == factors::reuse_bucket(first.count)
+            };
             let mut end = first.end;
             while end < to
                 && let Some(run) = runs.next_if(is_akin)
@@ -414,7 +415,7 @@ mod tests {
                 prop_assert_eq!(counts.blocks() as usize, model.len());
                 prop_assert!(counts.0.windows(2).all(|pair| pair[0].count != pair[1].count && pair[0].end < pair[1].end));
                 let (from, to) = (one.min(other).min(counts.blocks()), one.max(other).min(counts.blocks()));
-                let expected = model[from as usize..to as usize].chunk_by(|&a, &b| factors::reuse(a) == factors::reuse(b));
+                let expected = model[from as usize..to as usize].chunk_by(|&a, &b| factors::reuse_bucket(a) == factors::reuse_bucket(b));
                 let expected: Vec<_> = expected.map(|run| (run.len() as u32, run[0])).collect();
                 prop_assert_eq!(counts.classes(from, to).collect::<Vec<_>>(), expected);
             }

@@ -219,7 +219,7 @@ mod tests {
     use crate::memcpy::MemcpyBackend;
     use crate::testing::conformance::{self, Pair};
     use crate::testing::{
-        MemoryStore, each, fill_pattern, has_pattern, host, options, order, run, start,
+        MemoryStore, each, fill_pattern, frames, has_pattern, host, options, order, run, start,
     };
     use crate::verify::Verified;
 
@@ -238,10 +238,7 @@ mod tests {
         fn new(script: &str) -> Self {
             let memory = Arc::new(host(4, BLOCK));
             let store = MemoryStore::new(Arc::clone(&memory) as _, Tier::Disk, 4).unwrap();
-            let mut frames = store.region().frames().unwrap();
-            let there = std::iter::from_fn(|| frames.take()).collect();
-            let mut frames = memory.frames().unwrap();
-            let mut here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
+            let (mut here, there) = (frames(&memory), frames(store.region()));
             fill_pattern(1, memory.write(&mut here[0]).unwrap());
             fill_pattern(9, memory.write(&mut here[1]).unwrap());
             let chaos = Chaos::new(Schedule::scripted([script.parse().unwrap()]));

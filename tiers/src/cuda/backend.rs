@@ -9,7 +9,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use cudarc::driver::result::DriverError;
 
 use super::driver::{
-    CudaStream, Gpu, KernelTable, PinnedHost, StreamEvent, ends_the_context, failed,
+    CudaStream, Gpu, KernelTable, PinnedHost, PitchedAddress, StreamEvent, ends_the_context, failed,
 };
 use super::kernels::{CopyKernels, KernelOrigin};
 use super::rows::{PitchedRows, rows};
@@ -422,8 +422,8 @@ impl CopyLane {
     fn copy_rows(&self) -> Result<(), DriverError> {
         for &BlockEnds { host, slot, is_to_gpu } in &self.blocks {
             for rows in &self.rows {
-                let (here, there) =
-                    ((host + rows.offset, rows.step), (rows.address(slot), rows.pitch));
+                let here = PitchedAddress { address: host + rows.offset, pitch: rows.step };
+                let there = PitchedAddress { address: rows.address(slot), pitch: rows.pitch };
                 let (from, to) = if is_to_gpu { (here, there) } else { (there, here) };
                 // SAFETY: pieces of blocks whose slots are the operations' until the event behind
                 // has passed.

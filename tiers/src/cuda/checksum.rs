@@ -105,14 +105,14 @@ impl ChecksumScratch {
         }
         self.result.write(&[0]);
         let longest = summands.iter().map(|summand| summand.bytes).max().unwrap_or(0) as usize;
-        let (stream, bytes, extent) = (&self.stream, size_of::<u32>(), (summands.len(), longest));
+        let (stream, bytes, count) = (&self.stream, size_of::<u32>(), summands.len());
         // SAFETY: table, sum and result are this scratch's, which nothing else has before the wait has
         // ended. The pieces are of a slot that nothing writes.
         let summed = unsafe {
             stream
                 .zero(&self.sum, bytes)
                 .and_then(|()| self.table.fill(stream, summands))
-                .and_then(|table| kernels.crc32c(stream, table, extent, self.sum.address))
+                .and_then(|table| kernels.crc32c(stream, table, count, longest, self.sum.address))
                 .and_then(|()| {
                     stream.copy(self.sum.address as usize, self.result.address() as usize, bytes)
                 })

@@ -400,12 +400,7 @@ impl<T: Copy> Pinned<T> {
     /// # Panics
     /// If there are more than fit.
     pub(crate) fn write(&mut self, values: &[T]) {
-        assert!(
-            values.len() <= self.capacity,
-            "{} values in an array of {}",
-            values.len(),
-            self.capacity
-        );
+        self.check_room(values.len());
         // SAFETY: they fit, and the array is borrowed mutably.
         unsafe { self.start.copy_from_nonoverlapping(NonNull::from(values).cast(), values.len()) };
     }
@@ -415,16 +410,15 @@ impl<T: Copy> Pinned<T> {
     /// # Panics
     /// If there are not as many.
     pub(crate) fn copy_to(&self, values: &mut [T]) {
-        assert!(
-            values.len() <= self.capacity,
-            "{} values of an array of {}",
-            values.len(),
-            self.capacity
-        );
+        self.check_room(values.len());
         // SAFETY: the array has as many, which every caller has had written before.
         unsafe {
             self.start.copy_to_nonoverlapping(NonNull::from(&mut *values).cast(), values.len());
         };
+    }
+
+    fn check_room(&self, values: usize) {
+        assert!(values <= self.capacity, "{values} values in an array of {}", self.capacity);
     }
 
     /// Where kernels find it: locked memory has one address for all (unified addressing).
@@ -493,6 +487,13 @@ unsafe impl Send for CudaStream {}
 // SAFETY: the driver synchronises its calls itself.
 unsafe impl Sync for CudaStream {}
 
+/// Where rows begin, and how far each lies behind the one before.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PitchedAddress {
+    pub(crate) address: usize,
+    pub(crate) pitch: usize,
+}
+
 impl CudaStream {
     /// One that does not wait for the default stream, which may be the engine's.
     pub(crate) fn new(gpu: &Gpu) -> Result<Self, SetupError> {
@@ -533,8 +534,8 @@ impl CudaStream {
     /// As for [`copy`](Self::copy), of every row.
     pub(crate) unsafe fn copy_rows(
         &self,
-        (from, from_pitch): (usize, usize),
-        (to, to_pitch): (usize, usize),
+        from: PitchedAddress,
+        to: PitchedAddress,
         bytes: usize,
         count: usize,
     ) -> Result<(), DriverError> {
@@ -542,8 +543,8 @@ impl CudaStream {
         let mut rows: sys::CUDA_MEMCPY2D = unsafe { MaybeUninit::zeroed().assume_init() };
         (rows.srcMemoryType, rows.dstMemoryType) =
             (sys::CUmemorytype::CU_MEMORYTYPE_UNIFIED, sys::CUmemorytype::CU_MEMORYTYPE_UNIFIED);
-        (rows.srcDevice, rows.srcPitch) = (from as u64, from_pitch);
-        (rows.dstDevice, rows.dstPitch) = (to as u64, to_pitch);
+        (rows.srcDevice, rows.srcPitch) = (from.address as u64, from.pitch);
+        (rows.dstDevice, rows.dstPitch) = (to.address as u64, to.pitch);
         (rows.WidthInBytes, rows.Height) = (bytes, count);
         // SAFETY: as the caller promises.
         unsafe { sys::cuMemcpy2DAsync_v2(&raw const rows, self.stream).result() }
@@ -611,11 +612,11 @@ impl CudaStream {
     pub(crate) unsafe fn launch(
         &self,
         kernel: LoadedKernel,
-        grid: (u32, u32),
+        grid: [u32; 2],
         threads: u32,
         parameters: &mut [*mut c_void],
     ) -> Result<(), DriverError> {
-        let (grid, threads) = ((grid.0, grid.1, 1), (threads, 1, 1));
+        let (grid, threads) = ((grid[0], grid[1], 1), (threads, 1, 1));
         // SAFETY: as the caller promises.
         unsafe { result::launch_kernel(kernel.0, grid, threads, 0, self.stream, parameters) }
     }

@@ -131,7 +131,7 @@ impl CopyKernels {
         let mut number = count as u32;
         let mut parameters = [pointer(&mut table), pointer(&mut number)];
         // SAFETY: these are the kernel's parameters; else as the caller promises.
-        unsafe { stream.launch(self.copy_pieces, (groups, 1), COPY_THREADS, &mut parameters) }
+        unsafe { stream.launch(self.copy_pieces, [groups, 1], COPY_THREADS, &mut parameters) }
     }
 
     /// Starts a transform of `count` blocks, whose pairs of numbers are at address `pairs`.
@@ -141,7 +141,8 @@ impl CopyKernels {
     pub(crate) unsafe fn transform(
         &self,
         stream: &CudaStream,
-        (mut from, mut to): (u64, u64),
+        mut from: u64,
+        mut to: u64,
         mut pairs: u64,
         count: usize,
         mut plan: TransformPlan,
@@ -158,7 +159,7 @@ impl CopyKernels {
         let units = u64::from(plan.rows) * (plan.row_bytes / u64::from(unit));
         let groups =
             units.div_ceil(u64::from(THREADS)).clamp(1, u64::from(TRANSFORM_GROUPS.0)) as u32;
-        let grid = (groups, number.clamp(1, TRANSFORM_GROUPS.1));
+        let grid = [groups, number.clamp(1, TRANSFORM_GROUPS.1)];
         // SAFETY: these are the kernel's parameters; else as the caller promises.
         unsafe { stream.launch(self.transform, grid, THREADS, parameters) }
     }
@@ -172,7 +173,8 @@ impl CopyKernels {
         &self,
         stream: &CudaStream,
         mut table: u64,
-        (count, longest): (usize, usize),
+        count: usize,
+        longest: usize,
         mut sums: u64,
     ) -> Result<(), DriverError> {
         const { assert!(size_of::<ChecksumSummand>() == 32, "as in kernels.cu") };
@@ -184,10 +186,10 @@ impl CopyKernels {
 }
 
 /// Groups over pieces, and groups that share a piece: as many as find something to do.
-fn sum_grid(count: u32, longest: u64) -> (u32, u32) {
+fn sum_grid(count: u32, longest: u64) -> [u32; 2] {
     let pieces = count.clamp(1, SUM_GROUPS);
     let shares = longest.div_ceil(u64::from(THREADS) * SUM_CHUNK);
-    (pieces, shares.clamp(1, u64::from(SUM_GROUPS / pieces)) as u32)
+    [pieces, shares.clamp(1, u64::from(SUM_GROUPS / pieces)) as u32]
 }
 
 pub(crate) fn pointer<T>(parameter: &mut T) -> *mut c_void {
@@ -314,7 +316,8 @@ impl Rearranger {
     pub unsafe fn apply(
         &self,
         transform: &Transform,
-        (from, to): (u64, u64),
+        from: u64,
+        to: u64,
         blocks: &[(u32, u32)],
     ) -> Result<(), CopyError> {
         transform.check(blocks).map_err(|error| CopyError::refused(error.to_string()))?;
@@ -327,7 +330,7 @@ impl Rearranger {
                 // promises.
                 unsafe {
                     let pairs = table.fill(stream, some)?;
-                    self.kernels.transform(stream, (from, to), pairs, some.len(), plan)?;
+                    self.kernels.transform(stream, from, to, pairs, some.len(), plan)?;
                 }
                 stream.wait()
             })

@@ -386,8 +386,7 @@ mod tests {
 
     use super::*;
     use crate::copy::{CopyError, CopyErrorKind, SlotId, SlotRef};
-    use crate::disk::DiskOptions;
-    use crate::testing::{each, host, options, order, skip};
+    use crate::testing::{disk, each, host, order, skip};
 
     type RingReports = mpsc::Receiver<(usize, Result<(), CopyError>)>;
 
@@ -398,14 +397,7 @@ mod tests {
             skip("uring", &error);
             return None;
         }
-        let disk = DiskOptions {
-            geometry: options(8, 4096).geometry,
-            dirs: vec![home.to_owned()],
-            o_direct: true,
-            zerofill_fallback: true,
-            keep: None,
-        };
-        let disk = Arc::new(DiskRegion::open(&disk).unwrap());
+        let disk = disk(&[home], 8, 4096);
         let event =
             rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         let event = Arc::new(event);

@@ -18,7 +18,9 @@ use crate::geometry::Geometry;
 use crate::memory::Memory;
 use crate::testing::conformance::{self, Pair};
 use crate::testing::{Child, each, holds_in_a_child};
-use crate::testing::{fill_pattern, has_pattern, host, order, run, skip, start};
+use crate::testing::{
+    disk_options, fill_pattern, frames, has_pattern, host, order, run, skip, start,
+};
 use crate::verify::Verified;
 
 /// How a test's backend is made.
@@ -51,18 +53,8 @@ fn backends() -> Vec<Make> {
     }
 }
 
-fn options(dirs: &[&Path], slots: u32, block_bytes: usize) -> DiskOptions {
-    DiskOptions {
-        geometry: Geometry::new(slots, block_bytes).unwrap(),
-        dirs: dirs.iter().copied().map(Path::to_owned).collect(),
-        o_direct: true,
-        zerofill_fallback: true,
-        keep: None,
-    }
-}
-
 fn kept(dir: &Path, slots: u32, block_bytes: usize) -> DiskOptions {
-    DiskOptions { keep: Some("test".into()), ..options(&[dir], slots, block_bytes) }
+    DiskOptions { keep: Some("test".into()), ..disk_options(&[dir], slots, block_bytes) }
 }
 
 fn kept_file(dir: &Path) -> PathBuf {
@@ -74,7 +66,7 @@ fn conforms(o_direct: bool, dirs: usize, depth: u32) {
         conformance::check(|slots, block_bytes| {
             let homes: Vec<_> = (0..dirs).map(|_| tempfile::tempdir().unwrap()).collect();
             let homes: Vec<_> = homes.iter().map(tempfile::TempDir::path).collect();
-            let options = DiskOptions { o_direct, ..options(&homes, slots, block_bytes) };
+            let options = DiskOptions { o_direct, ..disk_options(&homes, slots, block_bytes) };
             let disk = Arc::new(DiskRegion::open(&options).unwrap());
             let memory = Arc::new(host(slots, block_bytes));
             let backend = make(Arc::clone(&memory) as _, disk, depth).unwrap();
@@ -104,8 +96,7 @@ struct Fixture {
 impl Fixture {
     fn new(options: &DiskOptions) -> Self {
         let memory = Arc::new(host(2, options.geometry.block_bytes()));
-        let mut frames = memory.frames().unwrap();
-        let mut here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
+        let mut here = frames(&memory);
         fill_pattern(1, memory.write(&mut here[0]).unwrap());
         Self { memory, disk: Arc::new(DiskRegion::open(options).unwrap()), here }
     }
@@ -184,7 +175,7 @@ fn an_unusable_directory_is_left_out_and_the_others_serve() {
     let home = tempfile::tempdir().unwrap();
     let (here, file) = (home.path().join("here"), home.path().join("file"));
     File::create(&file).unwrap();
-    let fixture = Fixture::new(&options(&[&file, &here], 8, 4096));
+    let fixture = Fixture::new(&disk_options(&[&file, &here], 8, 4096));
     assert_eq!(fixture.disk.absent().collect::<Vec<_>>(), [0]);
     for make in backends() {
         let backend = fixture.backend(make);
@@ -253,7 +244,7 @@ fn a_child_that_drops_all_leaves_the_parents_files_alone() {
         let fixture = Fixture::new(&kept(home.path(), 8, 4096));
         let mut all = Some((
             fixture.backend(make),
-            DiskRegion::open(&options(&[&made], 8, 4096)).unwrap(),
+            DiskRegion::open(&disk_options(&[&made], 8, 4096)).unwrap(),
             Arc::clone(&fixture.disk),
         ));
         let Fixture { memory, disk, here } = fixture;
@@ -299,7 +290,7 @@ fn a_read_does_not_wait_for_the_writes_before_it() {
         return skip("uring", &error);
     }
     let home = tempfile::tempdir().unwrap();
-    let fixture = Fixture::new(&options(&[home.path()], 8, 256 << 10));
+    let fixture = Fixture::new(&disk_options(&[home.path()], 8, 256 << 10));
     let backend =
         UringBackend::new(Arc::clone(&fixture.memory) as _, Arc::clone(&fixture.disk), 2).unwrap();
     fixture.write(&backend, 0).unwrap();
@@ -348,7 +339,7 @@ fn errors_of_the_kernel_say_what_a_caller_can_do() {
 /// Slots of 4 KiB in a file that is no slot file.
 fn fixture_on(file: File) -> Fixture {
     let home = tempfile::tempdir().unwrap();
-    let mut fixture = Fixture::new(&options(&[home.path()], 2, 4096));
+    let mut fixture = Fixture::new(&disk_options(&[home.path()], 2, 4096));
     fixture.disk = Arc::new(DiskRegion::of_files(fixture.disk.geometry(), vec![file]));
     fixture
 }
@@ -357,7 +348,7 @@ fn fixture_on(file: File) -> Fixture {
 fn nothing_is_left_behind_of_what_is_not_kept() {
     let home = tempfile::tempdir().unwrap();
     let made = home.path().join("made");
-    let disk = DiskRegion::open(&options(&[&made, home.path()], 8, 4096)).unwrap();
+    let disk = DiskRegion::open(&disk_options(&[made.as_path(), home.path()], 8, 4096)).unwrap();
     assert_eq!(fs::read_dir(&made).unwrap().count(), 0, "a killed process would leave a file");
     assert_eq!(
         disk.files().map(|file| file.metadata().unwrap().len()).collect::<Vec<_>>(),
@@ -373,18 +364,18 @@ fn what_cannot_be_opened_names_the_setting() {
     let file = home.path().join("file");
     File::create(&file).unwrap();
     for dir in [file.as_path(), &file.join("below"), &home.path().join("no/such")] {
-        let error = DiskRegion::open(&options(&[dir], 8, 4096)).unwrap_err();
+        let error = DiskRegion::open(&disk_options(&[dir], 8, 4096)).unwrap_err();
         assert_eq!(error.kind(), SetupErrorKind::NotWritable, "{error}");
         assert!(error.to_string().contains("DYN_KVBM_DISK_CACHE_DIR"), "{error}");
     }
-    let error = DiskRegion::open(&options(&[home.path()], 1 << 20, 1 << 30)).unwrap_err();
+    let error = DiskRegion::open(&disk_options(&[home.path()], 1 << 20, 1 << 30)).unwrap_err();
     assert_eq!(error.kind(), SetupErrorKind::NoSpace, "{error}");
     let error = DiskRegion::open(&kept(home.path(), 1 << 20, 1 << 30)).unwrap_err();
     assert_eq!(error.kind(), SetupErrorKind::NoSpace, "{error}");
     assert_eq!(fs::read_dir(home.path()).unwrap().count(), 1, "failed attempts left files");
     for wrong in [
-        options(&[], 8, 4096),
-        DiskOptions { keep: Some("../x".into()), ..options(&[home.path()], 8, 4096) },
+        disk_options::<&Path>(&[], 8, 4096),
+        DiskOptions { keep: Some("../x".into()), ..disk_options(&[home.path()], 8, 4096) },
     ] {
         assert_eq!(DiskRegion::open(&wrong).unwrap_err().kind(), SetupErrorKind::Invalid);
     }
@@ -393,7 +384,7 @@ fn what_cannot_be_opened_names_the_setting() {
 #[test]
 fn blocks_that_do_not_fit_are_refused() {
     let home = tempfile::tempdir().unwrap();
-    let disk = Arc::new(DiskRegion::open(&options(&[home.path()], 2, 8192)).unwrap());
+    let disk = Arc::new(DiskRegion::open(&disk_options(&[home.path()], 2, 8192)).unwrap());
     for make in backends() {
         let error = make(Arc::new(host(2, 4096)), Arc::clone(&disk), 4).unwrap_err();
         assert_eq!(error.kind(), SetupErrorKind::Invalid);
@@ -404,7 +395,7 @@ fn blocks_that_do_not_fit_are_refused() {
 #[test]
 fn slots_that_lie_further_apart_in_memory_are_refused() {
     let home = tempfile::tempdir().unwrap();
-    let disk = Arc::new(DiskRegion::open(&options(&[home.path()], 2, 8192)).unwrap());
+    let disk = Arc::new(DiskRegion::open(&disk_options(&[home.path()], 2, 8192)).unwrap());
     let geometry = Geometry::new(2, 8192).unwrap().with_room(1).unwrap();
     for make in backends() {
         let memory = DramOptions { geometry, huge_pages: false, fault_threads: 1 };

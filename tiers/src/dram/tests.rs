@@ -10,7 +10,7 @@ use super::pages::{address_range, kilobytes};
 use super::*;
 use crate::clock;
 use crate::geometry::ALIGNMENT;
-use crate::testing::{Child, fill_pattern, has_pattern, holds_in_a_child, skip};
+use crate::testing::{Child, fill_pattern, frames, has_pattern, holds_in_a_child, skip};
 
 fn options(slots: u32, block_bytes: usize) -> DramOptions {
     let geometry = Geometry::new(slots, block_bytes).unwrap();
@@ -20,8 +20,7 @@ fn options(slots: u32, block_bytes: usize) -> DramOptions {
 #[test]
 fn blocks_are_kept_apart_and_aligned() {
     let region = DramRegion::host(options(600, 5000)).unwrap();
-    let mut frames = region.frames().unwrap();
-    let mut all: Vec<Frame> = std::iter::from_fn(|| frames.take()).collect();
+    let mut all = frames(&region);
     assert_eq!(all.len(), 600);
     for frame in &mut all {
         let mark = frame.slot().0 as u8;
@@ -153,8 +152,7 @@ fn attach_within(dir: &Path, slots: u32, patience: Duration) -> Result<DramRegio
 }
 
 fn write_all(region: &DramRegion, seed: usize) -> Vec<Frame> {
-    let mut frames = region.frames().unwrap();
-    let mut all: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
+    let mut all = frames(region);
     for (frame, number) in all.iter_mut().zip(seed..) {
         fill_pattern(number, region.write(frame).unwrap());
     }
@@ -163,8 +161,7 @@ fn write_all(region: &DramRegion, seed: usize) -> Vec<Frame> {
 
 /// Which slots are as [`write_all`] left them.
 fn written(region: &DramRegion, seed: usize) -> Vec<u32> {
-    let mut frames = region.frames().unwrap();
-    let all: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
+    let all = frames(region);
     let is_written =
         |frame: &&Frame| has_pattern(seed + frame.slot().0 as usize, region.read(frame).unwrap());
     all.iter().filter(is_written).map(|frame| frame.slot().0).collect()

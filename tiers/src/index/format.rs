@@ -3,7 +3,9 @@
 use crc_fast::{CrcAlgorithm, Digest};
 use ring::hmac;
 
+use super::TierEpoch;
 use crate::copy::{BlockKey, SlotId, Tier};
+use crate::fields::{u32_at, u64_at, u128_at};
 use crate::sealed::{KeyRing, MacKey};
 
 const MAGIC: [u8; 8] = *b"KVBMindx";
@@ -40,8 +42,7 @@ const HAS_TENANT: u8 = 1;
 pub(super) struct IndexHeader {
     /// Drawn anew for each file: entries of another one do not pass.
     pub(super) file: u64,
-    pub(super) epoch: u64,
-    pub(super) forgotten: u64,
+    pub(super) epoch: TierEpoch,
     pub(super) block_bytes: u64,
     pub(super) identity: u128,
     pub(super) slots: u32,
@@ -84,8 +85,8 @@ impl IndexHeader {
         // The checksum, which counts as zero in its own sum.
         put(&[0; 4]);
         put(&self.file.to_le_bytes());
-        put(&self.epoch.to_le_bytes());
-        put(&self.forgotten.to_le_bytes());
+        put(&self.epoch.epoch.to_le_bytes());
+        put(&self.epoch.forgotten.to_le_bytes());
         put(&self.block_bytes.to_le_bytes());
         put(&self.identity.to_le_bytes());
         put(&self.slots.to_le_bytes());
@@ -125,8 +126,7 @@ impl IndexHeader {
         let namespace = str::from_utf8(&bytes[NAMESPACE_AT..NAMESPACE_AT + name]);
         Ok(Self {
             file: u64_at(bytes, 16),
-            epoch: u64_at(bytes, 24),
-            forgotten: u64_at(bytes, 32),
+            epoch: TierEpoch { epoch: u64_at(bytes, 24), forgotten: u64_at(bytes, 32) },
             block_bytes: u64_at(bytes, 40),
             identity: u128_at(bytes, 48),
             slots: u32_at(bytes, 64),
@@ -306,22 +306,4 @@ fn crc32c(parts: &[&[u8]]) -> u32 {
     let mut digest = Digest::new(CrcAlgorithm::Crc32Iscsi);
     parts.iter().for_each(|part| digest.update(part));
     digest.finalize() as u32
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes(field(bytes, at))
-}
-
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes(field(bytes, at))
-}
-
-fn u128_at(bytes: &[u8], at: usize) -> u128 {
-    u128::from_le_bytes(field(bytes, at))
-}
-
-fn field<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    let mut field = [0; N];
-    field.copy_from_slice(&bytes[at..at + N]);
-    field
 }

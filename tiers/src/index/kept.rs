@@ -114,7 +114,7 @@ fn options(path: &Path, header: IndexHeader, keys: Option<Arc<KeyRing>>) -> Inde
         slots: header.slots,
         block_bytes: header.block_bytes,
         parts: header.parts,
-        epoch: header.epoch,
+        epoch: header.epoch.epoch,
         patience: Duration::ZERO,
         keys,
     }

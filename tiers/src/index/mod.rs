@@ -76,15 +76,23 @@ impl IndexOptions {
     }
 }
 
+/// What the names of a tier's blocks depend on. The later one is the greater.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct TierEpoch {
+    /// The epoch.
+    pub epoch: u64,
+    /// How often everything was forgotten in it.
+    pub forgotten: u64,
+}
+
 /// What an index told when it was opened.
 #[derive(Debug)]
 pub struct Recovered {
     /// What lies in the slots, in the order in which it was stored. At most one for each slot; a
     /// block may be in two.
     pub entries: Vec<IndexEntry>,
-    /// The epoch, and how often everything was forgotten in it: what the names of the blocks depend
-    /// on.
-    pub epoch: (u64, u64),
+    /// What the names of the blocks depend on.
+    pub epoch: TierEpoch,
     /// Entries that had changed, and were skipped.
     pub damaged: u64,
     /// Bytes at the end that are no whole entry: a process was killed while it wrote. They are cut
@@ -132,7 +140,7 @@ impl TierIndex {
                 }
                 None => {
                     if let Some(index) = Self::make(options, &mut patience)? {
-                        let epoch = (options.epoch, 0);
+                        let epoch = TierEpoch { epoch: options.epoch, forgotten: 0 };
                         return Ok((
                             index,
                             Recovered { entries: Vec::new(), epoch, damaged: 0, torn: 0 },
@@ -145,7 +153,7 @@ impl TierIndex {
 
     /// `None`: another process made it meanwhile.
     fn make(options: &IndexOptions, patience: &mut LockWait) -> Result<Option<Self>, SetupError> {
-        let header = header(options, (options.epoch, 0));
+        let header = header(options, TierEpoch { epoch: options.epoch, forgotten: 0 });
         let draft = FileDraft::begin(&options.site(), header, patience)?;
         // The process that makes the file has the partial one locked until it has its name.
         if options.path.symlink_metadata().is_ok() {
@@ -225,8 +233,8 @@ impl TierIndex {
     ///
     /// # Errors
     /// It may not be on the medium.
-    pub fn set_epoch(&mut self, epoch: u64, forgotten: u64) -> io::Result<()> {
-        let header = header(&self.options, (epoch, forgotten));
+    pub fn set_epoch(&mut self, epoch: TierEpoch) -> io::Result<()> {
+        let header = header(&self.options, epoch);
         let draft = self.draft(header)?;
         self.replace(draft)
     }
@@ -236,9 +244,9 @@ impl TierIndex {
         self.file.sync_data()
     }
 
-    /// The present epoch, and how often everything was forgotten in it.
-    pub const fn epoch(&self) -> (u64, u64) {
-        (self.header.epoch, self.header.forgotten)
+    /// The present epoch.
+    pub const fn epoch(&self) -> TierEpoch {
+        self.header.epoch
     }
 
     /// Where it lies.
@@ -339,11 +347,10 @@ impl SlotEntries {
     }
 }
 
-fn header(options: &IndexOptions, (epoch, forgotten): (u64, u64)) -> IndexHeader {
+fn header(options: &IndexOptions, epoch: TierEpoch) -> IndexHeader {
     IndexHeader {
         file: fastrand::u64(..),
         epoch,
-        forgotten,
         block_bytes: options.block_bytes,
         identity: options.identity,
         slots: options.slots,
@@ -366,7 +373,7 @@ fn check(options: &IndexOptions) -> Result<(), SetupError> {
 /// Slots with another meaning must not be reinterpreted, nor their entries overwritten. A disk tier
 /// may have another size than before: its slots that are there still mean what they did.
 fn check_header(options: &IndexOptions, found: &IndexHeader) -> Result<(), SetupError> {
-    let wanted = header(options, (0, 0));
+    let wanted = header(options, TierEpoch::default());
     let of = |header: &IndexHeader| {
         let IndexHeader { namespace, identity, tier, block_bytes, key, .. } = header;
         let who = if key.is_some() { "authenticated, " } else { "" };

@@ -96,11 +96,11 @@ proptest! {
     fn what_was_added_is_found_again(all in changes(), cut: Index, epoch in 0..9_u64) {
         let dir = tempfile::tempdir().unwrap();
         let (mut first, found) = index(&dir);
-        prop_assert!(found.entries.is_empty() && found.epoch == (0, 0));
+        prop_assert!(found.entries.is_empty() && found.epoch == TierEpoch::default());
         let (before, after) = all.split_at(cut.index(all.len() + 1));
         first.append(before).unwrap();
         if epoch > 4 {
-            first.set_epoch(epoch, 1).unwrap();
+            first.set_epoch(TierEpoch { epoch, forgotten: 1 }).unwrap();
         } else {
             first.compact().unwrap();
         }
@@ -110,7 +110,8 @@ proptest! {
         let expected = if epoch > 4 { residents(after) } else { residents(&all) };
         prop_assert_eq!(second.blocks() as usize, expected.len());
         prop_assert_eq!(found.entries, expected);
-        prop_assert_eq!(found.epoch, if epoch > 4 { (epoch, 1) } else { (0, 0) });
+        let later = TierEpoch { epoch, forgotten: 1 };
+        prop_assert_eq!(found.epoch, if epoch > 4 { later } else { TierEpoch::default() });
         prop_assert_eq!((found.damaged, found.torn), (0, 0));
     }
 
@@ -146,7 +147,7 @@ proptest! {
             bytes[hit] ^= 1 << bit;
         });
         let (again, found) = index(&dir);
-        prop_assert_eq!(found.epoch, (0, 0));
+        prop_assert_eq!(found.epoch, TierEpoch::default());
         let mut rest = all.clone();
         if let Some(at) = hit.checked_sub(ENTRIES_AT as usize) {
             rest.remove(at / ENTRY_BYTES);
@@ -212,17 +213,19 @@ fn a_failed_new_file_harms_nothing_and_is_tried_again() {
     // A directory in the way.
     let partial = index.path().with_added_extension("partial");
     fs::create_dir(&partial).unwrap();
-    index.set_epoch(4, 0).unwrap_err();
+    let later = TierEpoch { epoch: 4, forgotten: 0 };
+    index.set_epoch(later).unwrap_err();
     index.compact_or_later();
     index.append(&[stored(4, 6)]).unwrap();
     fs::remove_dir(&partial).unwrap();
     drop(index);
     let (mut index, found) = TierIndex::open(&options(dir.path())).unwrap();
-    assert_eq!((found.entries, found.epoch), (vec![entry(3, 5), entry(4, 6)], (0, 0)));
-    index.set_epoch(4, 0).unwrap();
+    assert_eq!(found.entries, [entry(3, 5), entry(4, 6)]);
+    assert_eq!(found.epoch, TierEpoch::default());
+    index.set_epoch(later).unwrap();
     drop(index);
     let (_, found) = TierIndex::open(&options(dir.path())).unwrap();
-    assert_eq!((found.entries, found.epoch), (vec![], (4, 0)));
+    assert_eq!((found.entries, found.epoch), (vec![], later));
 }
 
 #[test]
@@ -287,7 +290,7 @@ fn a_file_has_one_opener_also_when_written_anew() {
     let dir = tempfile::tempdir().unwrap();
     let (mut first, _) = index(&dir);
     assert_eq!(refused(&dir).kind(), SetupErrorKind::InUse);
-    first.set_epoch(1, 0).unwrap();
+    first.set_epoch(TierEpoch { epoch: 1, forgotten: 0 }).unwrap();
     assert_eq!(refused(&dir).kind(), SetupErrorKind::InUse);
     drop(first);
     drop(index(&dir));
@@ -399,7 +402,8 @@ fn whoever_has_no_key_can_change_no_header() {
     let header =
         IndexHeader::decode(good[..HEADER_BYTES].try_into().unwrap(), known.as_deref()).unwrap();
     // The checksum fits, the code does not.
-    let later = IndexHeader { epoch: 9, ..header.clone() }.encode();
+    let later =
+        IndexHeader { epoch: TierEpoch { epoch: 9, forgotten: 0 }, ..header.clone() }.encode();
     let mut forged = later;
     let mac = 288..320;
     forged[mac.clone()].copy_from_slice(&good[mac]);

@@ -43,4 +43,4 @@ pub use agent::{Agent, BackendHandle, RemotePeer};
 pub use backend::{NixlBackend, NixlObjectOptions, object_parameters};
 pub use library::{Library, REMEDY, check_plugin_directory, find, installed_plugins};
 pub use registration::{RegisteredRange, Registration};
-pub use request::{Direction, NixlRequest, SegmentList};
+pub use request::{Direction, ListedSegments, NixlRequest, SegmentList};

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, RecvTimeoutError, TryRecvError};
 
 use super::backend::{ListPosition, SlotLists};
-use super::request::{Direction, NixlRequest};
+use super::request::{Direction, ListedSegments, NixlRequest};
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Endings, Tier};
 use crate::memory::{Memory, forget_checksum, no_such_slot};
@@ -272,7 +272,9 @@ impl RequestMover {
         let first = &orders[0];
         let near = self.near.list(first.near.span).map_err(refused)?;
         let far = self.far.list(first.far.span).map_err(refused)?;
-        NixlRequest::new(first.direction, (near, &near_at), (far, &far_at), None)
+        let near = ListedSegments { list: near, indices: &near_at };
+        let far = ListedSegments { list: far, indices: &far_at };
+        NixlRequest::new(first.direction, near, far, None)
     }
 
     /// Reports what has ended.

@@ -15,7 +15,7 @@ use std::time::Duration;
 use super::agent::{Agent, BackendHandle};
 use super::library::Library;
 use super::registration::{RegisteredRange, Registration, device_of};
-use super::request::{Direction, NixlRequest, SegmentList};
+use super::request::{Direction, ListedSegments, NixlRequest, SegmentList};
 use super::sys::{self, XferReqS};
 use crate::checksum::checksum;
 use crate::clock;
@@ -124,12 +124,9 @@ impl RawNixl {
             }
             Caller::Layered => self.drive(
                 |indices| {
-                    let mut request = NixlRequest::new(
-                        direction,
-                        (&self.near, indices),
-                        (&self.far, indices),
-                        None,
-                    )?;
+                    let near = ListedSegments { list: &self.near, indices };
+                    let far = ListedSegments { list: &self.far, indices };
+                    let mut request = NixlRequest::new(direction, near, far, None)?;
                     // SAFETY: nothing else has a slot handle to any slot, and `run` borrows all of
                     // them.
                     unsafe { request.post() }?;

@@ -215,30 +215,41 @@ enum RequestState {
     Unknown,
 }
 
+/// Some segments of a list, by their positions in it.
+#[derive(Clone, Copy, Debug)]
+pub struct ListedSegments<'a> {
+    /// The list.
+    pub list: &'a Arc<SegmentList>,
+    /// Which of its segments.
+    pub indices: &'a [c_int],
+}
+
+impl ListedSegments<'_> {
+    fn fit(self) -> bool {
+        let is_one = |&index| usize::try_from(index).is_ok_and(|index| index < self.list.segments);
+        self.indices.iter().all(is_one)
+    }
+}
+
 impl NixlRequest {
-    /// Moves segment `near_indices[i]` of the one list to or from segment `far_indices[i]` of the
-    /// other, and then sends `notification` to the peer.
+    /// Moves the segments of the one list to or from those of the other, in their order, and then
+    /// sends `notification` to the peer.
     ///
     /// # Errors
     /// `Refused`: an index is out of range, the numbers of indices differ or are zero, the lists
     /// are of different agents, or no backend moves such segments.
     pub fn new(
         direction: Direction,
-        (near, near_indices): (&Arc<SegmentList>, &[c_int]),
-        (far, far_indices): (&Arc<SegmentList>, &[c_int]),
+        near: ListedSegments<'_>,
+        far: ListedSegments<'_>,
         notification: Option<&[u8]>,
     ) -> Result<Self, CopyError> {
-        let fits = |list: &SegmentList, indices: &[c_int]| {
-            indices
-                .iter()
-                .all(|&index| usize::try_from(index).is_ok_and(|index| index < list.segments))
-        };
-        let agent = &near.agent;
-        if near_indices.len() != far_indices.len()
-            || near_indices.is_empty()
-            || !fits(near, near_indices)
-            || !fits(far, far_indices)
-            || agent.handle() != far.agent.handle()
+        let agent = &near.list.agent;
+        if near.indices.len() != far.indices.len()
+            || near.indices.is_empty()
+            || !near.fit()
+            || !far.fit()
+            || agent.handle() != far.list.agent.handle()
         {
             return Err(refused("its indices do not fit its lists"));
         }
@@ -255,25 +266,23 @@ impl NixlRequest {
         // SAFETY: agent, lists and arguments live, and the indices, as many as said, are positions
         // in the lists.
         let status = unsafe {
-            let (near, far) = (near.handle.as_ptr(), far.handle.as_ptr());
-            let (near_at, far_at) = (near_indices.as_ptr(), far_indices.as_ptr());
-            let count = near_indices.len();
             (agent.api().make_xfer_req)(
                 agent.handle(),
                 op,
-                near,
-                near_at,
-                count,
-                far,
-                far_at,
-                count,
+                near.list.handle.as_ptr(),
+                near.indices.as_ptr(),
+                near.indices.len(),
+                far.list.handle.as_ptr(),
+                far.indices.as_ptr(),
+                far.indices.len(),
                 &raw mut handle,
                 args,
             )
         };
         match NonNull::new(handle).filter(|_| status == sys::SUCCESS) {
             Some(handle) => {
-                let held = HeldLists { handle, near: Arc::clone(near), far: Arc::clone(far) };
+                let (near, far) = (Arc::clone(near.list), Arc::clone(far.list));
+                let held = HeldLists { handle, near, far };
                 Ok(Self {
                     held: Some(held),
                     direction,

@@ -14,18 +14,19 @@ use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Tier};
 use crate::disk::{DiskOptions, DiskRegion};
 use crate::dram::DramRegion;
 use crate::error::SetupErrorKind;
-use crate::geometry::Geometry;
 use crate::memory::Memory;
 use crate::object::{Store, StoreOptions};
 use crate::testing::conformance::{self, Pair};
-use crate::testing::{each, fill_pattern, has_pattern, host, order, run, skip};
+use crate::testing::{
+    disk, disk_options, each, fill_pattern, frames, has_pattern, host, order, run, skip, take_all,
+};
 
 use std::sync::Arc;
 
 const BLOCK: usize = 64 << 10;
 
 /// `None`: not installed here, said aloud.
-fn library() -> Option<&'static Library> {
+pub(super) fn library() -> Option<&'static Library> {
     Library::load(None).inspect_err(|error| skip("nixl", error)).ok()
 }
 
@@ -45,25 +46,14 @@ fn plugin(
     Arc::new(agent(library).backend(name, &parameters).unwrap())
 }
 
-fn disk(dirs: &[PathBuf], o_direct: bool, slots: u32, block_bytes: usize) -> Arc<DiskRegion> {
-    let geometry = Geometry::new(slots, block_bytes).unwrap();
-    let options = DiskOptions {
-        geometry,
-        dirs: dirs.to_vec(),
-        o_direct,
-        zerofill_fallback: true,
-        keep: None,
-    };
-    Arc::new(DiskRegion::open(&options).unwrap())
-}
-
 fn check_disk(parameters: &[(&str, &str)], dirs: usize, o_direct: bool) {
     let Some(library) = library() else { return };
     conformance::check(|slots, block_bytes| {
         let homes: Vec<_> = (0..dirs).map(|_| tempfile::tempdir().unwrap()).collect();
         let homes: Vec<_> = homes.iter().map(|home| home.path().to_owned()).collect();
         let memory = Arc::new(host(slots, block_bytes));
-        let disk = disk(&homes, o_direct, slots, block_bytes);
+        let options = DiskOptions { o_direct, ..disk_options(&homes, slots, block_bytes) };
+        let disk = Arc::new(DiskRegion::open(&options).unwrap());
         let posix = plugin(library, "POSIX", parameters);
         let backend = NixlBackend::disk(&posix, Arc::clone(&memory) as _, disk, 32).unwrap();
         Pair { memory, other: Tier::Disk, backend: Arc::new(backend) }
@@ -91,14 +81,11 @@ fn a_short_file_fails_its_blocks_and_no_others() {
     let Some(library) = library() else { return };
     let home = tempfile::tempdir().unwrap();
     let memory = Arc::new(host(8, BLOCK));
-    let disk = disk(&[home.path().to_owned()], true, 8, BLOCK);
+    let disk = disk(&[home.path()], 8, BLOCK);
     let posix = plugin(library, "POSIX", &[("use_uring", "true")]);
     let backend =
         NixlBackend::disk(&posix, Arc::clone(&memory) as _, Arc::clone(&disk), 8).unwrap();
-    let mut frames = memory.frames().unwrap();
-    let here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
-    let mut others = crate::FramePool::new(Tier::Disk, 8);
-    let there: Vec<_> = std::iter::from_fn(|| others.take()).collect();
+    let (here, there) = (frames(&memory), take_all(crate::FramePool::new(Tier::Disk, 8)));
     let out = |i: usize| order(i, here[i].slot_ref(), there[i].slot_ref());
     assert!(run(&backend, (0..8).map(out).collect()).iter().all(Result::is_ok));
     disk.file(0).set_len(4 * BLOCK as u64).unwrap();
@@ -122,12 +109,10 @@ impl Bed {
     fn new(library: &'static Library, slots: u32, depth: u32) -> Self {
         let home = tempfile::tempdir().unwrap();
         let memory = Arc::new(host(slots, BLOCK));
-        let disk = disk(&[home.path().to_owned()], true, slots, BLOCK);
+        let disk = disk(&[home.path()], slots, BLOCK);
         let posix = plugin(library, "POSIX", &[("use_uring", "true")]);
         let backend = NixlBackend::disk(&posix, Arc::clone(&memory) as _, disk, depth).unwrap();
-        let all = |mut pool: crate::FramePool| std::iter::from_fn(|| pool.take()).collect();
-        let (here, there) =
-            (all(memory.frames().unwrap()), all(crate::FramePool::new(Tier::Disk, slots)));
+        let (here, there) = (frames(&memory), take_all(crate::FramePool::new(Tier::Disk, slots)));
         Self { backend, memory, here, there, _home: home }
     }
 
@@ -275,8 +260,7 @@ impl Side {
         let ucx = plugin(library, "UCX", &[]);
         let memory = Arc::new(host(SLOTS, BLOCK));
         let registration = Registration::memory(&ucx, &(Arc::clone(&memory) as _)).unwrap();
-        let mut pool = memory.frames().unwrap();
-        let mut frames: Vec<_> = std::iter::from_fn(|| pool.take()).collect();
+        let mut frames = frames(&memory);
         frames.sort_by_key(crate::Frame::slot);
         Self { ucx, memory, registration, frames }
     }
@@ -317,7 +301,8 @@ fn transfer(
     notification: Option<&[u8]>,
 ) -> Result<(), CopyError> {
     let all: Vec<c_int> = (0..SLOTS.cast_signed()).collect();
-    let mut request = NixlRequest::new(direction, (near, &all), (far, &all), notification)?;
+    let [near, far] = [near, far].map(|list| ListedSegments { list, indices: &all });
+    let mut request = NixlRequest::new(direction, near, far, notification)?;
     // SAFETY: the test has all slot handles of both ends, and touches nothing until the end.
     unsafe { request.post() }?;
     let deadline = Instant::now() + Duration::from_secs(20);
@@ -384,7 +369,9 @@ fn what_does_not_fit_is_refused() {
         (&near, &[], &[]),
         (&other, &[0], &[0]),
     ] {
-        let request = NixlRequest::new(Direction::Write, (&near, near_at), (far, far_at), None);
+        let near = ListedSegments { list: &near, indices: near_at };
+        let far = ListedSegments { list: far, indices: far_at };
+        let request = NixlRequest::new(Direction::Write, near, far, None);
         assert_eq!(kind(request), Some(CopyErrorKind::Refused));
     }
 }

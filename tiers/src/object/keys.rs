@@ -210,7 +210,8 @@ mod tests {
     use super::*;
     use crate::copy::{BlockKey, CopyErrorKind, Owner, Tier};
     use crate::index::IndexEntry;
-    use crate::sealed::{Cipher, KeyRing, SEAL_BYTES, TenantKeys};
+    use crate::sealed::{Cipher, SEAL_BYTES, TenantKeys};
+    use crate::testing::key_ring;
 
     /// A client that records its requests and how many objects it named, and refuses while told to.
     #[derive(Debug, Default)]
@@ -314,9 +315,9 @@ mod tests {
     }
 
     fn keys(client: &Arc<Noting>) -> (Arc<TenantKeys>, Cipher, Store) {
-        let ring = KeyRing::parse(&format!("1:{}", "0123456789abcdef".repeat(4))).unwrap();
+        let ring = key_ring(1, "0123456789abcdef");
         let store = Store::with_client(Arc::clone(client) as _).unwrap();
-        let keys = Arc::new(TenantKeys::new(Arc::new(ring), "ns", Box::new(store.keys("ns"))));
+        let keys = Arc::new(TenantKeys::new(ring, "ns", Box::new(store.keys("ns"))));
         let cipher = Cipher::new(Arc::clone(&keys), Tier::Object, "ns", 64);
         (keys, cipher, store)
     }
@@ -326,7 +327,7 @@ mod tests {
     fn seal(cipher: &Cipher, tenant: u32) -> Result<Vec<u8>, CopyErrorKind> {
         let mut room = vec![0; 64 + SEAL_BYTES];
         let owner = Some(Owner { tenant, life: 0 });
-        cipher.seal((BLOCK, owner), (&[5; 64], 1), &mut room).map_err(|error| error.kind())?;
+        cipher.seal(BLOCK, owner, &[5; 64], 1, &mut room).map_err(|error| error.kind())?;
         Ok(room)
     }
 

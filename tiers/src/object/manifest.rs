@@ -17,6 +17,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 
 use super::names::SegmentName;
 use crate::checksum::checksum;
+use crate::fields::{u32_at, u64_at};
 
 /// The first bytes of every manifest.
 pub const MAGIC: [u8; 8] = *b"KVBMMAN1";
@@ -97,7 +98,7 @@ impl Manifest {
     /// See [`ManifestError`].
     pub fn decode(bytes: &[u8]) -> Result<Self, ManifestError> {
         let (head, rest) = bytes.split_first_chunk::<HEAD_BYTES>().ok_or(ManifestError::Corrupt)?;
-        let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| head[at + i]));
+        let word = |at| u32_at(head, at);
         if head[..8] != MAGIC {
             return Err(ManifestError::Corrupt);
         }
@@ -105,7 +106,7 @@ impl Manifest {
             return Err(ManifestError::Version { version: word(8) });
         }
         let (names, crc) = rest.split_last_chunk::<CRC_BYTES>().ok_or(ManifestError::Corrupt)?;
-        let count = u64::from(word(16)) | u64::from(word(20)) << 32;
+        let count = u64_at(head, 16);
         let (names, odd) = names.as_chunks::<NAME_BYTES>();
         let is_sound = checksum(&bytes[..bytes.len() - CRC_BYTES]) == u32::from_le_bytes(*crc);
         if !is_sound || !odd.is_empty() || count != names.len() as u64 {

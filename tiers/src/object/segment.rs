@@ -33,6 +33,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 
 use crate::checksum::checksum;
 use crate::copy::BlockKey;
+use crate::fields::{u32_at, u64_at, u128_at};
 use crate::sealed::{KeyRing, MacKey};
 
 /// The last bytes of every segment.
@@ -306,23 +307,6 @@ fn decode_entry(bytes: &[u8], payload_bytes: u64) -> Result<SegmentEntry, Format
     }
     let block = BlockKey { hash, group: bytes[52] };
     Ok(SegmentEntry { block, parent, offset, length, crc32c: u32_at(bytes, 48), tenant })
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes(array_at(bytes, at))
-}
-
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes(array_at(bytes, at))
-}
-
-fn u128_at(bytes: &[u8], at: usize) -> u128 {
-    u128::from_le_bytes(array_at(bytes, at))
-}
-
-/// The callers' offsets are constants within records of fixed size.
-fn array_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    std::array::from_fn(|i| bytes[at + i])
 }
 
 /// Reads bytes as the authenticated end of an object whose length the first eight give, both as

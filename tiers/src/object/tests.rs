@@ -39,7 +39,7 @@ use crate::checksum::{Checksums, checksum};
 use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, SlotId, SlotRef, Tier};
 use crate::geometry::{ALIGNMENT, Geometry};
 use crate::memory::Memory;
-use crate::testing::each;
+use crate::testing::{each, kinds};
 use crate::verify::Verified;
 
 /// Not a multiple of the alignment: the bytes between slots must not travel.
@@ -454,10 +454,6 @@ fn closing_waits_for_deletions_as_long_as_they_get_on() {
     )));
     drop(backend);
     assert_eq!(faulty.sizes(), [0; 0], "segments are left behind");
-}
-
-fn kinds(results: &Results) -> Vec<Option<CopyErrorKind>> {
-    results.iter().map(|result| result.as_ref().err().map(CopyError::kind)).collect()
 }
 
 /// A store with a defect.

@@ -18,7 +18,7 @@ use crate::dram::DramRegion;
 use crate::frame::Frame;
 use crate::geometry::Geometry;
 use crate::memory::Memory;
-use crate::testing::{Child, fill_pattern, has_pattern, holds_in_a_child, host, options};
+use crate::testing::{Child, fill_pattern, frames, has_pattern, holds_in_a_child, host, options};
 
 const SLOTS: u32 = 5;
 /// Ends amid a page and a line.
@@ -49,8 +49,7 @@ fn handed_over(region: &DramRegion) -> SharedMemory {
 /// A reader: slots of its own, and all their handles.
 fn reader() -> (DramRegion, Vec<Frame>) {
     let region = host(SLOTS, BLOCK);
-    let mut frames = region.frames().unwrap();
-    let all = std::iter::from_fn(|| frames.take()).collect();
+    let all = frames(&region);
     (region, all)
 }
 

@@ -26,6 +26,7 @@ use super::connection::SendResult;
 use super::leader::{Leader, LeaderState};
 use super::protocol::{ForgotTenant, ToRank};
 use crate::clock;
+use crate::copy::Owner;
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::{OwnDirectory, open_ours, replace};
 use crate::fork::ServiceThread;
@@ -234,7 +235,7 @@ impl RankForgetter {
         let (queue, orders) = crossbeam_channel::unbounded::<(u32, u32, DestroyKeys)>();
         let work = move || {
             for (tenant, life, destroy) in orders {
-                tell(ForgotTenant::new((tenant, life), destroy()));
+                tell(ForgotTenant::new(Owner { tenant, life }, destroy()));
             }
         };
         Ok(Self { begin, queue, _thread: ServiceThread::spawn("kvbm-forget", work)? })

@@ -136,8 +136,12 @@ impl Leader {
     /// Has all ranks bring blocks from those of another worker, each its slice. The sources of
     /// `batch` are slots there. It ends as any copy does: when each rank has ended it, or is gone.
     pub fn pull(&self, from: &PullOrder, batch: &[CopyOp], done: &Done) {
+        self.send_in_parts(batch, done, Some(from));
+    }
+
+    fn send_in_parts(&self, batch: &[CopyOp], done: &Done, from: Option<&PullOrder>) {
         for (ops, first) in batch.chunks(MAX_OPS).zip((0..).step_by(MAX_OPS)) {
-            self.shared.send(ops, done.clone().renumbered(move |op| first + op), Some(from));
+            self.shared.send(ops, done.clone().renumbered(move |op| first + op), from);
         }
     }
 
@@ -192,9 +196,7 @@ unsafe impl Backend for Leader {
         if batch.len() <= MAX_OPS {
             return self.shared.send(&batch, done, None);
         }
-        for (ops, first) in batch.chunks(MAX_OPS).zip((0..).step_by(MAX_OPS)) {
-            self.shared.send(ops, done.clone().renumbered(move |op| first + op), None);
-        }
+        self.send_in_parts(&batch, &done, None);
     }
 }
 

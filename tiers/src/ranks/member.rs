@@ -25,7 +25,7 @@ use super::slots::{KeptSlots, LeftBehind, SlotGenerations, SlotJournals, part};
 use super::socket;
 use crate::backend::Backend;
 use crate::clock;
-use crate::copy::{CopyError, CopyOp, Done, Route, Tier};
+use crate::copy::{CopyError, CopyOp, Done, Owner, Route, Tier};
 use crate::dram::DramRegion;
 use crate::error::{Failure, SetupError, SetupErrorKind};
 use crate::memory::Memory;
@@ -276,7 +276,8 @@ impl Member {
                     self.work.tell(&ToLeader::Inventory(self.left.page(tier, from)));
                 }
                 ToRank::Adopt { tier, lives } => {
-                    let ours = lives.unpack()?.filter_map(|life| self.left.in_life(tier, life));
+                    let left = |(slot, life)| self.left.in_life(tier, slot, life);
+                    let ours = lives.unpack()?.filter_map(left);
                     ours.for_each(|slot| self.work.generations.adopt(slot));
                 }
                 ToRank::Forget { tenant, life } => self.forget(tenant, life),
@@ -292,7 +293,7 @@ impl Member {
             return forgetter.forget(tenant, life);
         }
         let has_none = Err("it has nobody to destroy keys".to_owned());
-        self.work.tell(&ToLeader::Forgot(ForgotTenant::new((tenant, life), has_none)));
+        self.work.tell(&ToLeader::Forgot(ForgotTenant::new(Owner { tenant, life }, has_none)));
     }
 
     /// Starts the copies of a batch, but for those that cannot be right.
@@ -365,8 +366,8 @@ impl Member {
         }
         let slots: Vec<_> = started.iter().map(|(_, op)| (op.from, op.to.slot)).collect();
         let done = self.done(batch, started);
-        let slot = |(place, slots)| {
-            PulledSlot::new(Arc::clone(&puller.memory), slots, (place, done.clone()))
+        let slot = |(place, (from, to))| {
+            PulledSlot::new(Arc::clone(&puller.memory), from, to, place, done.clone())
         };
         (puller.pull)(from, slots.into_iter().enumerate().map(slot).collect());
     }

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::pull::{PeerSeat, PullOrder};
 use crate::copy::{BlockKey, CopyErrorKind, CopyOp, Owner, Route, SlotId, SlotRef, Tier};
+use crate::fields::{u32_at, u128_at};
 use crate::index::IndexEntry;
 
 /// What both sides must agree on. Raise it with every change of a message.
@@ -214,9 +215,7 @@ impl PackedHoldings {
         let (holdings, rest) = self.0.as_chunks::<HELD_BYTES>();
         let unpack = |bytes: &[u8; HELD_BYTES]| {
             let [slot, generation] = [0, 4].map(|at| u32_at(bytes, at));
-            let mut hash = [0; 16];
-            hash.copy_from_slice(&bytes[9..]);
-            let block = BlockKey { hash: u128::from_le_bytes(hash), group: bytes[8] };
+            let block = BlockKey { hash: u128_at(bytes, 9), group: bytes[8] };
             HeldSlot { slot: SlotId(slot), generation, block }
         };
         if rest.is_empty() {
@@ -243,12 +242,6 @@ impl PackedLives {
         let unpack = |bytes: &[u8; LIFE_BYTES]| (SlotId(u32_at(bytes, 0)), u32_at(bytes, 4));
         if rest.is_empty() { Ok(lives.iter().map(unpack)) } else { Err(MalformedFrame::HalfASlot) }
     }
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    let mut number = [0; 4];
-    number.copy_from_slice(&bytes[at..at + 4]);
-    u32::from_le_bytes(number)
 }
 
 /// Copy orders, each in [`OP_BYTES`]: hash, group, whether there is a parent and its hash, whether
@@ -368,7 +361,8 @@ impl HelloFrame {
 }
 
 impl ForgotTenant {
-    pub(super) fn new((tenant, life): (u32, u32), outcome: Result<(), String>) -> Self {
+    pub(super) fn new(owner: Owner, outcome: Result<(), String>) -> Self {
+        let Owner { tenant, life } = owner;
         Self { tenant, life, failed: outcome.err().map(|why| shortened(&why)) }
     }
 }

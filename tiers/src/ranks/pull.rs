@@ -101,8 +101,10 @@ impl PulledSlot {
     /// `op`.
     pub(super) fn new(
         memory: Arc<DramRegion>,
-        (from, to): (SlotRef, SlotId),
-        (op, done): (usize, Done),
+        from: SlotRef,
+        to: SlotId,
+        op: usize,
+        done: Done,
     ) -> Self {
         Self { memory, from, to, op, done: Some(done) }
     }
@@ -218,7 +220,7 @@ mod tests {
             let to = SlotRef { tier: Tier::Host, slot, generation };
             let done = Done::new(|_| ());
             self.slots.generations.begin_pull(&op(to));
-            let mut pulled = PulledSlot::new(Arc::clone(&self.memory), (to, slot), (0, done));
+            let mut pulled = PulledSlot::new(Arc::clone(&self.memory), to, slot, 0, done);
             fill_pattern(pattern, pulled.bytes());
             pulled.written();
             pulled.end(Ok(()));
@@ -303,7 +305,7 @@ mod tests {
         let done = Done::new(move |ended| tell.lock().extend(ended));
         let slot = SlotId(0);
         let from = SlotRef { tier: Tier::Host, slot, generation: 0 };
-        drop(PulledSlot::new(HostTier::new().memory, (from, slot), (5, done)));
+        drop(PulledSlot::new(HostTier::new().memory, from, slot, 5, done));
         let told = told.lock();
         assert_eq!((told.len(), told[0].0), (1, 5));
         assert_eq!(told[0].1.as_ref().unwrap_err().kind(), CopyErrorKind::Unavailable);

@@ -137,7 +137,7 @@ impl LeftBehind {
     }
 
     /// The slot in a life of this number, if anything was left there.
-    pub(super) fn in_life(&self, tier: Tier, (slot, generation): (SlotId, u32)) -> Option<SlotRef> {
+    pub(super) fn in_life(&self, tier: Tier, slot: SlotId, generation: u32) -> Option<SlotRef> {
         let entries = &self.0[tier.index()];
         let is_left = entries.binary_search_by_key(&slot, |entry| entry.slot).is_ok();
         is_left.then_some(SlotRef { tier, slot, generation })

@@ -29,7 +29,8 @@ use crate::index::IndexEntry;
 use crate::memcpy::MemcpyBackend;
 use crate::memory::Memory;
 use crate::testing::{
-    Fault, FaultBackend, ParkedBackend, each, fill_pattern, has_pattern, options, order, run, start,
+    Fault, FaultBackend, ParkedBackend, each, fill_pattern, has_pattern, kinds, options, order,
+    run, start,
 };
 
 const SLOTS: u32 = 16;
@@ -188,10 +189,6 @@ fn pattern(rank: usize, slot: u32) -> usize {
 fn op((from, to): Route, slot: u32) -> CopyOp {
     let at = |tier| SlotRef { tier, slot: SlotId(slot), generation: slot + 1 };
     order(slot as usize, at(from), at(to))
-}
-
-fn kinds(results: &[Result<(), CopyError>]) -> Vec<Option<CopyErrorKind>> {
-    results.iter().map(|result| result.as_ref().err().map(CopyError::kind)).collect()
 }
 
 #[test]

@@ -95,15 +95,15 @@ impl RawGpu {
         if source.max(target) > self.bytes || pairs.len() > self.pairs.capacity() {
             return Err(SetupError::invalid("the arrays are smaller than the layouts"));
         }
-        let (ends, plan) =
-            ((self.device[0].address, self.device[1].address), transform.with_long_rows().plan());
+        let [from, to] = [0, 1].map(|end| self.device[end].address);
+        let plan = transform.with_long_rows().plan();
         let Self { stream, kernels, pairs: table, .. } = self;
         timed(stream, || {
             // SAFETY: the arrays are as large as the layouts, disjoint, and ours until the work has
             // ended; so is the table.
             unsafe {
                 let pairs_there = table.fill(stream, &pairs)?;
-                kernels.transform(stream, ends, pairs_there, pairs.len(), plan)
+                kernels.transform(stream, from, to, pairs_there, pairs.len(), plan)
             }
         })
     }
@@ -124,7 +124,7 @@ impl RawGpu {
             (0..times).try_for_each(|_| {
                 // SAFETY: three arrays of this many floats, ours until the work has ended; any bits
                 // are floats.
-                unsafe { busy.matmul(&self.stream, (a, a + matrix, c), n) }
+                unsafe { busy.matmul(&self.stream, a, a + matrix, c, n) }
             })
         })
     }
@@ -149,7 +149,7 @@ impl RawGpu {
             (0..times).try_for_each(|_| {
                 // SAFETY: arrays of this many floats, ours until the work has ended; any bits are
                 // floats.
-                unsafe { busy.matvec(&self.stream, (a, a, y), n) }
+                unsafe { busy.matvec(&self.stream, a, a, y, n) }
             })
         })
     }
@@ -203,12 +203,14 @@ impl BusyKernels {
     unsafe fn matmul(
         &self,
         stream: &CudaStream,
-        (mut a, mut b, mut c): (u64, u64, u64),
+        mut a: u64,
+        mut b: u64,
+        mut c: u64,
         mut n: u32,
     ) -> Result<(), DriverError> {
         let parameters = &mut [pointer(&mut a), pointer(&mut b), pointer(&mut c), pointer(&mut n)];
         // SAFETY: these are the kernel's parameters; else as the caller promises.
-        unsafe { stream.launch(self.matmul, (n.div_ceil(THREADS), n), THREADS, parameters) }
+        unsafe { stream.launch(self.matmul, [n.div_ceil(THREADS), n], THREADS, parameters) }
     }
 
     /// Starts multiplying a matrix of `n` rows of floats, a multiple of [`PARTS`](Self::PARTS),
@@ -220,11 +222,13 @@ impl BusyKernels {
     unsafe fn matvec(
         &self,
         stream: &CudaStream,
-        (mut a, mut x, mut y): (u64, u64, u64),
+        mut a: u64,
+        mut x: u64,
+        mut y: u64,
         mut n: u32,
     ) -> Result<(), DriverError> {
         let parameters = &mut [pointer(&mut a), pointer(&mut x), pointer(&mut y), pointer(&mut n)];
-        let grid = (n.div_ceil(THREADS), Self::PARTS);
+        let grid = [n.div_ceil(THREADS), Self::PARTS];
         // SAFETY: these are the kernel's parameters; else as the caller promises.
         unsafe { stream.launch(self.matvec, grid, THREADS, parameters) }
     }

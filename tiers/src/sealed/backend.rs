@@ -72,11 +72,12 @@ impl<B: Backend + 'static> Sealed<B> {
     pub fn new(
         inner: B,
         memory: Arc<dyn Memory>,
-        (scratch, cipher): (Scratch, Cipher),
+        scratch: Scratch,
+        cipher: Cipher,
         run_blocks: usize,
     ) -> Result<Self, SetupError> {
         only_other_end(&inner, memory.tier())?;
-        Self::start(inner, (memory, SealedEnd::Medium), (scratch, cipher), run_blocks)
+        Self::start(inner, memory, SealedEnd::Medium, scratch, cipher, run_blocks)
     }
 
     /// The other way round: blocks lie sealed in `memory`, which outlives its process, and `inner`
@@ -90,16 +91,19 @@ impl<B: Backend + 'static> Sealed<B> {
     pub fn of_memory(
         inner: B,
         memory: Arc<dyn Memory>,
-        parts: (Scratch, Cipher),
+        scratch: Scratch,
+        cipher: Cipher,
         run_blocks: usize,
     ) -> Result<Self, SetupError> {
-        Self::start(inner, (memory, SealedEnd::Memory), parts, run_blocks)
+        Self::start(inner, memory, SealedEnd::Memory, scratch, cipher, run_blocks)
     }
 
     fn start(
         inner: B,
-        (memory, sealed): (Arc<dyn Memory>, SealedEnd),
-        (scratch, cipher): (Scratch, Cipher),
+        memory: Arc<dyn Memory>,
+        sealed: SealedEnd,
+        scratch: Scratch,
+        cipher: Cipher,
         run_blocks: usize,
     ) -> Result<Self, SetupError> {
         let ours = memory.tier();
@@ -229,7 +233,7 @@ impl<B: Backend + 'static> SealedState<B> {
         let SealedRun { ops, fences, done } = run;
         let mut blocks = blocks_of(ops, frames);
         let have_keys = blocks.iter_mut().all(|block| self.has_key(SealDirection::Out, block));
-        self.work((SealDirection::Out, have_keys), blocks, prepare, move |blocks| {
+        self.work(SealDirection::Out, have_keys, blocks, prepare, move |blocks| {
             let (ready, failed): (Vec<_>, Vec<_>) =
                 blocks.into_iter().partition(|block| block.result.is_ok());
             // Where a block is missing no layer can have all blocks of the run.
@@ -266,7 +270,8 @@ impl<B: Backend + 'static> SealedState<B> {
     /// An engine waits for what is opened, and nothing waits for what is sealed.
     fn work(
         &self,
-        (way, have_keys): (SealDirection, bool),
+        way: SealDirection,
+        have_keys: bool,
         blocks: Vec<BlockInScratch>,
         work: impl Fn(&mut BlockInScratch) + Send + Sync + 'static,
         go_on: impl FnOnce(Vec<BlockInScratch>) + Send + 'static,
@@ -341,7 +346,7 @@ impl<B: Backend + 'static> SealedState<B> {
                     block.result = finisher.finish(block);
                 }
             };
-            self.work((SealDirection::Back, have_keys), blocks, finish, move |blocks| {
+            self.work(SealDirection::Back, have_keys, blocks, finish, move |blocks| {
                 shared.end(SealDirection::Back, blocks, &done);
             });
         }
@@ -383,7 +388,7 @@ impl<B: Backend + 'static> SealedState<B> {
         let block = &unsafe { slot.as_ref() }[..self.memory.block_bytes()];
         let known = self.memory.checksums().and_then(|checksums| checksums.get(op.from.slot));
         let crc = known.unwrap_or_else(|| checksum(block));
-        self.cipher.seal((op.block, op.owner), (block, crc), self.scratch.room(frame)?)?;
+        self.cipher.seal(op.block, op.owner, block, crc, self.scratch.room(frame)?)?;
         // While it lies in the caches: the backend inside would have to read it again.
         self.scratch.remember_checksum(frame);
         Ok(())
@@ -433,7 +438,7 @@ impl<B: Backend + 'static> SealedState<B> {
         // SAFETY: the destination of an operation that is submitted and not completed: nothing else
         // touches it, and it does not lie in the scratch.
         let destination = &mut unsafe { &mut *slot.as_ptr() }[..self.memory.block_bytes()];
-        self.cipher.seal((op.block, op.owner), (block, crc), destination)?;
+        self.cipher.seal(op.block, op.owner, block, crc, destination)?;
         // Of the sealed bytes: what an index says of them tells nothing of the block.
         self.memory
             .checksums()

@@ -29,6 +29,7 @@ use zeroize::Zeroizing;
 use super::keys::SecretKey;
 use super::tenants::{ID_BYTES, KeyId, NoKey, TenantKeys};
 use crate::copy::{BlockKey, CopyError, CopyErrorKind, Owner, Tier};
+use crate::fields::u32_at;
 
 /// What a sealed block has beyond the block.
 pub const SEAL_BYTES: usize = CRC_BYTES + TAG_BYTES + HEADER_BYTES;
@@ -72,8 +73,10 @@ impl Cipher {
     /// written there is never in the clear, and no copy of the block is made for it.
     pub(crate) fn seal(
         &self,
-        (block, owner): (BlockKey, Option<Owner>),
-        (content, crc): (&[u8], u32),
+        block: BlockKey,
+        owner: Option<Owner>,
+        content: &[u8],
+        crc: u32,
         room: &mut [u8],
     ) -> Result<(), CopyError> {
         let (id, secret) = self.keys.to_seal(owner).map_err(no_key)?;
@@ -110,7 +113,7 @@ impl Cipher {
             key.open_in_place_separate_tag(nonce, Aad::from(identity), &tag, &mut room[hidden]);
         let opened = opened
             .map_err(|_| corrupt("its seal is broken, or was made with another key".to_owned()))?;
-        Ok(u32::from_le_bytes(std::array::from_fn(|byte| opened[self.block_bytes + byte])))
+        Ok(u32_at(opened, self.block_bytes))
     }
 
     fn parts(&self) -> SealedParts {
@@ -214,15 +217,12 @@ mod tests {
 
     use super::super::KeyRing;
     use super::*;
+    use crate::testing::main_key;
 
     const BLOCK: BlockKey = BlockKey { hash: 7, group: 1 };
 
     fn keys(text: &str) -> Arc<TenantKeys> {
         Arc::new(TenantKeys::in_memory(Arc::new(KeyRing::parse(text).unwrap()), "test"))
-    }
-
-    fn key(number: u32, digits: &str) -> String {
-        format!("{number}:{}", digits.repeat(4))
     }
 
     fn cipher(keys: &Arc<TenantKeys>, tier: Tier, namespace: &str, block_bytes: usize) -> Cipher {
@@ -231,12 +231,12 @@ mod tests {
 
     fn sealed(cipher: &Cipher, content: &[u8]) -> Vec<u8> {
         let mut room = vec![0; content.len() + SEAL_BYTES];
-        cipher.seal((BLOCK, None), (content, 99), &mut room).unwrap();
+        cipher.seal(BLOCK, None, content, 99, &mut room).unwrap();
         room
     }
 
     fn mixed(number: u32) -> Arc<TenantKeys> {
-        keys(&key(number, "0123456789abcdef"))
+        keys(&main_key(number, "0123456789abcdef"))
     }
 
     proptest! {
@@ -288,7 +288,7 @@ mod tests {
         let owner = |tenant| Some(Owner { tenant, life: 0 });
         let sealed_for = |owner| {
             let mut room = vec![0; 64 + SEAL_BYTES];
-            ours.seal((BLOCK, owner), (&[5; 64], 99), &mut room).unwrap();
+            ours.seal(BLOCK, owner, &[5; 64], 99, &mut room).unwrap();
             room
         };
         let rooms = [None, owner(7), owner(8)].map(sealed_for);
@@ -302,7 +302,7 @@ mod tests {
         keys.forget(7, 1).unwrap();
         assert_eq!(opens(&rooms[1]).unwrap_err().kind(), CopyErrorKind::Corrupt);
         assert!(opens(&rooms[0]).is_ok() && opens(&rooms[2]).is_ok());
-        let late = ours.seal((BLOCK, owner(7)), (&[5; 64], 99), &mut [0; 64 + SEAL_BYTES]);
+        let late = ours.seal(BLOCK, owner(7), &[5; 64], 99, &mut [0; 64 + SEAL_BYTES]);
         assert_eq!(late.unwrap_err().kind(), CopyErrorKind::Refused);
     }
 

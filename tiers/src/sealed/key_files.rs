@@ -403,17 +403,15 @@ impl KeyFile {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
-    use std::sync::Arc;
 
-    use super::super::{KeyRing, TenantKeys};
+    use super::super::TenantKeys;
     use super::*;
     use crate::copy::Owner;
+    use crate::testing::key_ring;
 
     fn open(dirs: &[PathBuf]) -> TenantKeys {
-        let ring =
-            Arc::new(KeyRing::parse(&format!("1:{}", "0123456789abcdef".repeat(4))).unwrap());
         let files = KeyFiles::open(dirs, "ns", Duration::ZERO).unwrap();
-        TenantKeys::new(ring, "ns", Box::new(files))
+        TenantKeys::new(key_ring(1, "0123456789abcdef"), "ns", Box::new(files))
     }
 
     fn has(keys: &TenantKeys, id: KeyId) -> bool {

@@ -13,6 +13,7 @@ use zeroize::Zeroizing;
 
 use super::keys::{KeyRing, SecretKey};
 use crate::copy::Owner;
+use crate::fields::{array_at, u32_at, u64_at};
 use crate::index::IndexEntry;
 
 /// Bytes of a wrapped key.
@@ -89,17 +90,13 @@ impl WrappedKey {
 
     /// Whose blocks it seals; `None`: no particular tenant's.
     pub fn tenant(&self) -> Option<u32> {
-        let tenant = u64::from_le_bytes(array_at(&self.0, 8));
+        let tenant = u64_at(&self.0, 8);
         tenant.checked_sub(1).and_then(|tenant| u32::try_from(tenant).ok())
     }
 
     fn main(&self) -> u32 {
-        u32::from_le_bytes(array_at(&self.0, 4))
+        u32_at(&self.0, 4)
     }
-}
-
-fn array_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    std::array::from_fn(|byte| bytes[at + byte])
 }
 
 /// The tenant's number plus one; 0: no tenant's.
@@ -546,7 +543,7 @@ impl TenantKeys {
     }
 
     fn wrapping(&self, bytes: &[u8; RECORD_BYTES]) -> Option<(LessSafeKey, Nonce)> {
-        let number = u32::from_le_bytes(array_at(bytes, 4));
+        let number = u32_at(bytes, 4);
         let info = [PURPOSE, &bytes[SALT_AT..SALT_AT + SALT_BYTES]];
         let key = self.ring.get(number)?.expand(&info, &AES_256_GCM).ok()?;
         let nonce = Nonce::assume_unique_for_key(array_at(bytes, NONCE_AT));
@@ -653,6 +650,7 @@ mod tests {
 
     use super::*;
     use crate::copy::{BlockKey, SlotId};
+    use crate::testing::key_ring;
 
     /// A store in memory that outlives those who use it, fails as long as it is told to, and holds
     /// up its callers.
@@ -748,10 +746,6 @@ mod tests {
         }
     }
 
-    fn ring(number: u32, digits: &str) -> Arc<KeyRing> {
-        Arc::new(KeyRing::parse(&format!("{number}:{}", digits.repeat(4))).unwrap())
-    }
-
     fn open(ring: Arc<KeyRing>, namespace: &str, shelf: &KeyShelf) -> TenantKeys {
         TenantKeys::new(ring, namespace, Box::new(shelf.clone()))
     }
@@ -771,18 +765,18 @@ mod tests {
     #[test]
     fn each_tenants_key_is_found_later_and_by_no_other() {
         let shelf = KeyShelf::default();
-        let first = open(ring(1, ONE), "here", &shelf);
+        let first = open(key_ring(1, ONE), "here", &shelf);
         let ids =
             [None, owner(0, 0), owner(u32::MAX, 0)].map(|owner| first.to_seal(owner).unwrap().0);
         assert_eq!(ids.iter().collect::<HashSet<_>>().len(), 3);
         assert_eq!(first.to_seal(owner(0, 0)).unwrap().0, ids[1], "one each");
-        let again = open(ring(1, ONE), "here", &shelf);
+        let again = open(key_ring(1, ONE), "here", &shelf);
         assert!(ids.iter().all(|&id| again.to_open(id).is_ok()));
         assert_eq!(again.to_seal(owner(0, 0)).unwrap().0, ids[1]);
         for stranger in [
-            open(ring(1, OTHER), "here", &shelf),
-            open(ring(2, ONE), "here", &shelf),
-            open(ring(1, ONE), "there", &shelf),
+            open(key_ring(1, OTHER), "here", &shelf),
+            open(key_ring(2, ONE), "here", &shelf),
+            open(key_ring(1, ONE), "there", &shelf),
         ] {
             assert!(ids.iter().all(|&id| is_gone(&stranger, id)));
         }
@@ -791,7 +785,7 @@ mod tests {
     #[test]
     fn any_flipped_bit_of_a_wrapped_key_is_noticed() {
         let shelf = KeyShelf::default();
-        let id = open(ring(1, ONE), "here", &shelf).to_seal(owner(7, 0)).unwrap().0;
+        let id = open(key_ring(1, ONE), "here", &shelf).to_seal(owner(7, 0)).unwrap().0;
         let good = *shelf.0.keys.lock()[0].bytes();
         for bit in 0..8 * (TAG_AT + TAG_BYTES) {
             let mut bytes = good;
@@ -800,35 +794,35 @@ mod tests {
             keys.clear();
             keys.extend(WrappedKey::parse(bytes));
             drop(keys);
-            assert!(is_gone(&open(ring(1, ONE), "here", &shelf), id), "bit {bit}");
+            assert!(is_gone(&open(key_ring(1, ONE), "here", &shelf), id), "bit {bit}");
         }
     }
 
     #[test]
     fn a_new_main_key_makes_keys_and_reads_old_ones() {
         let shelf = KeyShelf::default();
-        let old = open(ring(1, ONE), "here", &shelf).to_seal(owner(7, 0)).unwrap().0;
+        let old = open(key_ring(1, ONE), "here", &shelf).to_seal(owner(7, 0)).unwrap().0;
         let both = Arc::new(
             KeyRing::parse(&format!("2:{},1:{}", OTHER.repeat(4), ONE.repeat(4))).unwrap(),
         );
         let rotated = open(both, "here", &shelf);
         let new = rotated.to_seal(owner(7, 0)).unwrap().0;
         assert!(new != old && rotated.to_open(old).is_ok());
-        let later = open(ring(2, OTHER), "here", &shelf);
+        let later = open(key_ring(2, OTHER), "here", &shelf);
         assert!(is_gone(&later, old) && later.to_open(new).is_ok());
     }
 
     #[test]
     fn the_forgotten_lose_their_keys_and_others_keep_theirs() {
         let shelf = KeyShelf::default();
-        let keys = open(ring(1, ONE), "here", &shelf);
+        let keys = open(key_ring(1, ONE), "here", &shelf);
         let [gone, kept] = [7, 8].map(|tenant| keys.to_seal(owner(tenant, 0)).unwrap().0);
         keys.forget(7, 1).unwrap();
         assert!(is_gone(&keys, gone) && keys.to_open(kept).is_ok());
         assert!(keys.to_seal(owner(7, 0)).is_err(), "it was on its way");
         let new = keys.to_seal(owner(7, 1)).unwrap().0;
         assert_ne!(new, gone);
-        let later = open(ring(1, ONE), "here", &shelf);
+        let later = open(key_ring(1, ONE), "here", &shelf);
         assert!(is_gone(&later, gone) && later.to_open(kept).is_ok());
         assert!(later.to_open(new).is_ok());
     }
@@ -836,7 +830,8 @@ mod tests {
     #[test]
     fn a_key_of_another_worker_is_found_when_asked() {
         let shelf = KeyShelf::default();
-        let (one, other) = (open(ring(1, ONE), "here", &shelf), open(ring(1, ONE), "here", &shelf));
+        let (one, other) =
+            (open(key_ring(1, ONE), "here", &shelf), open(key_ring(1, ONE), "here", &shelf));
         let id = one.to_seal(None).unwrap().0;
         assert!(other.to_open(id).is_ok());
         assert!(is_gone(&other, [9; ID_BYTES]));
@@ -845,7 +840,8 @@ mod tests {
     #[test]
     fn an_unreadable_key_is_asked_for_again() {
         let shelf = KeyShelf::default();
-        let (one, other) = (open(ring(1, ONE), "here", &shelf), open(ring(1, ONE), "here", &shelf));
+        let (one, other) =
+            (open(key_ring(1, ONE), "here", &shelf), open(key_ring(1, ONE), "here", &shelf));
         let id = one.to_seal(owner(7, 0)).unwrap().0;
         shelf.fail(true);
         for _ in 0..3 {
@@ -858,7 +854,7 @@ mod tests {
         assert_eq!(other.to_seal(owner(7, 0)).unwrap().0, id);
         // Nothing is there: that may be another's mistake, and is not remembered.
         let there = std::mem::take(&mut *shelf.0.keys.lock());
-        let third = open(ring(1, ONE), "here", &shelf);
+        let third = open(key_ring(1, ONE), "here", &shelf);
         assert!(is_gone(&third, id));
         shelf.0.keys.lock().extend(there);
         assert!(third.to_open(id).is_ok());
@@ -867,7 +863,7 @@ mod tests {
     #[test]
     fn what_cannot_be_asked_for_stays_readable() {
         let shelf = KeyShelf::default();
-        let first = open(ring(1, ONE), "here", &shelf);
+        let first = open(key_ring(1, ONE), "here", &shelf);
         first.to_seal(owner(7, 0)).unwrap();
         let entry = |tenant| IndexEntry {
             slot: SlotId(0),
@@ -879,7 +875,7 @@ mod tests {
         };
         let left = || {
             let mut entries = vec![entry(7), entry(8)];
-            open(ring(1, ONE), "here", &shelf).retain_readable(&mut entries);
+            open(key_ring(1, ONE), "here", &shelf).retain_readable(&mut entries);
             entries.iter().filter_map(|entry| entry.tenant).collect::<Vec<_>>()
         };
         assert_eq!(left(), [7]);
@@ -893,7 +889,7 @@ mod tests {
     fn a_look_up_under_way_brings_no_forgotten_key_back() {
         let shelf = KeyShelf::default();
         let (writer, reader) =
-            (open(ring(1, ONE), "here", &shelf), open(ring(1, ONE), "here", &shelf));
+            (open(key_ring(1, ONE), "here", &shelf), open(key_ring(1, ONE), "here", &shelf));
         let old = writer.to_seal(owner(7, 0)).unwrap().0;
         let before = writer.to_seal(owner(8, 0)).unwrap().0;
         shelf.hold();
@@ -916,7 +912,7 @@ mod tests {
     fn of_two_calls_the_later_life_wins_whichever_comes_first() {
         for lives in [[1, 2], [2, 1]] {
             let shelf = KeyShelf::default();
-            let keys = open(ring(1, ONE), "here", &shelf);
+            let keys = open(key_ring(1, ONE), "here", &shelf);
             let old = keys.to_seal(owner(7, 0)).unwrap().0;
             // What comes after both is there before the last of them.
             keys.forget(7, lives[0]).unwrap();
@@ -932,9 +928,9 @@ mod tests {
     #[test]
     fn blocks_from_before_a_forget_have_keys_that_outlive_it() {
         let shelf = KeyShelf::default();
-        open(ring(1, ONE), "here", &shelf).to_seal(owner(7, 0)).unwrap();
+        open(key_ring(1, ONE), "here", &shelf).to_seal(owner(7, 0)).unwrap();
         for is_known in [true, false] {
-            let keys = open(ring(1, ONE), "here", &shelf);
+            let keys = open(key_ring(1, ONE), "here", &shelf);
             let old = shelf.ids();
             if is_known {
                 assert!(old.contains(&keys.to_seal(owner(7, 0)).unwrap().0));
@@ -951,7 +947,7 @@ mod tests {
     fn a_key_made_meanwhile_is_destroyed_or_kept_whole() {
         for (life, is_kept) in [(0, false), (1, true)] {
             let shelf = KeyShelf::default();
-            let keys = open(ring(1, ONE), "here", &shelf);
+            let keys = open(key_ring(1, ONE), "here", &shelf);
             shelf.hold();
             thread::scope(|scope| {
                 let sealing = scope.spawn(|| keys.to_seal(owner(7, life)));
@@ -970,7 +966,7 @@ mod tests {
     #[test]
     fn keys_not_destroyed_are_gone_here_and_destroyed_later() {
         let shelf = KeyShelf::default();
-        let keys = open(ring(1, ONE), "here", &shelf);
+        let keys = open(key_ring(1, ONE), "here", &shelf);
         let old = keys.to_seal(owner(7, 0)).unwrap().0;
         keys.begin_forgetting(7, 1);
         shelf.fail(true);
@@ -987,7 +983,7 @@ mod tests {
     #[test]
     fn whoever_has_a_known_key_waits_for_no_store() {
         let shelf = KeyShelf::default();
-        let keys = open(ring(1, ONE), "here", &shelf);
+        let keys = open(key_ring(1, ONE), "here", &shelf);
         let known = keys.to_seal(owner(1, 0)).unwrap().0;
         let before = shelf.asked();
         shelf.hold();

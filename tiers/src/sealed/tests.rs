@@ -7,23 +7,22 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 
 use super::{
-    Cipher, FoundKey, KeyId, KeyRing, KeyStore, SEAL_BYTES, Scratch, ScratchOptions, Sealed,
-    TenantKeys, WrappedKey,
+    Cipher, FoundKey, KeyId, KeyStore, SEAL_BYTES, Scratch, ScratchOptions, Sealed, TenantKeys,
+    WrappedKey,
 };
 use crate::backend::{Backend, Fences, Layers};
 use crate::checksum::{Checksums, checksum};
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Owner, Route, Tier};
-use crate::disk::{DiskOptions, DiskRegion, ThreadsBackend, UringBackend};
+use crate::disk::{ThreadsBackend, UringBackend};
 use crate::dram::DramRegion;
 use crate::error::SetupErrorKind;
 use crate::frame::Frame;
-use crate::geometry::Geometry;
 use crate::memcpy::MemcpyBackend;
 use crate::memory::Memory;
 use crate::testing::conformance::{self, Pair};
 use crate::testing::{
-    Fault, FaultBackend, MemoryStore, ParkedBackend, each, fill_pattern, has_pattern, host,
-    options, order, run, skip, start,
+    Fault, FaultBackend, MemoryStore, ParkedBackend, assert_fails, disk, each, fill_pattern,
+    frames, has_pattern, host, key_ring, options, order, run, skip, start,
 };
 use crate::verify::Verified;
 
@@ -32,8 +31,7 @@ const BACK: Route = (Tier::Disk, Tier::Host);
 const BLOCK: usize = 5000;
 
 fn keys(number: u32) -> Arc<TenantKeys> {
-    let text = format!("{number}:{}", "0123456789abcdef".repeat(4));
-    Arc::new(TenantKeys::in_memory(Arc::new(KeyRing::parse(&text).unwrap()), "test"))
+    Arc::new(TenantKeys::in_memory(key_ring(number, "0123456789abcdef"), "test"))
 }
 
 fn scratch(block_bytes: usize, blocks: u32) -> Scratch {
@@ -47,7 +45,7 @@ fn seal<B: Backend + 'static>(
     run: usize,
 ) -> Sealed<B> {
     let cipher = Cipher::new(keys(1), Tier::Disk, "test", memory.block_bytes());
-    Sealed::new(inner, Arc::clone(memory) as _, (scratch, cipher), run).unwrap()
+    Sealed::new(inner, Arc::clone(memory) as _, scratch, cipher, run).unwrap()
 }
 
 /// As where it is assembled: what arrives is left to the seal.
@@ -75,13 +73,8 @@ fn conforms() {
 #[test]
 fn conforms_on_disk() {
     let dir = tempfile::tempdir().unwrap();
-    let disk = |slots, scratch: &Scratch| {
-        let geometry = Geometry::new(slots, scratch.memory().block_bytes()).unwrap();
-        let dirs = vec![dir.path().to_owned()];
-        let options =
-            DiskOptions { geometry, dirs, o_direct: true, zerofill_fallback: true, keep: None };
-        Arc::new(DiskRegion::open(&options).unwrap())
-    };
+    let disk =
+        |slots, scratch: &Scratch| disk(&[dir.path()], slots, scratch.memory().block_bytes());
     conformance::check(|slots, block_bytes| {
         let (memory, scratch) = (Arc::new(host(slots, block_bytes)), scratch(block_bytes, 8));
         let threads = ThreadsBackend::new(scratch.memory(), disk(slots, &scratch), 4).unwrap();
@@ -123,7 +116,7 @@ fn around_memory(
     let scratch = Scratch::in_the_clear(options).unwrap();
     let copies = MemcpyBackend::new(vec![Arc::clone(device) as _, scratch.memory()], 2).unwrap();
     let cipher = Cipher::new(keys(1), Tier::Host, "test", block_bytes);
-    Sealed::of_memory(copies, Arc::clone(memory) as _, (scratch, cipher), run).unwrap()
+    Sealed::of_memory(copies, Arc::clone(memory) as _, scratch, cipher, run).unwrap()
 }
 
 #[test]
@@ -131,9 +124,7 @@ fn memory_shows_nothing_and_bad_blocks_cost_no_other() {
     let device = Arc::new(DramRegion::emulated_device(options(8, BLOCK)).unwrap());
     let memory = Arc::new(host(4, BLOCK + SEAL_BYTES));
     let sealed = around_memory(&device, &memory, (4, 4));
-    let (mut frames, mut others) = (device.frames().unwrap(), memory.frames().unwrap());
-    let mut here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
-    let mut there: Vec<_> = std::iter::from_fn(|| others.take()).collect();
+    let (mut here, mut there) = (frames(&device), frames(&memory));
     (0..4).for_each(|slot| fill_pattern(slot, device.write(&mut here[slot]).unwrap()));
     let out: Vec<_> = (0..4).map(|n| order(n, here[n].slot_ref(), there[n].slot_ref())).collect();
     assert!(run(&sealed, out.clone()).iter().all(Result::is_ok));
@@ -193,11 +184,7 @@ impl Fixture {
             Verified::new(Arc::clone(&faults), scratch.memory(), Arc::clone(&checksums)).unwrap();
         let verified = verified.of_departures();
         let sealed = seal(verified, &memory, scratch, 1);
-        let all = |region: &DramRegion| {
-            let mut frames = region.frames().unwrap();
-            std::iter::from_fn(|| frames.take()).collect()
-        };
-        let (mut here, there): (Vec<_>, _) = (all(&memory), all(store.region()));
+        let (mut here, there) = (frames(&memory), frames(store.region()));
         fill_pattern(1, memory.write(&mut here[0]).unwrap());
         Self { memory, store, faults, checksums, sealed, here, there }
     }
@@ -223,11 +210,6 @@ impl Fixture {
             assert!(has_pattern(1, self.memory.read(&self.here[1]).unwrap()));
         }
     }
-}
-
-#[track_caller]
-fn assert_fails(result: Result<(), CopyError>, kind: CopyErrorKind) {
-    assert_eq!(result.unwrap_err().kind(), kind);
 }
 
 #[test]
@@ -340,10 +322,7 @@ fn what_finds_no_room_waits_and_ends_in_turn() {
     let regions = vec![scratch.memory(), Arc::clone(store.region()) as Arc<dyn Memory>];
     let parked = Arc::new(ParkedBackend::new(regions, vec![OUT, BACK]).unwrap());
     let sealed = seal(Arc::clone(&parked), &memory, scratch, 1);
-    let mut frames = memory.frames().unwrap();
-    let here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
-    let mut frames = store.region().frames().unwrap();
-    let there: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
+    let (here, there) = (frames(&memory), frames(store.region()));
     let out = |n: usize| order(n, here[n].slot_ref(), there[n].slot_ref());
     let reports = start(&sealed, (0..8).map(out).collect());
     for ended in 0..8 {
@@ -442,15 +421,13 @@ impl KeyStore for SlowKeys {
 fn a_slow_key_store_delays_no_block_with_known_key() {
     let (memory, scratch) = (Arc::new(host(32, BLOCK)), scratch(BLOCK, 16));
     let store = MemoryStore::new(scratch.memory(), Tier::Disk, 32).unwrap();
-    let mut frames = store.region().frames().unwrap();
-    let there: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
+    let there = frames(store.region());
     let slow = SlowKeys::default();
-    let ring = KeyRing::parse(&format!("1:{}", "0123456789abcdef".repeat(4))).unwrap();
-    let keys = Arc::new(TenantKeys::new(Arc::new(ring), "test", Box::new(slow.clone())));
+    let ring = key_ring(1, "0123456789abcdef");
+    let keys = Arc::new(TenantKeys::new(ring, "test", Box::new(slow.clone())));
     let cipher = Cipher::new(Arc::clone(&keys), Tier::Disk, "test", BLOCK);
-    let sealed = Sealed::new(store, Arc::clone(&memory) as _, (scratch, cipher), 1).unwrap();
-    let mut frames = memory.frames().unwrap();
-    let mut here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
+    let sealed = Sealed::new(store, Arc::clone(&memory) as _, scratch, cipher, 1).unwrap();
+    let mut here = frames(&memory);
     fill_pattern(1, memory.write(&mut here[0]).unwrap());
     let out = |tenant, slot: usize| CopyOp {
         owner: Some(Owner { tenant, life: 0 }),
@@ -478,7 +455,7 @@ fn what_does_not_fit_is_refused() {
     let refused = |inner_over: &Arc<dyn Memory>, scratch: Scratch, block_bytes| {
         let store = MemoryStore::new(Arc::clone(inner_over), Tier::Disk, 1).unwrap();
         let cipher = Cipher::new(keys(1), Tier::Disk, "test", block_bytes);
-        let error = Sealed::new(store, Arc::clone(&memory) as _, (scratch, cipher), 1).unwrap_err();
+        let error = Sealed::new(store, Arc::clone(&memory) as _, scratch, cipher, 1).unwrap_err();
         assert_eq!(error.kind(), SetupErrorKind::Invalid, "{error}");
     };
     let other = scratch(BLOCK + 1, 1);

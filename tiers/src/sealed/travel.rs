@@ -142,7 +142,7 @@ impl HostSeal {
         if !cipher.can_seal(block.owner) {
             return Err(CopyError::refused("its tenant was forgotten meanwhile"));
         }
-        cipher.seal((block.name, block.owner), (content, crc), slot)
+        cipher.seal(block.name, block.owner, content, crc, slot)
     }
 }
 
@@ -163,15 +163,12 @@ fn not_sealed() -> CopyError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::key_ring;
 
     const BYTES: usize = 300;
     const NAME: BlockKey = BlockKey { hash: 7, group: 0 };
     const OTHER: BlockKey = BlockKey { hash: 8, group: 0 };
     const OWNER: Option<Owner> = Some(Owner { tenant: 5, life: 0 });
-
-    fn ring(number: u32, digits: &str) -> Arc<KeyRing> {
-        Arc::new(KeyRing::parse(&format!("{number}:{}", digits.repeat(4))).unwrap())
-    }
 
     fn worker(ring: &Arc<KeyRing>, is_sealed: bool) -> HostSeal {
         let keys = TenantKeys::in_memory(Arc::clone(ring), &HostSeal::keys_namespace("test"));
@@ -196,7 +193,7 @@ mod tests {
             return content();
         }
         let mut room = vec![0; BYTES + SEAL_BYTES];
-        cipher(worker).seal((NAME, OWNER), (&content(), crc()), &mut room).unwrap();
+        cipher(worker).seal(NAME, OWNER, &content(), crc(), &mut room).unwrap();
         room
     }
 
@@ -216,7 +213,7 @@ mod tests {
 
     #[test]
     fn a_block_comes_from_any_host_tier_to_any() {
-        let ring = ring(3, "0123456789abcdef");
+        let ring = key_ring(3, "0123456789abcdef");
         for (is_sealed_there, is_sealed_here) in
             [(true, true), (true, false), (false, true), (false, false)]
         {
@@ -239,7 +236,7 @@ mod tests {
     /// whose name or key is another.
     #[test]
     fn what_is_another_block_is_not_taken_in() {
-        let ring = ring(3, "0123456789abcdef");
+        let ring = key_ring(3, "0123456789abcdef");
         for is_sealed_here in [true, false] {
             let (there, here) = (worker(&ring, true), worker(&ring, is_sealed_here));
             here.prepare(OWNER).unwrap();
@@ -266,26 +263,30 @@ mod tests {
 
     #[test]
     fn a_key_that_is_of_no_use_here_says_why() {
-        let there = worker(&ring(3, "0123456789abcdef"), true);
+        let there = worker(&key_ring(3, "0123456789abcdef"), true);
         let block = lying(&there);
         let record = *there.wrapped(HostSeal::key_of(&block).unwrap()).unwrap().bytes();
         let said = |ring: Arc<KeyRing>, record: &[u8; RECORD_BYTES]| {
             worker(&ring, true).of_other().take(record).unwrap_err()
         };
-        assert!(said(ring(4, "0123456789abcdef"), &record).starts_with("main key 3 is not given"));
-        assert!(said(ring(3, "fedcba9876543210"), &record).starts_with("main key 3 is another"));
+        assert!(
+            said(key_ring(4, "0123456789abcdef"), &record).starts_with("main key 3 is not given")
+        );
+        assert!(
+            said(key_ring(3, "fedcba9876543210"), &record).starts_with("main key 3 is another")
+        );
         let mut changed = record;
         changed[RECORD_BYTES - 20] ^= 1;
-        assert!(said(ring(3, "0123456789abcdef"), &changed).contains("has changed"));
+        assert!(said(key_ring(3, "0123456789abcdef"), &changed).contains("has changed"));
         assert_eq!(
-            said(ring(3, "0123456789abcdef"), &[0; RECORD_BYTES]),
+            said(key_ring(3, "0123456789abcdef"), &[0; RECORD_BYTES]),
             "what was sent is no key"
         );
     }
 
     #[test]
     fn a_forgotten_tenants_key_is_told_to_nobody_and_seals_nothing() {
-        let ring = ring(3, "0123456789abcdef");
+        let ring = key_ring(3, "0123456789abcdef");
         let (there, here) = (worker(&ring, true), worker(&ring, true));
         let mut block = lying(&there);
         let (other, id) = (told(&here, &there, &block), HostSeal::key_of(&block).unwrap());

@@ -10,7 +10,7 @@ use crate::copy::{CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier};
 use crate::dram::DramRegion;
 use crate::frame::{Frame, FramePool};
 use crate::memory::Memory;
-use crate::testing::{fill_pattern, has_pattern, order, run, start};
+use crate::testing::{fill_pattern, frames, has_pattern, order, run, start, take_all};
 
 /// A backend and the two ends that it connects.
 #[derive(Debug)]
@@ -54,11 +54,9 @@ struct Bench {
 
 impl Bench {
     fn new(pair: Pair) -> Self {
-        let mut frames = pair.memory.frames().expect("a region of its own");
-        let mut here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
-        let mut others = FramePool::new(pair.other, pair.memory.slots());
-        let mut there: Vec<_> =
-            std::iter::from_fn(|| others.take()).map(|frame| frame.slot_ref()).collect();
+        let mut here = frames(&pair.memory);
+        let others = take_all(FramePool::new(pair.other, pair.memory.slots()));
+        let mut there: Vec<_> = others.iter().map(Frame::slot_ref).collect();
         shuffle(&mut here, 1);
         shuffle(&mut there, 2);
         Self { pair, here, there }

@@ -19,13 +19,17 @@ pub use parked::{ParkedBackend, Pending};
 pub use store::MemoryStore;
 pub use tensors::{TensorView, Tensors, TwoFaced};
 
-use std::sync::mpsc;
+use std::path::Path;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use crate::backend::Backend;
-use crate::copy::{BlockKey, CopyError, CopyOp, Done, SlotRef};
+use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Done, SlotRef};
+use crate::disk::{DiskOptions, DiskRegion};
 use crate::dram::{DramOptions, DramRegion};
+use crate::frame::{Frame, FramePool};
 use crate::geometry::Geometry;
+use crate::sealed::KeyRing;
 
 /// A host region for a test, small pages and one thread.
 ///
@@ -38,6 +42,69 @@ pub fn host(slots: u32, block_bytes: usize) -> DramRegion {
 pub(crate) fn options(slots: u32, block_bytes: usize) -> DramOptions {
     let geometry = Geometry::new(slots, block_bytes).expect("a test's geometry is valid");
     DramOptions { geometry, huge_pages: false, fault_threads: 1 }
+}
+
+/// All frames of a region.
+///
+/// # Panics
+/// If others have been given its frames.
+pub fn frames(region: &DramRegion) -> Vec<Frame> {
+    take_all(region.frames().expect("a region of its own"))
+}
+
+/// All frames of a pool.
+pub fn take_all(mut pool: FramePool) -> Vec<Frame> {
+    std::iter::from_fn(|| pool.take()).collect()
+}
+
+/// A disk tier in these directories that does not outlive its region, read past the page cache.
+///
+/// # Panics
+/// If there can be no such blocks.
+pub fn disk_options<P: AsRef<Path>>(dirs: &[P], slots: u32, block_bytes: usize) -> DiskOptions {
+    DiskOptions {
+        geometry: Geometry::new(slots, block_bytes).expect("a test's geometry is valid"),
+        dirs: dirs.iter().map(|dir| dir.as_ref().to_owned()).collect(),
+        o_direct: true,
+        zerofill_fallback: true,
+        keep: None,
+    }
+}
+
+/// A region of [`disk_options`].
+///
+/// # Panics
+/// If there is no room.
+pub fn disk<P: AsRef<Path>>(dirs: &[P], slots: u32, block_bytes: usize) -> Arc<DiskRegion> {
+    let options = disk_options(dirs, slots, block_bytes);
+    Arc::new(DiskRegion::open(&options).expect("room on disk for a test"))
+}
+
+/// A main key as settings have it: `digits` are the first sixteen of its sixty-four.
+pub fn main_key(number: u32, digits: &str) -> String {
+    format!("{number}:{}", digits.repeat(4))
+}
+
+/// A ring of one [`main_key`].
+///
+/// # Panics
+/// If these are no digits.
+pub fn key_ring(number: u32, digits: &str) -> Arc<KeyRing> {
+    Arc::new(KeyRing::parse(&main_key(number, digits)).expect("a test's key is valid"))
+}
+
+/// How each operation failed.
+pub fn kinds(results: &[Result<(), CopyError>]) -> Vec<Option<CopyErrorKind>> {
+    results.iter().map(|result| result.as_ref().err().map(CopyError::kind)).collect()
+}
+
+/// Checks how an operation failed.
+///
+/// # Panics
+/// If it did not, or otherwise.
+#[track_caller]
+pub fn assert_fails(result: Result<(), CopyError>, kind: CopyErrorKind) {
+    assert_eq!(result.map_err(|error| error.kind()), Err(kind));
 }
 
 /// A copy order for the `number`-th block of a test.

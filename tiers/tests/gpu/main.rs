@@ -21,12 +21,13 @@ use kvbm_tiers::cuda::{
 };
 use kvbm_tiers::raw::RawGpu;
 use kvbm_tiers::testing::conformance::{self, Pair};
-use kvbm_tiers::testing::{each, fill_pattern, host, order, run, skip, start};
+use kvbm_tiers::testing::{
+    disk, each, fill_pattern, frames, host, order, run, skip, start, take_all,
+};
 use kvbm_tiers::transform::{Layout, Shape, Transform, View};
 use kvbm_tiers::{
-    Backend, Checksums, CopyError, CopyErrorKind, CopyOp, DeviceRegion, DiskOptions, DiskRegion,
-    Done, DramRegion, Frame, Geometry, Memory, Part, Route, SegmentMap, SetupError, SetupErrorKind,
-    SlotId, SlotRef, Tier,
+    Backend, Checksums, CopyError, CopyErrorKind, CopyOp, DeviceRegion, Done, DramRegion, Frame,
+    Geometry, Memory, Part, Route, SegmentMap, SetupError, SetupErrorKind, SlotId, SlotRef, Tier,
 };
 use proptest::prelude::*;
 
@@ -127,14 +128,8 @@ fn gds_with(
     options: &CuFileOptions,
 ) -> Result<GdsBackend, SetupError> {
     let segments = device.segments();
-    let disk = DiskRegion::open(&DiskOptions {
-        geometry: Geometry::new(segments.slots(), segments.block_bytes()).unwrap(),
-        dirs: vec![home.to_owned()],
-        o_direct: true,
-        zerofill_fallback: true,
-        keep: None,
-    });
-    GdsBackend::new(gpu, Arc::clone(device), Arc::new(disk.unwrap()), checksums, 4, options)
+    let disk = disk(&[home], segments.slots(), segments.block_bytes());
+    GdsBackend::new(gpu, Arc::clone(device), disk, checksums, 4, options)
 }
 
 /// A list of modules that exists, and a short time-out.
@@ -246,9 +241,7 @@ impl Bench {
         let device = Arc::new(device);
         let memory = Arc::new(host(device.segments().slots(), device.segments().block_bytes()));
         let backend = CudaBackend::new(gpu, Arc::clone(&memory) as _, &device).unwrap();
-        let (mut ours, mut theirs) = (memory.frames().unwrap(), device.frames().unwrap());
-        let here = std::iter::from_fn(|| ours.take()).collect();
-        let there = std::iter::from_fn(|| theirs.take()).collect();
+        let (here, there) = (frames(&memory), take_all(device.frames().unwrap()));
         Self { memory, device, backend, here, there }
     }
 
@@ -344,9 +337,8 @@ fn check_transform(
     bench.upload(1, &expected);
     transform.apply(&input, &mut expected, pairs).unwrap();
     let rearranger = Rearranger::new(gpu).unwrap();
-    let addresses = (bench.address(0), bench.address(1));
     // SAFETY: two slots as large as the layouts, that nobody else uses now.
-    unsafe { rearranger.apply(&transform, addresses, pairs) }.unwrap();
+    unsafe { rearranger.apply(&transform, bench.address(0), bench.address(1), pairs) }.unwrap();
     assert_eq!(bench.download(1)[..target], expected);
 }
 

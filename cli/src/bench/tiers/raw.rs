@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use kvbm_settings::Settings;
 use kvbm_tiers::raw::{RawCopy, RawRing};
-use kvbm_tiers::{DiskOptions, DramOptions, Geometry, SetupError, clock};
+use kvbm_tiers::{DiskOptions, DramOptions, Geometry, clock};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{ObjectStoreExt, PutPayload};
@@ -20,8 +20,9 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinSet;
 use url::Url;
 
+use super::super::{failed, setup};
 use super::Bottom;
-use crate::output::{CommandFailure, with_causes};
+use crate::output::CommandFailure;
 
 /// The raw medium of a contest.
 #[derive(Debug)]
@@ -204,13 +205,4 @@ impl Work {
             result => result,
         }
     }
-}
-
-#[expect(clippy::needless_pass_by_value, reason = "the shape that map_err asks for")]
-fn setup(error: SetupError) -> CommandFailure {
-    CommandFailure::unusable(with_causes(&error))
-}
-
-fn failed(error: impl std::error::Error) -> CommandFailure {
-    CommandFailure::unexpected(with_causes(&error))
 }

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use kvbm_tiers::nixl::Direction;
 use kvbm_tiers::nixl::raw::{Caller, RawNixl, RawNixlPeer};
-use kvbm_tiers::{DramOptions, Geometry, SetupError};
+use kvbm_tiers::{DramOptions, Geometry};
 
-use crate::output::{CommandFailure, with_causes};
+use super::super::{failed, setup};
+use crate::output::CommandFailure;
 
 /// Bytes of a request, and requests in flight: as of a pull.
 const REQUEST_BYTES: u64 = 4 << 20;
@@ -28,7 +29,7 @@ impl DirectReader {
     pub(super) fn read(&mut self) -> Result<(Duration, Duration), CommandFailure> {
         let read = self.0.run(Direction::Read, Caller::Direct);
         let both = read.and_then(|read| Ok((read, self.0.read_and_sum()?)));
-        both.map_err(|error| CommandFailure::unexpected(with_causes(&error)))
+        both.map_err(failed)
     }
 }
 
@@ -40,9 +41,4 @@ pub(super) fn hold(blocks: usize, size: u64, place: &Path) -> Result<RawNixlPeer
 fn memory(blocks: usize, size: u64) -> Result<DramOptions, CommandFailure> {
     let geometry = Geometry::new(blocks as u32, size as usize).map_err(setup)?;
     Ok(DramOptions { geometry, huge_pages: true, fault_threads: 1 })
-}
-
-#[expect(clippy::needless_pass_by_value, reason = "the shape that map_err asks for")]
-fn setup(error: SetupError) -> CommandFailure {
-    CommandFailure::unusable(with_causes(&error))
 }

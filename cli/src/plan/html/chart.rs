@@ -123,39 +123,39 @@ pub(super) fn lines(picture: &ChartLines<'_>) -> String {
     let range =
         bounds(picture.curves.iter().flat_map(|line| line.points.iter().map(|point| point.0)));
     let scale = AxisScale::Logarithmic { from: range.0, to: range.1 };
-    draw((960, 380), picture.label, |canvas| draw_lines(canvas, picture, scale))
+    draw(960, 380, picture.label, |canvas| draw_lines(canvas, picture, scale))
 }
 
 /// A picture in a column; its horizontal axis begins at 0.
 pub(super) fn small_lines(picture: &ChartLines<'_>) -> String {
     let (_, most) =
         bounds(picture.curves.iter().flat_map(|line| line.points.iter().map(|point| point.0)));
-    draw((340, 240), picture.label, |canvas| {
+    draw(340, 240, picture.label, |canvas| {
         draw_lines(canvas, picture, AxisScale::Linear { to: most })
     })
 }
 
 /// Bars side by side, on an axis from 0 to `most`.
 pub(super) fn bars(label: &str, y_title: &str, most: f64, bars: &[ChartBar]) -> String {
-    draw((960, 320), label, |canvas| draw_bars(canvas, y_title, most, bars))
+    draw(960, 320, label, |canvas| draw_bars(canvas, y_title, most, bars))
 }
 
 /// The SVG as a part of a page.
 fn draw(
-    size: (u32, u32),
+    width: u32,
+    height: u32,
     label: &str,
     paint: impl Fn(&ChartCanvas<'_>) -> Drawn<'static>,
 ) -> String {
     let mut svg = String::new();
     let painted = {
-        let canvas = SVGBackend::with_string(&mut svg, size).into_drawing_area();
+        let canvas = SVGBackend::with_string(&mut svg, (width, height)).into_drawing_area();
         paint(&canvas).and_then(|()| canvas.present())
     };
     // Nothing is written but to memory.
     if let Err(error) = painted {
         return format!("<p>This picture could not be drawn: {error}</p>");
     }
-    let (width, height) = size;
     // Inside a page it is as wide as its place, and needs no name space.
     let opening = format!("<svg width=\"{width}\" height=\"{height}\"");
     svg.replacen(&opening, &format!("<svg role=\"img\" aria-label=\"{label}\""), 1).replacen(

@@ -19,7 +19,7 @@ use crate::error::SetupError;
 use crate::frame::Frame;
 use crate::nixl::agent::{AgentWatch, BackendHandle};
 use crate::nixl::registration::{RegisteredRange, Registration};
-use crate::nixl::request::{Direction, NixlRequest, SegmentList};
+use crate::nixl::request::{Direction, ListedSegments, NixlRequest, SegmentList};
 use crate::peers::{ReadDone, SlotReads, TierPlace, UnmetReader};
 
 /// Destroying an agent takes 30 to 300 ms, and a second on a busy machine.
@@ -322,7 +322,8 @@ impl LiveReader {
         let index = |slot: SlotId| c_int::try_from(slot.0).unwrap_or(-1);
         let near: Vec<_> = arriving.frames.iter().map(|frame| index(frame.slot())).collect();
         let far: Vec<_> = from.into_iter().map(index).collect();
-        let (near, far) = ((&self.near, &near[..]), (&self.far, &far[..]));
+        let near = ListedSegments { list: &self.near, indices: &near };
+        let far = ListedSegments { list: &self.far, indices: &far };
         let mut request = match NixlRequest::new(Direction::Read, near, far, None) {
             Ok(request) => request,
             Err(why) => return Posted::Refused(arriving, why),

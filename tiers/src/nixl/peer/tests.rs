@@ -17,10 +17,10 @@ use super::reader::ReadOrder;
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
 use crate::dram::DramRegion;
 use crate::frame::{Frame, FramePool};
-use crate::nixl::Library;
 use crate::nixl::agent::Agent;
+use crate::nixl::tests::library;
 use crate::peers::{OneSided, SlotReads, TierPlace, UnmetReader};
-use crate::testing::{fill_pattern, has_pattern, host, skip};
+use crate::testing::{fill_pattern, has_pattern, host};
 
 const BLOCK: usize = 1 << 20;
 const SLOTS: u32 = 64;
@@ -28,11 +28,6 @@ const LIMIT: Duration = Duration::from_secs(30);
 /// UCX's settings.
 const TCP: &str = "TLS=tcp,PROTO_EMULATION_ENABLE=y";
 const ANY: &str = "";
-
-/// `None`: not installed here, said aloud.
-fn library() -> Option<&'static Library> {
-    Library::load(None).inspect_err(|error| skip("nixl", error)).ok()
-}
 
 fn peers(memory: &Arc<DramRegion>, ucx: &str) -> NixlPeers {
     static COUNT: AtomicU32 = AtomicU32::new(0);

@@ -485,17 +485,18 @@ impl BucketCheck {
         name: SegmentName,
     ) -> Result<bool, StoreError> {
         for directory in directories {
-            if self.exists(&directory.clone().join(name.to_string())).await? {
+            if self.head(&directory.clone().join(name.to_string())).await?.is_some() {
                 return Ok(true);
             }
         }
         Ok(false)
     }
 
-    async fn exists(&self, path: &Path) -> Result<bool, StoreError> {
+    /// `None`: it is not there.
+    async fn head(&self, path: &Path) -> Result<Option<ObjectMeta>, StoreError> {
         match timeout(OPERATION_LIMIT, self.store.client.head(path)).await? {
-            Ok(_) => Ok(true),
-            Err(object_store::Error::NotFound { .. }) => Ok(false),
+            Ok(meta) => Ok(Some(meta)),
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
             Err(error) => Err(self.store.secrets.scrub(&error)),
         }
     }

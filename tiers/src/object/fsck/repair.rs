@@ -76,11 +76,8 @@ impl BucketCheck {
 
     /// Whether it is too late for a worker to say that it relies on it.
     async fn is_past_grace(&self, path: &Path, now_ms: i64) -> Result<bool, StoreError> {
-        match timeout(OPERATION_LIMIT, self.store.client.head(path)).await? {
-            Ok(meta) => Ok(is_older(written_ms(&meta), now_ms, self.options.grace())),
-            Err(object_store::Error::NotFound { .. }) => Ok(false),
-            Err(error) => Err(self.store.secrets.scrub(&error)),
-        }
+        let is_past = |meta| is_older(written_ms(&meta), now_ms, self.options.grace());
+        Ok(self.head(path).await?.is_some_and(is_past))
     }
 
     async fn remove(&self, path: &Path) -> Result<bool, StoreError> {

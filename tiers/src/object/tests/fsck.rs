@@ -9,6 +9,7 @@ use crate::object::manifest::Manifest;
 use crate::object::names::SegmentNames;
 use crate::object::segment::FooterKeys;
 use crate::sealed::KeyRing;
+use crate::testing::key_ring;
 
 fn options_of(repair: bool, collect_after: Duration) -> FsckOptions {
     FsckOptions { concurrency: 3, repair, renewal: RENEWAL, collect_after, keys: None }
@@ -160,14 +161,10 @@ fn a_living_workers_segments_stay_and_missing_ones_are_told() {
     assert_eq!(Worker::start(open_directory(dir.path()), &shared(4)).read_found(), 12);
 }
 
-fn ring(number: u32, digits: &str) -> Arc<KeyRing> {
-    Arc::new(KeyRing::parse(&format!("{number}:{}", digits.repeat(4))).unwrap())
-}
-
 #[test]
 fn sealed_segments_take_their_key_a_wrong_one_removes_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let (ours, impostor) = (ring(1, "0123456789abcdef"), ring(1, "fedcba9876543210"));
+    let (ours, impostor) = (key_ring(1, "0123456789abcdef"), key_ring(1, "fedcba9876543210"));
     let sealed = || {
         let keys = FooterKeys::new(Arc::clone(&ours), "model/tp0");
         ObjectOptions { keys: Some(keys), ..shared(4) }
@@ -189,7 +186,7 @@ fn sealed_segments_take_their_key_a_wrong_one_removes_nothing() {
         (report.namespaces[0].blocks, found)
     };
     assert_eq!(segments(&check(Some(&ours), false, hour)), (16, vec![]));
-    for keys in [None, Some(&impostor), Some(&ring(2, "0123456789abcdef"))] {
+    for keys in [None, Some(&impostor), Some(&key_ring(2, "0123456789abcdef"))] {
         let report = check(keys, true, hour);
         assert_eq!(segments(&report), (0, vec![Foreign; 4]), "{report:?}");
     }

@@ -6,8 +6,7 @@ use super::*;
 use crate::copy::Owner;
 use crate::object::segment::{FooterKeys, encode_footer};
 use crate::object::{RequestKind, RequestOutcome, Sharing};
-use crate::sealed::KeyRing;
-use crate::testing::holds_in_a_child;
+use crate::testing::{holds_in_a_child, key_ring};
 
 /// What no worker relies on stays for the length of a test.
 pub(super) fn lasting(blocks_per_segment: usize) -> ObjectOptions {
@@ -117,8 +116,8 @@ fn a_repeated_deletion_asks_again_who_relies_on_it() {
 
 #[test]
 fn a_forgotten_tenants_new_blocks_have_no_forgotten_links() {
-    let ring = KeyRing::parse(&format!("1:{}", "0123456789abcdef".repeat(4))).unwrap();
-    let keys = Some(FooterKeys::new(Arc::new(ring), "model/tp0"));
+    let ring = key_ring(1, "0123456789abcdef");
+    let keys = Some(FooterKeys::new(ring, "model/tp0"));
     let options = ObjectOptions { keys, ..lasting(2) };
     let objects = Arc::new(InMemory::new());
     let start = || Worker::start(Store::with_client(Arc::clone(&objects) as _).unwrap(), &options);
