@@ -64,8 +64,10 @@ class Modelless:
             )
         self._hasher = _hasher(hash_block_size)
 
-    def add(self, name: str, prompt: list[int], tokens: int = LONGEST) -> Request:
-        said = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
+    def add(self, name: str, prompt: list[int], tokens: int = LONGEST, params: dict[str, Any] | None = None) -> Request:
+        """`params` are its `kv_transfer_params`."""
+        extra = {"extra_args": {"kv_transfer_params": params}} if params else {}
+        said = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, **extra)
         request = Request(name, prompt, said, None, block_hasher=self._hasher)
         self.scheduler.add_request(request)
         return request

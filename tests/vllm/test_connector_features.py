@@ -176,7 +176,7 @@ def test_a_producer_loads_where_no_step_under_way_writes(role):
     load = SimpleNamespace(wait=lambda seconds: SimpleNamespace(is_whole=True))
     lease = SimpleNamespace(blocks=2, by_tier={"host": 2}, wanted=lambda number: (0, 2))
     request = SimpleNamespace(request_id="one", num_computed_tokens=0)
-    known = SimpleNamespace(lease=lease, owed=0, steps=[], request=request)
+    known = SimpleNamespace(lease=lease, owed=0, prefilled=None, steps=[], request=request)
     scheduler = object.__new__(Scheduler)
     scheduler.manager = SimpleNamespace(load_into=lambda lease, slots: begun.append(slots) or load)
     scheduler._config = SimpleNamespace(

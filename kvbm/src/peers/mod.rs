@@ -505,7 +505,7 @@ impl Peers {
     pub fn pull(&self, lease: PeerLease) -> Transfer<Pulled> {
         let reader = Arc::clone(&self.reader);
         self.start_on_thread(async move |cancelled| {
-            reader.pull(lease, usize::MAX, drop, &cancelled).await
+            reader.pull(lease, None, &cancelled).await
         })
     }
 
