@@ -201,9 +201,7 @@ impl Manager {
         let (after, named) = (self.fence(after)?, NamedSlots::new(slots));
         let info = request_info(request, hints.map(Bound::get));
         let (names, patience) = (names(chain, most, there), duration(seconds));
-        let begin = || {
-            self.inner.follow_into(peer, names, info, patience, &named.slots(), &after)
-        };
+        let begin = || self.inner.follow_into(peer, names, info, patience, &named.slots(), &after);
         Ok(Load(py.detach(begin)))
     }
 

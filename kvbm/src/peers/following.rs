@@ -65,7 +65,11 @@ impl Reader {
                 Ok(lease) => {
                     (info.has_asked, refused) = (true, None);
                     let (leased, came) = (lease.blocks(), lease.only_there() > 0);
-                    let pulled = self.pull(lease, on_part.as_deref_mut(), cancelled).await?;
+                    let each: OnPart<'_> = match &mut on_part {
+                        Some(on_part) => Some(&mut **on_part),
+                        None => None,
+                    };
+                    let pulled = self.pull(lease, each, cancelled).await?;
                     copied += pulled.copied;
                     let is_over = pulled.fault.is_some() || pulled.blocks < leased;
                     if is_over || pulled.blocks == chain.len() {

@@ -395,8 +395,7 @@ impl Reader {
         }
         let span = spans::of_pull(&lease.peer, lease.link.way(), &lease.info);
         let pulled = async {
-            let (mut pulled, lease, fault) =
-                self.pull_in_parts(lease, on_part, cancelled).await?;
+            let (mut pulled, lease, fault) = self.pull_in_parts(lease, on_part, cancelled).await?;
             if !self.checkpoints.is_empty() {
                 self.pull_checkpoints(&mut pulled, &lease, cancelled).await?;
             }

@@ -63,8 +63,7 @@ fn a_pull_that_hangs_can_be_cancelled() {
             tokio::time::sleep(Duration::from_secs(1)).await;
             cancelled.cancel();
         };
-        let pulled =
-            async { timeout(TTL / 2, pair.reader.pull(lease, None, &cancelled)).await };
+        let pulled = async { timeout(TTL / 2, pair.reader.pull(lease, None, &cancelled)).await };
         let (pulled, ()) = tokio::join!(pulled, cancel);
         let pulled = pulled.expect("it goes on").unwrap();
         assert_eq!(pulled.fault.as_deref(), Some("it was cancelled"));
