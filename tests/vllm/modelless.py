@@ -126,21 +126,26 @@ def _hasher(tokens: int) -> Any:
     return get_request_block_hasher(tokens, hash_function)
 
 
+@cache
+def _models() -> tempfile.TemporaryDirectory:
+    """Engines of one process have one model: those that differ read nothing at each other."""
+    return tempfile.TemporaryDirectory()
+
+
 def _config(transfer: dict[str, Any], blocks: int, requests: int, **arguments: Any) -> VllmConfig:
-    with tempfile.TemporaryDirectory() as place:
-        config = EngineArgs(
-            model=str(models.make(Path(place), "bench")),
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            block_size=BLOCK,
-            max_model_len=LONGEST,
-            hf_overrides={"max_position_embeddings": LONGEST},
-            max_num_seqs=requests,
-            max_num_batched_tokens=LONGEST,
-            num_gpu_blocks_override=blocks,
-            kv_transfer_config=transfer,
-            **arguments,
-        ).create_engine_config()
+    config = EngineArgs(
+        model=str(models.make(Path(_models().name, "bench"), "bench")),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        block_size=BLOCK,
+        max_model_len=LONGEST,
+        hf_overrides={"max_position_embeddings": LONGEST},
+        max_num_seqs=requests,
+        max_num_batched_tokens=LONGEST,
+        num_gpu_blocks_override=blocks,
+        kv_transfer_config=transfer,
+        **arguments,
+    ).create_engine_config()
     # On a CPU it is `mp`, whatever is said.
     config.parallel_config.distributed_executor_backend = "uni"
     config.cache_config.kv_cache_layout = "LBNHC"
