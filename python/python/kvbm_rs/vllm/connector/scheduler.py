@@ -700,7 +700,7 @@ class Scheduler:
             return None
         self._numbers.discard(known.number)
         known.lease = None
-        self._give_up(known)
+        self._give_up(request.request_id, known)
         computed = known.steps[-1][1] if known.steps else known.computed
         table = tables[self._config.groups[0].index]
         full = min(self._full(known, computed), len(table))
@@ -723,11 +723,11 @@ class Scheduler:
         answers = (known.asked.answers(), self._prefills.answer(request))
         return {name: answer for said in answers if said for name, answer in said.items()} or None
 
-    def _give_up(self, known: _Request) -> None:
+    def _give_up(self, name: str, known: _Request) -> None:
         """Has nothing more brought for it of what a peer computed."""
         if known.prefilled is not None and known.prefilled.pull is not None:
             known.prefilled.pull.cancel()
-        loading = self._loading.get(known.request.request_id)
+        loading = self._loading.get(name)
         if loading is not None and loading.prefilled is not None and loading.load is not None:
             loading.load.cancel()
 
@@ -786,10 +786,10 @@ class Scheduler:
         # After a restart the engine has the weights of its files again, and a bucket's other engines have weights of their own.
         self._weights = os.urandom(16)
         # What was computed with the weights of before must not come into the new epoch, whatever becomes of the reset.
-        for known in self._requests.values():
+        for name, known in self._requests.items():
             known.lease = None
             # Peers give nothing of these weights.
-            self._give_up(known)
+            self._give_up(name, known)
             known.prefilled, known.owed = None, 0
             # One whose load has ended, or a session, waits too.
             waits = known.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
