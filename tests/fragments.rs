@@ -65,6 +65,8 @@ async fn peers(manager: Manager, chain: Vec<BlockHash>, slots: Vec<SlotId>) -> T
 
     let (peer, info, patience) = ("127.0.0.1/6890", RequestInfo::default(), Duration::from_secs(5));
     let pulled = peers.follow(peer, &chain, info, patience).await?;
+    let named = [GroupSlots::full(0, &slots)];
+    let loaded = manager.follow_into(peer, &chain, info, patience, &named, &Fence::Done).await?;
     Ok(())
 }
 

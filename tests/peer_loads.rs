@@ -6,8 +6,8 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use kvbm::{
-    BlockHash, EngineMemory, ErrorKind, Fence, GroupSlots, KvPlace, Loaded, Manager, NewEpoch,
-    Options, PeerLease, RequestInfo, Result, SlotId, Tier,
+    BlockHash, Chain, EngineMemory, ErrorKind, Fence, GroupSlots, KvPlace, Loaded, Manager,
+    NewEpoch, Options, PeerLease, RequestInfo, Result, SlotId, Tier, Transfer,
 };
 use kvbm_settings::PeerNixl;
 use kvbm_tests::engine::{
@@ -73,7 +73,25 @@ impl Worker {
     fn load(&self, lease: PeerLease, chain: &[BlockHash], weights: usize) -> Loaded {
         let slots = last_slots(chain.len());
         let named = [GroupSlots::full(0, &slots)];
-        let load = self.manager.load_into(lease, &named, &Fence::Done);
+        self.check(self.manager.load_into(lease, &named, &Fence::Done), chain, weights)
+    }
+
+    /// Brings `chain` into the last slots, as it comes to be at the peer.
+    fn follow(&self, peer: SocketAddr, chain: &[BlockHash]) -> Transfer<Loaded> {
+        let slots = last_slots(chain.len());
+        let named = [GroupSlots::full(0, &slots)];
+        let (name, info) = (peer.to_string().replace(':', "/"), RequestInfo::default());
+        self.manager.follow_into(&name, chain, info, LIMIT, &named, &Fence::Done)
+    }
+
+    /// Waits until so many blocks are in the host tier.
+    fn wait_for(&self, blocks: u32) {
+        let resident = || self.manager.admin().counts(Tier::Host).resident;
+        wait_until(LIMIT, "blocks do not come", || resident() == blocks);
+    }
+
+    fn check(&self, load: Transfer<Loaded>, chain: &[BlockHash], weights: usize) -> Loaded {
+        let slots = last_slots(chain.len());
         let loaded = load.wait().expect("the manager is open");
         for (&hash, &slot) in chain.iter().zip(&slots).take(loaded.arrived) {
             let block = self.memory.read(slot);
@@ -151,6 +169,61 @@ fn what_a_peer_refuses_is_a_miss_until_it_heals() {
 }
 
 #[test]
+fn what_a_peer_computes_goes_into_slots_as_it_lands() {
+    for shared_memory in [true, false] {
+        let there = Worker::new(0, None, shared_memory);
+        let here = Worker::new(0, Some(there.address()), shared_memory);
+        let prompt = chain(1, 24);
+        there.compute(&prompt[..16], 0);
+        let mut load = here.follow(there.address(), &prompt);
+        here.wait_for(16);
+        assert!(load.try_take().is_none(), "the rest is waited for");
+        there.compute(&prompt, 0);
+        let loaded = here.check(load, &prompt, 0);
+        assert_eq!((loaded.arrived, loaded.is_whole, loaded.fault), (24, true, None));
+        assert!(loaded.writers.are_gone());
+        assert_sound(&here.manager);
+    }
+}
+
+#[test]
+fn a_load_that_follows_is_cancelled_and_gives_all_back() {
+    let there = Worker::new(0, None, true);
+    let here = Worker::new(0, Some(there.address()), true);
+    let prompt = chain(1, 24);
+    there.compute(&prompt[..16], 0);
+    let mut load = here.follow(there.address(), &prompt);
+    here.wait_for(16);
+    load.cancel();
+    let loaded = here.check(load, &prompt, 0);
+    assert_eq!((loaded.arrived + loaded.failed, loaded.is_whole), (24, false));
+    assert!(loaded.arrived <= 16 && loaded.writers.are_gone());
+    drop(loaded);
+    assert_sound(&here.manager);
+    there.compute(&prompt, 0);
+    assert!(here.check(here.follow(there.address(), &prompt), &prompt, 0).is_whole);
+    assert_sound(&here.manager);
+}
+
+#[test]
+fn what_is_here_is_loaded_though_the_peer_is_gone() {
+    let there = Worker::new(0, None, false);
+    let address = there.address();
+    let here = Worker::new(0, Some(address), false);
+    let prompt = chain(1, 24);
+    here.compute(&prompt[..5], 0);
+    drop(there);
+    let loaded = here.check(here.follow(address, &prompt), &prompt, 0);
+    assert_eq!((loaded.arrived, loaded.failed, loaded.usable), (5, 19, 5));
+    assert!(loaded.fault.expect("it says why").contains("gives no lease"));
+    // Another one comes.
+    let there = Worker::new(address.port(), None, false);
+    there.compute(&prompt, 0);
+    assert!(here.check(here.follow(address, &prompt), &prompt, 0).is_whole);
+    assert_sound(&here.manager);
+}
+
+#[test]
 fn a_senseless_load_from_a_peer_is_refused() {
     let there = Worker::new(0, None, true);
     let here = Worker::new(0, Some(there.address()), true);
@@ -161,6 +234,9 @@ fn a_senseless_load_from_a_peer_is_refused() {
         let named = [GroupSlots::full(0, &slots)];
         let refused = here.manager.load_into(lease, &named, &Fence::Done).wait().unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::Invalid);
+        let (info, peer) = (RequestInfo::default(), "nobody");
+        let refused = here.manager.follow_into(peer, &prompt, info, LIMIT, &named, &Fence::Done);
+        assert_eq!(refused.wait().unwrap_err().kind(), ErrorKind::Invalid);
     }
     let lease = here.lease(there.address(), &prompt).expect("it is there");
     let named = [GroupSlots::full(0, &[SlotId(0), SlotId(1)])];

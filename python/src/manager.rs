@@ -181,6 +181,30 @@ impl Manager {
         Ok(Pull(py.detach(|| peers.follow(peer, names, info, patience))))
     }
 
+    /// `follow`, and what comes goes on into an engine's slots at once: `slots` and `after` are as in
+    /// `load_into`. Not of a hybrid model.
+    #[pyo3(signature = (peer, chain, slots, *, seconds, most=None, there=None, request=None, hints=None, after=None))]
+    #[allow(clippy::too_many_arguments, reason = "they have names in Python")]
+    fn follow_into(
+        &self,
+        py: Python<'_>,
+        peer: &str,
+        chain: &Chain,
+        slots: Vec<memory::Slots>,
+        seconds: f64,
+        most: Option<usize>,
+        there: Option<(u64, PyRef<'_, Chain>)>,
+        request: Option<u64>,
+        hints: Option<&Bound<'_, Hints>>,
+        after: Option<Behind>,
+    ) -> PyResult<Load> {
+        let (after, named) = (self.fence(after)?, NamedSlots::new(slots));
+        let info = request_info(request, hints.map(Bound::get));
+        let (names, patience) = (names(chain, most, there), duration(seconds));
+        let begin = || self.inner.follow_into(peer, names, info, patience, &named.slots(), &after);
+        Ok(Load(py.detach(begin)))
+    }
+
     /// Moves the blocks of `chain`, and calls `on_done(moved, error)` on a thread of its own; one
     /// of the two is `None`. `source` and `destination` are `None` for the tiers of this manager, a
     /// peer's name (as the source), or slots of the engine's memory, one for each block. What uses

@@ -109,13 +109,16 @@ pub(crate) struct LoadEnd {
     /// asked for have arrived.
     #[pyo3(get)]
     usable: usize,
+    /// Why a peer did not give all that was wanted of it, if it did not.
+    #[pyo3(get)]
+    fault: Option<String>,
     writers: Writers,
 }
 
 impl LoadEnd {
     fn new(loaded: Loaded) -> Self {
-        let Loaded { arrived, failed, is_whole, usable, writers, .. } = loaded;
-        Self { arrived, failed, is_whole, usable, writers }
+        let Loaded { arrived, failed, is_whole, usable, writers, fault, .. } = loaded;
+        Self { arrived, failed, is_whole, usable, fault, writers }
     }
 }
 

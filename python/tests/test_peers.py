@@ -121,6 +121,24 @@ def test_what_a_peer_computes_is_followed(workers: tuple[Worker, Worker, str]) -
         here.manager.follow("somebody", chain(1, 6), seconds=1.0).wait(10.0)
 
 
+def test_what_a_peer_computes_goes_into_slots_as_it_lands(workers: tuple[Worker, Worker, str]) -> None:
+    there, here, name = workers
+    compute(there, 1, 3)
+    load = here.manager.follow_into(name, chain(1, 6), [(0, 1, range(11, 16))], seconds=60.0)
+    assert load.wait(0.01) is None
+    compute(there, 1, 6)
+    loaded = load.wait(10.0)
+    assert loaded is not None
+    assert (loaded.arrived, loaded.is_whole, loaded.usable, loaded.fault) == (5, True, 6, None)
+    assert all(here.has(10 + at, 16 + at) for at in range(1, 6))
+    # What does not come is told, and why.
+    loaded = here.manager.follow_into("somebody", chain(2, 3), [(0, 0, range(3))], seconds=0.0).wait(10.0)
+    assert loaded is not None
+    assert (loaded.arrived, loaded.failed) == (0, 3)
+    assert loaded.fault is not None
+    assert "no peer somebody is known" in loaded.fault
+
+
 def test_new_weights_that_nobody_named_are_not_shared(workers: tuple[Worker, Worker, str]) -> None:
     there, here, name = workers
     there.manager.reset()

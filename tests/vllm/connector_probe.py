@@ -354,13 +354,13 @@ class _SlowReader:
 
     def __init__(self, manager):
         self._manager, self._leasing, self.lease, self.is_held = manager, None, None, True
-        self._pull = None
+        self._load = None
 
     def __getattr__(self, name):
         return getattr(self._manager, name)
 
-    def follow(self, *arguments, seconds, **named):
-        self._ask = lambda: self._manager.lease_at(*arguments, **named)
+    def follow_into(self, peer, chain, slots, *, seconds, **named):
+        self._slots, self._ask = slots, lambda: self._manager.lease_at(peer, chain, **named)
         self._leasing = self._ask()
         return self
 
@@ -372,12 +372,12 @@ class _SlowReader:
                 self.lease, self._leasing = None, self._ask()
         if self.is_held or self.lease is None:
             return None
-        self._pull = self._pull or self._manager.pull(self.lease)
-        return self._pull.wait(seconds)
+        self._load = self._load or self._manager.load_into(self.lease, self._slots)
+        return self._load.wait(seconds)
 
     def cancel(self):
-        if self._pull is not None:
-            self._pull.cancel()
+        if self._load is not None:
+            self._load.cancel()
 
 
 def lease_and_wait(engine, prompt: list[int], params: dict) -> int:

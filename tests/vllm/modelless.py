@@ -64,8 +64,10 @@ class Modelless:
             )
         self._hasher = _hasher(hash_block_size)
 
-    def add(self, name: str, prompt: list[int], tokens: int = LONGEST) -> Request:
-        said = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
+    def add(self, name: str, prompt: list[int], tokens: int = LONGEST, params: dict[str, Any] | None = None) -> Request:
+        """`params` are its `kv_transfer_params`."""
+        extra = {"extra_args": {"kv_transfer_params": params}} if params else {}
+        said = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, **extra)
         request = Request(name, prompt, said, None, block_hasher=self._hasher)
         self.scheduler.add_request(request)
         return request
@@ -124,21 +126,26 @@ def _hasher(tokens: int) -> Any:
     return get_request_block_hasher(tokens, hash_function)
 
 
+@cache
+def _models() -> tempfile.TemporaryDirectory:
+    """Engines of one process have one model: those that differ read nothing at each other."""
+    return tempfile.TemporaryDirectory()
+
+
 def _config(transfer: dict[str, Any], blocks: int, requests: int, **arguments: Any) -> VllmConfig:
-    with tempfile.TemporaryDirectory() as place:
-        config = EngineArgs(
-            model=str(models.make(Path(place), "bench")),
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            block_size=BLOCK,
-            max_model_len=LONGEST,
-            hf_overrides={"max_position_embeddings": LONGEST},
-            max_num_seqs=requests,
-            max_num_batched_tokens=LONGEST,
-            num_gpu_blocks_override=blocks,
-            kv_transfer_config=transfer,
-            **arguments,
-        ).create_engine_config()
+    config = EngineArgs(
+        model=str(models.make(Path(_models().name, "bench"), "bench")),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        block_size=BLOCK,
+        max_model_len=LONGEST,
+        hf_overrides={"max_position_embeddings": LONGEST},
+        max_num_seqs=requests,
+        max_num_batched_tokens=LONGEST,
+        num_gpu_blocks_override=blocks,
+        kv_transfer_config=transfer,
+        **arguments,
+    ).create_engine_config()
     # On a CPU it is `mp`, whatever is said.
     config.parallel_config.distributed_executor_backend = "uni"
     config.cache_config.kv_cache_layout = "LBNHC"

@@ -176,7 +176,7 @@ def test_a_producer_loads_where_no_step_under_way_writes(role):
     load = SimpleNamespace(wait=lambda seconds: SimpleNamespace(is_whole=True))
     lease = SimpleNamespace(blocks=2, by_tier={"host": 2}, wanted=lambda number: (0, 2))
     request = SimpleNamespace(request_id="one", num_computed_tokens=0)
-    known = SimpleNamespace(lease=lease, owed=0, steps=[], request=request)
+    known = SimpleNamespace(lease=lease, owed=0, prefilled=None, steps=[], request=request)
     scheduler = object.__new__(Scheduler)
     scheduler.manager = SimpleNamespace(load_into=lambda lease, slots: begun.append(slots) or load)
     scheduler._config = SimpleNamespace(
@@ -291,6 +291,7 @@ def test_a_session_from_before_a_reset_is_not_kept(status):
     scheduler._config = SimpleNamespace(weights_never_change=False, block_tokens=BLOCK, names_media=True)
     scheduler._adapters, scheduler._weights, scheduler._hashes_per_block = Adapters(None), b"", 1
     scheduler._publisher, scheduler._requests, scheduler._ending = None, {"session": known}, []
+    scheduler._loading = {}
     scheduler._pinning, scheduler._pinned = [], []
     scheduler.manager = SimpleNamespace(reset=lambda: None)
     scheduler._chain(known)
@@ -322,6 +323,7 @@ def test_a_partly_noted_reset_keeps_nothing_of_before():
     scheduler._config = SimpleNamespace(weights_never_change=False, names_media=True)
     scheduler._adapters, scheduler._weights = Adapters(None), b""
     scheduler._requests, scheduler._ending, scheduler._pinning, scheduler._pinned = requests, [], [], []
+    scheduler._loading = {}
     scheduler.manager = SimpleNamespace(reset=reset)
     assert scheduler.reset()
     assert [known.saved for known in requests.values()] == [_ALL, 0]
@@ -346,6 +348,7 @@ def test_what_was_computed_before_a_reset_is_not_taken_for_what_comes(status):
     scheduler._config = SimpleNamespace(weights_never_change=False, names_media=True)
     scheduler._adapters, scheduler._weights = Adapters(None), b""
     scheduler._requests, scheduler._ending, scheduler._pinning, scheduler._pinned = {"one": known}, [], [], []
+    scheduler._loading = {}
     scheduler.manager = SimpleNamespace(reset=lambda: None)
     assert scheduler.reset()
     # It is loaded, a step of before ends, and it is taken back.
@@ -396,6 +399,7 @@ def test_a_reset_that_fails_is_told_and_keeps_nothing_of_before():
     scheduler._config = SimpleNamespace(weights_never_change=False, names_media=True)
     scheduler._adapters, scheduler._weights = Adapters(None), b""
     scheduler._requests, scheduler._ending = {"one": known}, [_Ending(running(), [(0, ["block"])])]
+    scheduler._loading = {}
     scheduler._pinning, scheduler._pinned = [], []
     scheduler._pool = SimpleNamespace(free_blocks=lambda blocks: freed.extend(blocks))
     scheduler.manager = SimpleNamespace(reset=reset)

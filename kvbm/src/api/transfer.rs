@@ -121,6 +121,8 @@ pub struct Loaded {
     pub usable: usize,
     /// The media that may still write the slots of failed blocks.
     pub writers: Writers,
+    /// Why a peer did not give all that was wanted of it, if it did not.
+    pub fault: Option<String>,
 }
 
 impl Loaded {
@@ -132,7 +134,7 @@ impl Loaded {
         writers: Writers,
     ) -> Self {
         let (failed, usable) = (wanted.len() - arrived, wanted.start + arrived);
-        Self { lease, arrived, failed, is_whole: failed == 0, usable, writers }
+        Self { lease, arrived, failed, is_whole: failed == 0, usable, writers, fault: None }
     }
 }
 

@@ -12,13 +12,19 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 use super::chain_names::ChainNames;
-use super::reader::{Pulled, Reader};
-use crate::error::{ErrorKind, Result};
+use super::reader::{OnPart, Pulled, Reader};
+use crate::error::{Error, ErrorKind, Result};
 use crate::names::hash::Chain;
 use crate::table::RequestInfo;
 
 /// The pause before a peer is asked again that answered at once, and had nothing to lease.
 const PAUSE: Duration = Duration::from_millis(5);
+
+/// What has come of a chain, and why the peer gave no further lease of it, if that is the end.
+pub(super) struct Followed {
+    pub(super) pulled: Pulled,
+    refused: Option<Error>,
+}
 
 impl Reader {
     /// See [`Peers::follow`](super::Peers::follow).
@@ -26,10 +32,28 @@ impl Reader {
         &self,
         peer: &str,
         names: ChainNames,
-        mut info: RequestInfo,
+        info: RequestInfo,
         patience: Duration,
         cancelled: &CancellationToken,
     ) -> Result<Pulled> {
+        let followed = self.follow_in_parts(peer, names, info, patience, None, cancelled);
+        let Followed { pulled, refused } = followed.await?;
+        match refused {
+            Some(error) if pulled.copied == 0 => Err(error),
+            _ => Ok(pulled),
+        }
+    }
+
+    /// The same, where that nothing came is no error.
+    pub(super) async fn follow_in_parts(
+        &self,
+        peer: &str,
+        names: ChainNames,
+        mut info: RequestInfo,
+        patience: Duration,
+        mut on_part: OnPart<'_>,
+        cancelled: &CancellationToken,
+    ) -> Result<Followed> {
         let chain = &names.here;
         let (mut copied, mut refused, mut since) = (0, None, Instant::now());
         loop {
@@ -41,11 +65,18 @@ impl Reader {
                 Ok(lease) => {
                     (info.has_asked, refused) = (true, None);
                     let (leased, came) = (lease.blocks(), lease.only_there() > 0);
-                    let pulled = self.pull(lease, usize::MAX, drop, cancelled).await?;
+                    let each: OnPart<'_> = match &mut on_part {
+                        Some(on_part) => Some(&mut **on_part),
+                        None => None,
+                    };
+                    let pulled = self.pull(lease, each, cancelled).await?;
                     copied += pulled.copied;
                     let is_over = pulled.fault.is_some() || pulled.blocks < leased;
                     if is_over || pulled.blocks == chain.len() {
-                        return Ok(Pulled { copied, ..pulled });
+                        return Ok(Followed { pulled: Pulled { copied, ..pulled }, refused: None });
+                    }
+                    if let Some(on_part) = &mut on_part {
+                        on_part(pulled.lease);
                     }
                     came
                 }
@@ -66,14 +97,9 @@ impl Reader {
                 sleep(PAUSE).await;
             }
         }
-        match refused {
-            Some(error) if copied == 0 => Err(error),
-            refused => {
-                let info = RequestInfo { has_asked: true, ..info };
-                let lease = self.checkpoints.lease_with(&self.core, Chain::from(chain), info);
-                let blocks = lease.blocks(Tier::Host);
-                Ok(Pulled { lease, blocks, copied, fault: refused.map(|error| error.to_string()) })
-            }
-        }
+        let info = RequestInfo { has_asked: true, ..info };
+        let lease = self.checkpoints.lease_with(&self.core, Chain::from(chain), info);
+        let (blocks, fault) = (lease.blocks(Tier::Host), refused.as_ref().map(Error::to_string));
+        Ok(Followed { pulled: Pulled { lease, blocks, copied, fault }, refused })
     }
 }

@@ -4,22 +4,28 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use kvbm_tiers::{Fence, SlotId, Tier};
 
 use tokio_util::sync::CancellationToken;
 
 use super::Peers;
-use super::reader::{PeerLease, Pulled, Reader};
+use super::chain_names::ChainNames;
+use super::reader::{OnPart, PeerLease, Pulled, Reader};
 use crate::api::engine_memory::EngineMemory;
 use crate::api::lease::Lease;
 use crate::api::transfer::{LayerCount, Loaded, Transfer, Transferred, Writers};
 use crate::error::{Error, Result};
+use crate::metrics::PeerWay;
 use crate::scheduler::{Core, EndsLayers, JoinedTransfer, LoadInto};
+use crate::table::RequestInfo;
 use crate::task::Class;
 
-/// What comes from a peer before it goes on.
+/// What comes from a peer before it goes on: over a connection, where the next request for blocks
+/// waits for it, and from a neighbour's memory, where it is still in the caches then.
 const PART_BYTES: usize = 16 << 20;
+const NEIGHBOUR_PART_BYTES: usize = 4 << 20;
 
 /// An engine's slots for successive blocks of a chain.
 pub(crate) struct EngineSlots {
@@ -58,7 +64,7 @@ impl Peers {
     pub(crate) fn load(&self, lease: PeerLease) -> Transfer<Transferred> {
         let reader = Arc::clone(&self.reader);
         self.start_on_thread(async move |cancelled| {
-            let pulled = reader.pull(lease, usize::MAX, drop, &cancelled).await?;
+            let pulled = reader.pull(lease, None, &cancelled).await?;
             let loading = reader.core.transfer(Class::Load, Tier::Device, pulled.lease);
             cancelled_with(loading, &cancelled).await
         })
@@ -72,8 +78,9 @@ impl Peers {
     ) -> Transfer<Pulled> {
         let (reader, arrived) = (Arc::clone(&self.reader), Arc::clone(arrived));
         self.start_on_thread(async move |cancelled| {
-            let (lease, part) = (cancelled_with(leasing, &cancelled).await?, reader.part());
-            reader.pull(lease, part, |held| count(&held, &arrived), &cancelled).await
+            let lease = cancelled_with(leasing, &cancelled).await?;
+            let mut on_part = |held: Lease| count(&held, &arrived);
+            reader.pull(lease, Some(&mut on_part), &cancelled).await
         })
     }
 
@@ -85,15 +92,46 @@ impl Peers {
         slots: EngineSlots,
         arrived: &Arc<AtomicUsize>,
     ) -> Transfer<Loaded> {
+        let (reader, arrived) = (Arc::clone(&self.reader), Arc::clone(arrived));
+        self.start_loading(slots, async move |slots, cancelled| {
+            let lease = cancelled_with(leasing, &cancelled).await?;
+            reader.load_into(lease, slots, &arrived, &cancelled).await
+        })
+    }
+
+    /// [`follow`](Self::follow), and what comes goes on into an engine's slots.
+    pub(crate) fn follow_into(
+        &self,
+        peer: &str,
+        names: ChainNames,
+        info: RequestInfo,
+        patience: Duration,
+        slots: EngineSlots,
+    ) -> Transfer<Loaded> {
+        let (reader, peer) = (Arc::clone(&self.reader), peer.to_owned());
+        self.start_loading(slots, async move |slots, cancelled| {
+            reader.follow_into(&peer, names, info, patience, slots, &cancelled).await
+        })
+    }
+
+    fn start_loading<Work>(
+        &self,
+        slots: EngineSlots,
+        work: impl FnOnce(EngineSlots, CancellationToken) -> Work,
+    ) -> Transfer<Loaded>
+    where
+        Work: Future<Output = Result<Loaded>> + Send + 'static,
+    {
         let layers = slots.engine.layers();
         let count = Arc::new(LayerCount::new(layers.get(), slots.slots.len()));
-        let (reader, arrived) = (Arc::clone(&self.reader), Arc::clone(arrived));
         let ends = EndsLayers(Arc::clone(&count));
-        let transfer = self.start_on_thread(async move |cancelled| {
-            let lease = cancelled_with(leasing, &cancelled).await?;
-            let loaded = reader.load_into(lease, slots, &arrived, &cancelled).await?;
-            ends.0.end(loaded.is_whole);
-            Ok(loaded)
+        let transfer = self.start_on_thread(|cancelled| {
+            let work = work(slots, cancelled);
+            async move {
+                let loaded = work.await?;
+                ends.0.end(loaded.is_whole);
+                Ok(loaded)
+            }
         });
         transfer.in_layers(count)
     }
@@ -101,8 +139,10 @@ impl Peers {
 
 impl Reader {
     /// Blocks of a part.
-    fn part(&self) -> usize {
-        (PART_BYTES / self.block_bytes()).max(1)
+    pub(super) fn part(&self, way: PeerWay) -> usize {
+        let is_mapped = matches!(way, PeerWay::SharedMemory);
+        let bytes = if is_mapped { NEIGHBOUR_PART_BYTES } else { PART_BYTES };
+        (bytes / self.block_bytes()).max(1)
     }
 
     async fn load_into(
@@ -113,12 +153,28 @@ impl Reader {
         cancelled: &CancellationToken,
     ) -> Result<Loaded> {
         let mut loads = EngineLoads::new(&self.core, slots);
-        let go_on = |held: Lease| {
+        let mut on_part = |held: Lease| {
             count(&held, arrived);
             loads.go_on(held);
         };
-        let pulled = self.pull(lease, self.part(), go_on, cancelled).await;
-        loads.end(pulled.map(|pulled| pulled.lease), cancelled).await
+        let pulled = self.pull(lease, Some(&mut on_part), cancelled).await;
+        loads.end(pulled, cancelled).await
+    }
+
+    async fn follow_into(
+        &self,
+        peer: &str,
+        names: ChainNames,
+        info: RequestInfo,
+        patience: Duration,
+        slots: EngineSlots,
+        cancelled: &CancellationToken,
+    ) -> Result<Loaded> {
+        let mut loads = EngineLoads::new(&self.core, slots);
+        let mut on_part = |held: Lease| loads.go_on(held);
+        let on_part: OnPart<'_> = Some(&mut on_part);
+        let followed = self.follow_in_parts(peer, names, info, patience, on_part, cancelled).await;
+        loads.end(followed.map(|followed| followed.pulled), cancelled).await
     }
 }
 
@@ -178,9 +234,19 @@ impl<'a> EngineLoads<'a> {
 
     /// Loads the rest, from whichever tier has it, and waits for all: the engine may use its slots
     /// then. What was begun is answered for even if the pull failed.
-    async fn end(mut self, pulled: Result<Lease>, cancelled: &CancellationToken) -> Result<Loaded> {
+    async fn end(
+        mut self,
+        pulled: Result<Pulled>,
+        cancelled: &CancellationToken,
+    ) -> Result<Loaded> {
         let wanted = self.slots.wanted();
-        let failure = pulled.map(|lease| self.load(lease, wanted.end)).err();
+        let (fault, failure) = match pulled {
+            Ok(Pulled { lease, fault, .. }) => {
+                self.load(lease, wanted.end);
+                (fault, None)
+            }
+            Err(error) => (None, Some(error)),
+        };
         let writers = Writers::new(&self.with_media);
         drop(self.with_media);
         let (mut arrived, mut is_whole, mut held) = (0, true, None);
@@ -192,7 +258,7 @@ impl<'a> EngineLoads<'a> {
             held = loaded.map(|loaded| loaded.lease).or(held);
         }
         match held {
-            Some(lease) => Ok(Loaded::new(wanted, arrived, lease, writers)),
+            Some(lease) => Ok(Loaded { fault, ..Loaded::new(wanted, arrived, lease, writers) }),
             None => Err(failure.unwrap_or_else(Error::closed)),
         }
     }

@@ -504,9 +504,7 @@ impl Peers {
     /// [`Closed`](ErrorKind::Closed) after [`Manager::close`](crate::Manager::close).
     pub fn pull(&self, lease: PeerLease) -> Transfer<Pulled> {
         let reader = Arc::clone(&self.reader);
-        self.start_on_thread(async move |cancelled| {
-            reader.pull(lease, usize::MAX, drop, &cancelled).await
-        })
+        self.start_on_thread(async move |cancelled| reader.pull(lease, None, &cancelled).await)
     }
 
     /// Brings what a peer has of `chain` into the host tier, and goes on while it comes to have

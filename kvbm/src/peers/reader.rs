@@ -157,6 +157,10 @@ pub struct Pulled {
     pub fault: Option<String>,
 }
 
+/// Gets a lease of what is in the host tier by now, after each part of a pull but the last. `None`:
+/// it comes in one part.
+pub(super) type OnPart<'a> = Option<&'a mut (dyn FnMut(Lease) + Send)>;
+
 /// How a part of a pull ended.
 struct PulledPart {
     held: Lease,
@@ -379,13 +383,11 @@ impl Reader {
         });
     }
 
-    /// Brings what a lease names into the host tier, in parts of `part` blocks. After each but the
-    /// last, `arrived` gets a lease of what is there.
+    /// Brings what a lease names into the host tier.
     pub(super) async fn pull(
         &self,
         lease: PeerLease,
-        part: usize,
-        arrived: impl FnMut(Lease) + Send,
+        on_part: OnPart<'_>,
         cancelled: &CancellationToken,
     ) -> Result<Pulled> {
         if !Arc::ptr_eq(&lease.of, &self.credentials) {
@@ -393,8 +395,7 @@ impl Reader {
         }
         let span = spans::of_pull(&lease.peer, lease.link.way(), &lease.info);
         let pulled = async {
-            let (mut pulled, lease, fault) =
-                self.pull_in_parts(lease, part, arrived, cancelled).await?;
+            let (mut pulled, lease, fault) = self.pull_in_parts(lease, on_part, cancelled).await?;
             if !self.checkpoints.is_empty() {
                 self.pull_checkpoints(&mut pulled, &lease, cancelled).await?;
             }
@@ -410,11 +411,11 @@ impl Reader {
     async fn pull_in_parts(
         &self,
         mut lease: PeerLease,
-        part: usize,
-        mut arrived: impl FnMut(Lease) + Send,
+        mut on_part: OnPart<'_>,
         cancelled: &CancellationToken,
     ) -> Result<(Pulled, PeerLease, Option<PeerFault>)> {
         let (blocks, way, started) = (lease.blocks(), lease.link.way(), Instant::now());
+        let part = on_part.as_ref().map_or(usize::MAX, |_| self.part(way));
         let (mut until, mut copied) = (lease.before, 0);
         let (held, here, fault) = loop {
             until = until.saturating_add(part).min(blocks);
@@ -424,7 +425,9 @@ impl Reader {
             if until == blocks || fault.is_some() || here < until {
                 break (held, here, fault);
             }
-            arrived(held);
+            if let Some(on_part) = &mut on_part {
+                on_part(held);
+            }
         };
         self.metrics.pulled(way, started.elapsed());
         lease.counted.end = match &fault {
@@ -638,7 +641,7 @@ impl Reader {
             Ok(leased) => leased,
             Err(why) => return Ok(Some(format!("a checkpoint of another cache group: {why}"))),
         };
-        let part = Box::pin(group.pull(leased, usize::MAX, drop, cancelled)).await?;
+        let part = Box::pin(group.pull(leased, None, cancelled)).await?;
         let missing = || "a checkpoint of another cache group is missing".to_owned();
         let is_whole = part.blocks == names.len();
         Ok(part.fault.or_else(|| (!is_whole).then(missing)))

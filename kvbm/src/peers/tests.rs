@@ -380,7 +380,7 @@ impl Pair {
         let Some(lease) = self.lease.take() else { return 0 };
         let chain = lease.chain.clone();
         let never = CancellationToken::new();
-        let pulled = self.reader.pull(lease, usize::MAX, drop, &never).await;
+        let pulled = self.reader.pull(lease, None, &never).await;
         let pulled = pulled.map_or(0, |pulled| pulled.copied);
         self.here.check(&chain);
         pulled

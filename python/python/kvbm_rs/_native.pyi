@@ -136,6 +136,7 @@ class LoadEnd:
     failed: int
     is_whole: bool
     usable: int
+    fault: str | None
     def slots_are_free(self) -> bool: ...
 @final
 class Manager:
@@ -196,6 +197,19 @@ class Manager:
         request: int | None = None,
         hints: Hints | None = None,
     ) -> Pull: ...
+    def follow_into(
+        self,
+        peer: str,
+        chain: Chain,
+        slots: Sequence[tuple[int, int, Sequence[int]]],
+        *,
+        seconds: float,
+        most: int | None = None,
+        there: tuple[int, Chain] | None = None,
+        request: int | None = None,
+        hints: Hints | None = None,
+        after: _Event | None = None,
+    ) -> Load: ...
     def transfer_kv_cache(
         self,
         source: str | Sequence[int] | None,

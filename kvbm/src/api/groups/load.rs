@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvbm_policies::CheckpointPart;
 use kvbm_tiers::Fence;
@@ -12,8 +13,9 @@ use crate::api::lease::{AnyLease, Lease};
 use crate::api::manager::Manager;
 use crate::api::transfer::{LayerCount, Loaded, Transfer, Writers};
 use crate::error::{Error, Result};
-use crate::peers::{EngineSlots, PeerLease};
+use crate::peers::{ChainNames, EngineSlots, Peers};
 use crate::scheduler::{JoinedTransfer, LoadInto};
+use crate::table::RequestInfo;
 
 /// What the loads of all groups share.
 struct LoadPart<'a> {
@@ -50,23 +52,44 @@ impl Manager {
     ) -> Transfer<Loaded> {
         match lease.into() {
             AnyLease::Here(lease) => self.load_here(lease, slots, after),
-            AnyLease::AtPeer(lease) => {
-                self.load_from_peer(*lease, slots, after).unwrap_or_else(Transfer::failed)
-            }
+            AnyLease::AtPeer(lease) => match self.slots_for_peer(slots, after) {
+                Ok((peers, slots)) => {
+                    peers.load_into(Transfer::ended(*lease), slots, &Arc::default())
+                }
+                Err(error) => Transfer::failed(error),
+            },
         }
     }
 
-    fn load_from_peer(
+    fn slots_for_peer(
         &self,
-        lease: PeerLease,
         slots: &[GroupSlots<'_>],
         after: &Fence,
-    ) -> Result<Transfer<Loaded>> {
+    ) -> Result<(&Peers, EngineSlots)> {
         let (peers, engine) = (self.own_peers()?, self.engine()?.clone());
         self.check_plain()?;
         let GroupSlots { first, slots, .. } = CheckpointGroups::plain(slots)?;
-        let slots = EngineSlots::new(engine, first, slots, after.clone())?;
-        Ok(peers.load_into(Transfer::ended(lease), slots, &Arc::default()))
+        Ok((peers, EngineSlots::new(engine, first, slots, after.clone())?))
+    }
+
+    /// Brings what a peer has of `chain` into the engine's slots, as [`load_into`](Self::load_into)
+    /// does, and goes on while it comes to have more, as [`Peers::follow`](crate::Peers::follow)
+    /// does. `slots` are of successive blocks of the chain. What does not come counts as failed, and
+    /// the answer's [`fault`](Loaded::fault) says why; it is an error only where nothing was begun,
+    /// as with `load_into`.
+    pub fn follow_into(
+        &self,
+        peer: &str,
+        chain: impl Into<ChainNames>,
+        info: RequestInfo,
+        patience: Duration,
+        slots: &[GroupSlots<'_>],
+        after: &Fence,
+    ) -> Transfer<Loaded> {
+        match self.slots_for_peer(slots, after) {
+            Ok((peers, slots)) => peers.follow_into(peer, chain.into(), info, patience, slots),
+            Err(error) => Transfer::failed(error),
+        }
     }
 
     /// # Errors
@@ -225,7 +248,7 @@ fn answer(
     let (arrived, lease) = of_full.map_or((0, nothing), |full| (full.arrived, full.lease));
     let Range { start, end } = wanted;
     let usable = if is_whole { end } else { (start + arrived).min(end.saturating_sub(1)) };
-    Ok(Loaded { lease, arrived, failed: end - start - arrived, is_whole, usable, writers })
+    Ok(Loaded { is_whole, usable, ..Loaded::new(start..end, arrived, lease, writers) })
 }
 
 #[cfg(test)]

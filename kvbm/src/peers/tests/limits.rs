@@ -23,7 +23,7 @@ fn a_pull_waits_for_others_no_longer_than_its_limit() {
         let others = FillingSlots::take(core, memory, beginning, info).unwrap();
         pair.lease(&wanted, Fault::None).await;
         let (lease, never) = (pair.lease.take().unwrap(), CancellationToken::new());
-        let pulled = timeout(2 * TTL, pair.reader.pull(lease, usize::MAX, drop, &never)).await;
+        let pulled = timeout(2 * TTL, pair.reader.pull(lease, None, &never)).await;
         let Pulled { blocks, copied, fault, .. } = pulled.expect("it goes on").unwrap();
         assert_eq!((blocks, copied), (0, 6));
         assert!(fault.as_ref().unwrap().contains("on their way from elsewhere"), "{fault:?}");
@@ -42,7 +42,7 @@ fn a_cancelled_pull_ends_at_once_and_leaves_nothing() {
             pair.lease(&wanted, Fault::None).await;
             let (lease, cancelled) = (pair.lease.take().unwrap(), CancellationToken::new());
             cancelled.cancel();
-            let pulled = pair.reader.pull(lease, usize::MAX, drop, &cancelled).await.unwrap();
+            let pulled = pair.reader.pull(lease, None, &cancelled).await.unwrap();
             assert_eq!((pulled.copied, pulled.fault.as_deref()), (0, Some("it was cancelled")));
             tokio::time::sleep(Duration::from_millis(1)).await;
             assert_eq!(pair.leased.blocks(), 0, "the holder's blocks are leased");
@@ -63,8 +63,7 @@ fn a_pull_that_hangs_can_be_cancelled() {
             tokio::time::sleep(Duration::from_secs(1)).await;
             cancelled.cancel();
         };
-        let pulled =
-            async { timeout(TTL / 2, pair.reader.pull(lease, usize::MAX, drop, &cancelled)).await };
+        let pulled = async { timeout(TTL / 2, pair.reader.pull(lease, None, &cancelled)).await };
         let (pulled, ()) = tokio::join!(pulled, cancel);
         let pulled = pulled.expect("it goes on").unwrap();
         assert_eq!(pulled.fault.as_deref(), Some("it was cancelled"));

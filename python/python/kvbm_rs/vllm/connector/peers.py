@@ -2,8 +2,9 @@
 
 A proxy sends a prompt to one engine, and to another one where the first serves its peers: after the first has answered, as it
 does with vLLM's `NixlConnector`, or to both at once, as with vLLM's `p2p` tier. The first engine saves the prompt's blocks to its
-tiers as always. The second leases them there and brings them into its host tier, as they come to be there; from there on they are a
-hit like any other. What does not come in time it computes, or the request fails, as `kv_load_failure_policy` says.
+tiers as always. The second leases them there and brings them into its host tier, as they come to be there. Of a prompt that was
+computed, what comes goes on into the request's own blocks at once; else it is a hit like any other once it has come. What does not
+come in time the second engine computes, or the request fails, as `kv_load_failure_policy` says.
 
 | in `kv_transfer_params` | the peer | nothing more of it is waited for |
 |---|---|---|
@@ -23,7 +24,7 @@ from kvbm_rs.errors import KvbmError
 from kvbm_rs.vllm import logger
 
 if TYPE_CHECKING:
-    from kvbm_rs import Hints, Manager, Pull
+    from kvbm_rs import Hints, Load, Manager, Pull
     from kvbm_rs.vllm.connector.config import Config
     from vllm.v1.request import Request
 
@@ -76,6 +77,8 @@ class Prefills:
         self._fails = config.fails
         self._max_pause = self._seconds if config.fails else _MAX_PAUSE
         self._engine, self._world, self._groups = config.engine, config.world, len(config.groups)
+        # Windows are as of the last block, which the engine is told before anything has come.
+        self._promises = not config.is_windowed
         self._hash_tokens, self._names_of, self._knows_rows = config.hash_tokens, config.names_of, config.knows_rows
 
     def answer(self, request: "Request") -> dict[str, Any] | None:
@@ -164,12 +167,37 @@ class Prefills:
         """How many leading blocks a request fails without."""
         return self.blocks(prefilled, most) if self._fails and prefilled.is_owed else 0
 
+    def promised(self, prefilled: Prefilled, most: int) -> int:
+        """How many leading blocks a request is promised before they are here: those of a prompt that was computed. Its own blocks
+        are held meanwhile, which would be for long where the peer still computes. The time that it waits counts from here."""
+        prefilled.started = prefilled.started or time.monotonic()
+        is_promised = self._promises and prefilled.is_owed and not prefilled.is_under_way and prefilled.peer is not None
+        return self.blocks(prefilled, most) if is_promised else 0
+
+    def load(
+        self, prefilled: Prefilled, chain: "Chain", slots: list[tuple[int, int, list[int]]], number: int, hints: "Hints | None"
+    ) -> "Load":
+        """Brings what was promised, up to the last of these slots."""
+        ((_, first, blocks),) = slots
+        return self._manager.follow_into(
+            prefilled.peer,
+            chain,
+            slots,
+            seconds=prefilled.patience,
+            most=first + len(blocks),
+            there=prefilled.there,
+            request=number,
+            hints=hints,
+        )
+
+    def is_late(self, prefilled: Prefilled) -> bool:
+        """Whether no more of what was promised is waited for."""
+        return time.monotonic() > prefilled.started + self._seconds
+
     def has_ended(
         self, prefilled: Prefilled, chain: "Chain", most: int, number: int, hints: "Hints | None", seconds: float
     ) -> bool:
         """Whether nothing more of it comes. Waits `seconds` at most."""
-        now = time.monotonic()
-        prefilled.started = prefilled.started or now
         if prefilled.peer is None:
             return self._stays_unknown(prefilled, seconds)
         try:
@@ -188,7 +216,7 @@ class Prefills:
         except KvbmError as error:
             logger.warning("what %s computed does not come: %s", prefilled.peer, error)
             return True
-        if ended is None and not prefilled.is_under_way and now > prefilled.started + self._seconds:
+        if ended is None and not prefilled.is_under_way and self.is_late(prefilled):
             prefilled.pull.cancel()
             return True
         if ended is not None and ended.fault:

@@ -35,7 +35,7 @@ from kvbm_rs.vllm.samples import Reader
 from kvbm_rs.vllm.versions import CacheHitSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
@@ -133,9 +133,11 @@ class _Loading:
     # By cache group its number, the position of the first block, and a slot for each.
     slots: list[tuple[int, int, list[int]]]
     # `None`: what it was to load is lost.
-    lease: Lease | None
+    start: "Callable[[], Load] | None"
     # The last step that may still write its slots.
     after: int
+    # It comes from a peer.
+    prefilled: Prefilled | None = None
     load: Load | None = None
     end: LoadEnd | None = None
     # By cache group the slots that hold nothing that can be used.
@@ -263,22 +265,18 @@ class Scheduler:
         most = self._config.loadable(request.num_tokens)
         chain = self._chain(known)
         if known.prefilled is not None:
-            if not self._has_come(known.prefilled, known, chain, most):
+            promised = self._prefills.promised(known.prefilled, most)
+            more = self._more(request, promised, num_computed_tokens)
+            if more > 0 and promised > max(self.manager.matches(chain).values(), default=0):
+                return more, True
+            if not promised and not self._has_come(known.prefilled, known, chain, most):
                 return None, False
             known.owed = self._prefills.owed(known.prefilled, most)
             known.prefilled = None
-        # vLLM asks again in each step in which it has no room for the request, and when it goes on after a preemption.
-        is_new, known.is_counted = not known.is_counted, True
-        known.lease = self.manager.lease(
-            chain, most=most, request=known.number, hints=known.hints, again=not is_new
-        )
-        if self._publisher:
-            self._publisher.find(known.chain)
+        is_new = not known.is_counted
+        known.lease = self._lease(known, chain, most)
         is_lost = known.lease.blocks < known.owed
-        more = max(known.lease.blocks, known.owed) * self._config.block_tokens - num_computed_tokens
-        if request.num_tokens - num_computed_tokens <= self._config.block_tokens:
-            # A load takes a step longer than the last block.
-            more = 0
+        more = self._more(request, max(known.lease.blocks, known.owed), num_computed_tokens)
         if more > 0 and is_new and not known.owed:
             known.shadowed = self._shadow_of(known, num_computed_tokens)
             if known.shadowed is not None:
@@ -291,6 +289,21 @@ class Scheduler:
             return 0, False
         # vLLM knows failures of loads only: one that is lost begins, and fails.
         return more, is_lost or not self._is_layered(known.lease)
+
+    def _lease(self, known: _Request, chain: Chain, most: int) -> Lease:
+        # vLLM asks again in each step in which it has no room for the request, and when it goes on after a preemption.
+        again, known.is_counted = known.is_counted, True
+        lease = self.manager.lease(chain, most=most, request=known.number, hints=known.hints, again=again)
+        if self._publisher:
+            self._publisher.find(known.chain)
+        return lease
+
+    def _more(self, request: "Request", blocks: int, num_computed_tokens: int) -> int:
+        """Tokens of the leading blocks that the engine lacks, if they are worth a load."""
+        if request.num_tokens - num_computed_tokens <= self._config.block_tokens:
+            # A load takes a step longer than the last block.
+            return 0
+        return blocks * self._config.block_tokens - num_computed_tokens
 
     def _shadow_of(self, known: _Request, num_computed_tokens: int) -> ShadowedHit | None:
         """Whether the engine computes again what there is for it, while nobody else waits."""
@@ -316,9 +329,13 @@ class Scheduler:
         known = self._known(request)
         lease, known.lease = known.lease, None
         owed, known.owed = known.owed, 0
+        prefilled, known.prefilled = known.prefilled, None
         blocks = num_external_tokens // self._config.block_tokens
         if not blocks:
             # Another connector loads, or nobody does.
+            return
+        if prefilled is not None:
+            self._load_from_peer(known, prefilled, tables, blocks)
             return
         if lease is None:
             # Without a debt it is the call after the load, which has been asked for already.
@@ -337,24 +354,44 @@ class Scheduler:
             (given,) = slots
             self._layered.append(LayeredLoad(request.request_id, self.manager, lease, *given[1:]))
         else:
-            # Where vLLM gives a block to no one else while a step under way may still write it (`defer_block_free`, 0.29
-            # and 0.32), the load may begin at once.
-            after = self._step if self._config.is_producer else 0
-            loading = _Loading(slots, lease, after)
-            self._loading[request.request_id] = loading
-            self._begin(loading)
+            self._start_load(request.request_id, slots, lambda: self.manager.load_into(lease, slots))
+
+    def _load_from_peer(
+        self, known: _Request, prefilled: Prefilled, tables: tuple[list[int], ...], blocks: int
+    ) -> None:
+        """Loads what was promised. No more than that is known of where it comes from."""
+        known.sources = {}
+        end = self._prefills.promised(prefilled, self._config.loadable(known.request.num_tokens))
+        slots = [(0, end - blocks, tables[self._config.groups[0].index][end - blocks : end])]
+        self._prefills.names_there(prefilled, known.request, known.salt or b"")
+        chain = known.chain
+        load = lambda: self._prefills.load(prefilled, chain, slots, known.number, known.hints)
+        self._start_load(known.request.request_id, slots, load, prefilled)
+
+    def _start_load(
+        self,
+        name: str,
+        slots: list[tuple[int, int, list[int]]],
+        load: "Callable[[], Load]",
+        prefilled: Prefilled | None = None,
+    ) -> None:
+        # Where vLLM gives a block to no one else while a step under way may still write it (`defer_block_free`, 0.29
+        # and 0.32), the load may begin at once.
+        after = self._step if self._config.is_producer else 0
+        loading = self._loading[name] = _Loading(slots, load, after, prefilled)
+        self._begin(loading)
 
     def _begin(self, loading: _Loading) -> bool:
         """Begins a load, if it may begin. Whether it has begun."""
         if loading.load is None and loading.after <= self._ended:
-            loading.load, loading.lease = self.manager.load_into(loading.lease, loading.slots), None
+            loading.load, loading.start = loading.start(), None
         return loading.load is not None
 
     def _lose(self, name: str, tables: tuple[list[int], ...], first: int, end: int) -> None:
         """Fails a load of blocks that a peer computed and that are lost."""
         slots = [(number, first, tables[group.index][first:end]) for number, group in enumerate(self._config.groups)]
         bad = [set(given) - {self._pool.null_block.block_id} for _, _, given in slots]
-        self._loading[name] = _Loading(slots, lease=None, after=0, bad=bad)
+        self._loading[name] = _Loading(slots, start=None, after=0, bad=bad)
 
     def _first_kept(self, table: list[int], start: int, end: int) -> int:
         """The first position whose block no window has left: before it there is none to load into."""
@@ -399,6 +436,8 @@ class Scheduler:
             if has_ended:
                 del self._loading[name]
                 told.loaded.add(name)
+                if loading.prefilled is not None and name in self._requests:
+                    self._has_arrived(loading, self._requests[name])
                 if self._config.is_shared:
                     ((_, _, blocks),) = loading.slots
                     told.shared += blocks
@@ -452,7 +491,7 @@ class Scheduler:
         self._due.setdefault(due, []).append(name)
 
     def _has_ended(self, loading: _Loading, seconds: float) -> bool:
-        if loading.lease is None and loading.load is None:
+        if loading.start is None and loading.load is None:
             return True
         if loading.end is None:
             try:
@@ -465,11 +504,20 @@ class Scheduler:
                 loading.bad = [set(slots) for _, _, slots in loading.slots]
                 return True
             if loading.end is None:
+                if loading.prefilled is not None and self._prefills.is_late(loading.prefilled):
+                    loading.load.cancel()
                 return False
             if not loading.end.is_whole:
                 loading.bad = self._bad(loading.slots, loading.end.usable)
         # A medium that hangs may still write there.
         return not loading.bad or loading.end.slots_are_free()
+
+    def _has_arrived(self, loading: _Loading, known: _Request) -> None:
+        """What a peer computed is here, or as much of it as comes: a hit, as that of any other look-up."""
+        self._lease(known, known.chain, self._config.loadable(known.request.num_tokens))
+        if loading.bad and loading.end is not None:
+            came, wanted, why = loading.end.arrived, loading.end.arrived + loading.end.failed, loading.end.fault
+            logger.warning("%d of %d blocks came from %s: %s", came, wanted, loading.prefilled.peer, why or "it has no more")
 
     def _bad(self, slots: list[tuple[int, int, list[int]]], usable: int) -> list[set[int]]:
         """Of a load that is not whole, by cache group the slots that must not be used."""
@@ -652,8 +700,7 @@ class Scheduler:
             return None
         self._numbers.discard(known.number)
         known.lease = None
-        if known.prefilled is not None and known.prefilled.pull is not None:
-            known.prefilled.pull.cancel()
+        self._give_up(request.request_id, known)
         computed = known.steps[-1][1] if known.steps else known.computed
         table = tables[self._config.groups[0].index]
         full = min(self._full(known, computed), len(table))
@@ -675,6 +722,14 @@ class Scheduler:
             self._ask_pin(known, full)
         answers = (known.asked.answers(), self._prefills.answer(request))
         return {name: answer for said in answers if said for name, answer in said.items()} or None
+
+    def _give_up(self, name: str, known: _Request) -> None:
+        """Has nothing more brought for it of what a peer computed."""
+        if known.prefilled is not None and known.prefilled.pull is not None:
+            known.prefilled.pull.cancel()
+        loading = self._loading.get(name)
+        if loading is not None and loading.prefilled is not None and loading.load is not None:
+            loading.load.cancel()
 
     def _ask_pin(self, known: _Request, blocks: int) -> None:
         if known.salt is None:
@@ -731,11 +786,10 @@ class Scheduler:
         # After a restart the engine has the weights of its files again, and a bucket's other engines have weights of their own.
         self._weights = os.urandom(16)
         # What was computed with the weights of before must not come into the new epoch, whatever becomes of the reset.
-        for known in self._requests.values():
+        for name, known in self._requests.items():
             known.lease = None
             # Peers give nothing of these weights.
-            if known.prefilled is not None and known.prefilled.pull is not None:
-                known.prefilled.pull.cancel()
+            self._give_up(name, known)
             known.prefilled, known.owed = None, 0
             # One whose load has ended, or a session, waits too.
             waits = known.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
