@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use kvbm::{
-    BlockHash, Chain, EngineMemory, Error, ErrorKind, Fence, HostFence, Loaded, Manager, Options,
-    Rank, RankGroup, RankOptions, Saved, SlotId, Tier, TransferId,
+    BlockHash, Chain, EngineMemory, Error, ErrorKind, Fence, GroupSlots, HostFence, Loaded,
+    Manager, Options, Rank, RankGroup, RankOptions, SaveRequest, Saved, SlotId, Tier, TransferId,
 };
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine;
@@ -837,4 +837,39 @@ proptest! {
         }
         engine.assert_well();
     }
+}
+
+#[test]
+fn a_save_in_layers_is_there_when_it_is_whole() {
+    let engine = Engine::new();
+    let (chain, prompt) = (chain(1, 12), slots(0..12));
+    engine.compute(&chain, &prompt);
+    let named = [GroupSlots::full(0, &prompt)];
+    let save = SaveRequest::of(&chain, &named);
+    for (layers, kept) in [(LAYERS - 1, 0), (LAYERS, 12)] {
+        let mut saving = engine.manager.save_in_layers(&save).unwrap();
+        assert_eq!(saving.blocks(), 0..12);
+        (0..layers).for_each(|_| saving.layer_is_ready().unwrap());
+        assert_eq!(engine.manager.matches(&chain).longest(), 0, "the engine may give it up");
+        assert_eq!(saving.finish().unwrap_or_default(), kept);
+        assert_eq!(engine.manager.matches(&chain).longest(), kept);
+    }
+    engine.assert_loads(&chain, &slots(40..52));
+    let saving = engine.manager.save_in_layers(&save).unwrap();
+    assert_eq!((saving.blocks(), saving.finish().unwrap()), (12..12, 12), "it is there");
+}
+
+#[test]
+fn a_save_in_layers_that_makes_no_sense_begins_nothing() {
+    let engine = Engine::new();
+    let chain = chain(1, 4);
+    let refused = |first: usize, slots: &[SlotId]| {
+        let named = [GroupSlots::full(first, slots)];
+        let save = SaveRequest::of(&chain, &named);
+        engine.manager.save_in_layers(&save).unwrap_err().kind()
+    };
+    assert_eq!(refused(0, &slots(126..130)), ErrorKind::Invalid);
+    assert_eq!(refused(1, &slots(0..4)), ErrorKind::Invalid);
+    assert_eq!(refused(1, &slots(0..3)), ErrorKind::Unavailable, "the first block is missing");
+    assert_eq!(engine.manager.admin().counts(Tier::Host).filling, 0);
 }

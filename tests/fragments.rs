@@ -71,6 +71,18 @@ async fn peers(manager: Manager, chain: Vec<BlockHash>, slots: Vec<SlotId>) -> T
 }
 
 /// docs/peers.md
+fn layers(manager: Manager, chain: Vec<BlockHash>, slots: Vec<SlotId>, layers: u16) -> Tried {
+    let named = [GroupSlots::full(0, &slots)];
+    let mut saving = manager.save_in_layers(&SaveRequest::of(&chain, &named))?;
+    for _layer in 0..layers {
+        // The engine computes the layer of all blocks, and then:
+        saving.layer_is_ready()?;
+    }
+    let kept = saving.finish()?;
+    Ok(())
+}
+
+/// docs/peers.md
 async fn other_blocks(peers: &Peers, prompt: Vec<u32>) -> Tried {
     fn hashes_of(prompt: &[u32], tokens: usize) -> Vec<BlockHash> {
         ChainHasher::new(tokens, b"").expect("more than none").chain(prompt)

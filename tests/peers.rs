@@ -9,6 +9,7 @@ mod trace;
 
 use std::io::stdin;
 use std::net::SocketAddr;
+use std::num::NonZeroU16;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,12 +20,14 @@ use kvbm_settings::{Loader, Settings};
 use kvbm_tests::engine::{self, peer_name};
 use kvbm_tests::process::{Process, role, say};
 use kvbm_tests::rig::{chain, wait_until};
+use kvbm_tiers::layers::bytes_of_layer;
 use kvbm_tiers::nixl::Library;
 use kvbm_tiers::testing::{fill_pattern, has_pattern, skip};
 use serde_json::{Value, json};
 
 const BLOCK: u64 = 16 << 10;
 const SLOTS: u64 = 512;
+const LAYERS: NonZeroU16 = NonZeroU16::new(8).unwrap();
 const TTL_MS: u64 = 1_000;
 const SECRET: &str = "the secret of these tests";
 /// What ends with an event, on a busy machine.
@@ -60,6 +63,23 @@ fn compute(blocks: &Blocks, chain: &[BlockHash]) -> usize {
         Ok::<_, Error>(())
     };
     blocks.put(chain, fill).unwrap()
+}
+
+/// The same, one layer of all blocks after the other.
+fn compute_in_layers(blocks: &Blocks, chain: &[BlockHash]) -> usize {
+    let info = RequestInfo::default();
+    let mut put = blocks.put_in_layers(info, chain, LAYERS).unwrap();
+    for layer in 0..LAYERS.get() {
+        let bytes = bytes_of_layer(BLOCK as usize, layer, LAYERS);
+        let mut block = vec![0; BLOCK as usize];
+        put.write(|at, part| {
+            fill_pattern(chain[at].get() as usize, &mut block);
+            part.copy_from_slice(&block[bytes.clone()]);
+            Ok::<_, Error>(())
+        })
+        .unwrap();
+    }
+    put.finish().unwrap()
 }
 
 /// How many leading blocks the tiers have, each with its own bytes.
@@ -112,6 +132,7 @@ fn process() {
                 say(&prompts.len().to_string());
             }
             "compute" => say(&compute(&blocks, &chain()).to_string()),
+            "layers" => say(&compute_in_layers(&blocks, &chain()).to_string()),
             "has" => say(&manager.matches(&chain()).longest().to_string()),
             "check" => say(&check(&blocks, &chain()).to_string()),
             "evict" => say(&manager.admin().evict(Tier::Host, n as usize).to_string()),
@@ -316,13 +337,14 @@ fn either_side_is_killed_or_frozen_at_any_point(way: &'static str) {
     let mut c = Worker::start(0, &a.address, way);
     let mut incomplete = 0;
     for n in 0..kills {
-        // Every other one is computed while it is read.
+        // Every other one is computed while it is read, half of these layer by layer.
         let follows = n % 2 == 1;
+        let computes = if n % 4 == 1 { "layers" } else { "compute" };
         a.ask(&format!("compute {n} {}", if follows { 48 } else { 128 }));
         let read = if follows { "follow" } else { "read" };
         c.process.tell(&format!("{read} {n} 128 {}", peer_name(&a.address)));
         if follows {
-            a.process.tell(&format!("compute {n} 128"));
+            a.process.tell(&format!("{computes} {n} 128"));
         }
         let list = a.address.clone();
         std::thread::sleep(Duration::from_micros(random.u64(0..1_500)));

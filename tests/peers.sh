@@ -10,7 +10,8 @@
 #   transfer   a trace moves from two holders to two readers that find each other in etcd, while one of each is killed and
 #              comes back; then the messages of a lease of 512 blocks, what NIXL takes to post them, and how fast blocks
 #              come, beside memcpy
-#   push       what is left of a prompt's transfer when the last of 32 steps in which it is computed has ended
+#   push       what is left of a prompt's transfer when the last of 32 steps in which it is computed has ended, or, of one
+#              that is computed in one step, the last of 32 layers
 #   kill       both sides killed and frozen at random points, N times (500): a third each over TCP, by shared memory, and by
 #              NIXL, which is skipped aloud where it is not installed
 #   network    a link between two namespaces that is slow, loses packets and is cut; takes root
@@ -125,7 +126,7 @@ log, speed, schedules, parts, *wrong = sys.argv[1:]
 figures = [json.loads(found) for found in re.findall(r"figures (\{.*\})$", pathlib.Path(log).read_text(), re.MULTILINE)]
 of = lambda name: [figure[name] for figure in figures if name in figure]
 told = {"wrong": wrong, "short": [], "parts": parts.split()}
-told |= {name: found for name in ("trace", "messages", "post", "steps", "kill", "network", "conversion", "heads", "scale") if (found := of(name))}
+told |= {name: found for name in ("trace", "messages", "post", "steps", "layers", "kill", "network", "conversion", "heads", "scale") if (found := of(name))}
 if "model" in told["parts"]:
     told["schedules"] = int(schedules)
 if "transfer" in told["parts"] and not wrong:
@@ -153,6 +154,8 @@ for post in of("post"):
     goal("1 µs of CPU to post a block", post["us_a_block"] <= 1)
 for row in of("steps"):
     goal(f"{row['way']}: 2/32 of a transfer are left behind its last step", row["left_of_whole"] <= 2 / 32)
+for row in of("layers"):
+    goal(f"{row['way']}: 2/32 of a transfer are left behind its last layer", row["left_of_whole"] <= 2 / 32)
 for network in of("network"):
     # An answer to the request for a lease, and one to that for blocks; and what a busy machine takes.
     goal("the limit of a read", network["longest_read_ms"] <= 2 * network["limit_ms"] + 500)

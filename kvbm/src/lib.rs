@@ -58,6 +58,7 @@ pub use api::blocking;
 pub use api::engine_memory::EngineMemory;
 pub use api::groups::{CacheGroup, CheckpointsSaved, GroupKind, GroupSlots, SaveRequest};
 pub use api::kv_transfer::{KvMoved, KvPlace, KvTransfer};
+pub use api::layers::{LayeredPut, LayeredSave};
 pub use api::lease::{AnyLease, Lease};
 pub use api::manager::{Closing, Manager, Options, RouteReport};
 pub use api::rank::{Rank, RankGroup, RankOptions};

@@ -1,6 +1,7 @@
-//! What a prompt's transfer adds to a prompt that is computed in steps, each of which travels while
-//! the next one is computed.
+//! What a prompt's transfer adds to a prompt that is computed in steps, or in one step layer by layer,
+//! each of which travels while the next one is computed.
 
+use std::num::NonZeroU16;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -8,6 +9,7 @@ use kvbm::blocking::Blocks;
 use kvbm::{BlockHash, Error, RequestInfo, Tier};
 use kvbm_tests::engine::{self, peer_name};
 use kvbm_tests::rig::chain;
+use kvbm_tiers::layers::bytes_of_layer;
 use kvbm_tiers::testing::{fill_pattern, has_pattern};
 use serde_json::json;
 
@@ -17,8 +19,9 @@ const STEPS: u32 = 32;
 const STEP_BLOCKS: u32 = 16;
 const BLOCKS: u32 = STEPS * STEP_BLOCKS;
 const BLOCK_BYTES: usize = 256 << 10;
+const LAYERS: NonZeroU16 = NonZeroU16::new(32).unwrap();
 const ROUNDS: u32 = 5;
-/// A step is computed in this many times what its part of the transfer takes.
+/// A step, or a layer, is computed in this many times what its part of the transfer takes.
 const PACE: f64 = 1.5;
 const HOST: &str = "block_bytes = \"256KiB\"\nhost.capacity = \"160MiB\"\npeers.lease_share = 1.0";
 
@@ -105,6 +108,37 @@ impl Pair {
         end.saturating_duration_since(last)
     }
 
+    /// The same from the end of the last layer of one that is computed in one step.
+    fn tail_of_layers(&self, n: u32, whole: Duration) -> Duration {
+        let prompt = chain(n, BLOCKS);
+        let pace = whole.mul_f64(PACE / f64::from(LAYERS.get()));
+        let (last, end) = thread::scope(|scope| {
+            let computing = scope.spawn(|| {
+                let mut put =
+                    self.there.put_in_layers(RequestInfo::default(), &prompt, LAYERS).unwrap();
+                let mut computed = Instant::now();
+                for layer in 0..LAYERS.get() {
+                    computed += pace;
+                    thread::sleep(computed.saturating_duration_since(Instant::now()));
+                    let bytes = bytes_of_layer(BLOCK_BYTES, layer, LAYERS);
+                    put.write(|at, part| {
+                        part.copy_from_slice(
+                            &self.computed[at * BLOCK_BYTES..][..BLOCK_BYTES][bytes.clone()],
+                        );
+                        Ok::<_, Error>(())
+                    })
+                    .unwrap();
+                }
+                assert_eq!(put.finish().unwrap(), prompt.len());
+                computed
+            });
+            let end = self.follow(&prompt);
+            (computing.join().unwrap(), end)
+        });
+        self.check(&prompt);
+        end.saturating_duration_since(last)
+    }
+
     /// What it takes to hear of a peer that it has nothing more.
     fn notification(&self, n: u32) -> Duration {
         let (peers, began) = (self.here.manager().peers().unwrap(), Instant::now());
@@ -121,9 +155,33 @@ fn median(mut times: Vec<Duration>) -> Duration {
     times[times.len() / 2]
 }
 
+/// What is left after a tail, beside the whole transfer.
+struct LeftOver {
+    whole: Duration,
+    tail: Duration,
+    notification: Duration,
+}
+
+impl LeftOver {
+    fn tell(&self, name: &str, way: &str, parts: u32) {
+        let Self { whole, tail, notification } = *self;
+        let left = tail.saturating_sub(notification).div_duration_f64(whole);
+        let us = |time: Duration| time.as_micros() as u64;
+        tell_figures(&json!({name: {
+            "way": way,
+            "parts": parts,
+            "bytes": BLOCKS as usize * BLOCK_BYTES,
+            "whole_us": us(whole),
+            "left_us": us(tail),
+            "notification_us": us(notification),
+            "left_of_whole": (1e4 * left).round() / 1e4,
+        }}));
+    }
+}
+
 #[test]
 #[ignore = "it measures: tests/peers.sh has it"]
-fn what_is_left_when_the_last_step_is_computed() {
+fn what_is_left_when_the_last_step_or_layer_is_computed() {
     for way in ["memory", "tcp", "nixl"].into_iter().filter(|way| *way != "nixl" || has_nixl()) {
         let pair = Pair::open(way);
         // First contact, and memory that is touched for the first time.
@@ -132,16 +190,11 @@ fn what_is_left_when_the_last_step_is_computed() {
         let notification = times(&|n| pair.notification(1_000 + n));
         let whole = times(&|n| pair.whole(n));
         let tail = times(&|n| pair.tail(100 + n, whole));
-        let left = tail.saturating_sub(notification).div_duration_f64(whole);
-        let us = |time: Duration| time.as_micros() as u64;
-        tell_figures(&json!({"steps": {
-            "way": way,
-            "steps": STEPS,
-            "bytes": BLOCKS as usize * BLOCK_BYTES,
-            "whole_us": us(whole),
-            "left_us": us(tail),
-            "notification_us": us(notification),
-            "left_of_whole": (1e4 * left).round() / 1e4,
-        }}));
+        LeftOver { whole, tail, notification }.tell("steps", way, STEPS);
+        // NIXL reads whole blocks.
+        if way != "nixl" {
+            let tail = times(&|n| pair.tail_of_layers(200 + n, whole));
+            LeftOver { whole, tail, notification }.tell("layers", way, LAYERS.get().into());
+        }
     }
 }

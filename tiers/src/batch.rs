@@ -49,6 +49,10 @@ pub(crate) struct Share {
 impl Share {
     pub(crate) const WHOLE: Self = Self { number: 0, of: NonZeroU16::MIN };
 
+    pub(crate) const fn layer(number: u16, of: NonZeroU16) -> Self {
+        Self { number, of }
+    }
+
     pub(crate) const fn is_whole(self) -> bool {
         self.of.get() == 1
     }

@@ -171,19 +171,35 @@ const STEP_BYTES: usize = 4 << 10;
 pub(crate) struct SummedCopy(Digest);
 
 /// The checksum of a block whose bytes come in pieces.
-pub(crate) struct RunningChecksum(Digest);
+#[derive(Clone, Copy, Debug)]
+pub struct RunningChecksum(Digest);
 
 impl RunningChecksum {
-    pub(crate) fn new() -> Self {
+    /// Of nothing yet.
+    pub fn new() -> Self {
         Self(Digest::new(CrcAlgorithm::Crc32Iscsi))
     }
 
-    pub(crate) fn add(&mut self, piece: &[u8]) {
+    /// Of pieces whose checksum is `crc`.
+    pub fn after(crc: u32) -> Self {
+        let state = u64::from(crc ^ u32::MAX);
+        Self(Digest::new_with_init_state(CrcAlgorithm::Crc32Iscsi, state))
+    }
+
+    /// The next piece.
+    pub fn add(&mut self, piece: &[u8]) {
         self.0.update(piece);
     }
 
-    pub(crate) fn value(&self) -> u32 {
+    /// The checksum of all pieces so far.
+    pub fn value(&self) -> u32 {
         self.0.finalize() as u32
+    }
+}
+
+impl Default for RunningChecksum {
+    fn default() -> Self {
+        Self::new()
     }
 }
 
@@ -231,6 +247,16 @@ mod tests {
             prop_assert_eq!(copy.finish(), checksum(&from));
             prop_assert_eq!(from, to);
         }
+    }
+
+    #[test]
+    fn a_checksum_goes_on_where_it_was() {
+        let mut sum = RunningChecksum::new();
+        for piece in [&b"1234"[..], b"", b"56789"] {
+            sum = RunningChecksum::after(sum.value());
+            sum.add(piece);
+        }
+        assert_eq!(sum.value(), checksum(b"123456789"));
     }
 
     #[test]

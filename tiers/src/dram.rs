@@ -284,7 +284,7 @@ impl DramRegion {
     }
 
     /// The block in the frame's slot, all of it, was written by a way that summed it.
-    pub(crate) fn record_checksum(&self, frame: &Frame, crc: u32) {
+    pub fn record_checksum(&self, frame: &Frame, crc: u32) {
         if let Some(checksums) = &self.checksums {
             checksums.record(frame.slot(), crc);
         }
@@ -327,6 +327,11 @@ impl DramRegion {
             let slot = SlotRef { tier: self.tier, slot: loan.slot(), generation: 0 };
             corrupt(slot, expected, actual)
         })
+    }
+
+    /// Where the frame's slot starts; `None` as for [`read`](Self::read).
+    pub(crate) fn start_of(&self, frame: &Frame) -> Option<NonNull<u8>> {
+        self.own_slot(frame.pool(), frame.slot())
     }
 
     fn own_slot(&self, pool: PoolId, slot: SlotId) -> Option<NonNull<u8>> {

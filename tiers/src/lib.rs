@@ -16,8 +16,9 @@
 //! [`Verified`] around a backend checksums what leaves memory and verifies what returns; the host
 //! tier remembers checksums from the moment that a block arrives. [`VerifiedOnce`] verifies what an
 //! earlier process left in memory. [`FramePool`] mints a [`Frame`], the sole slot handle, for each
-//! slot; its holder may read and write the slot's memory. [`transform`] rearranges blocks between
-//! the layouts of engines. [`sealed`] encrypts what lies below memory.
+//! slot; its holder may read and write the slot's memory. [`layers`] has slots written part by part.
+//! [`transform`] rearranges blocks between the layouts of engines. [`sealed`] encrypts what lies
+//! below memory.
 //!
 //! [`index`] remembers in a file what lies in the slots of a tier that outlives its process.
 //!
@@ -54,6 +55,7 @@ pub mod frame;
 pub mod geometry;
 pub mod huge;
 pub mod index;
+pub mod layers;
 mod media_layer;
 pub mod memcpy;
 pub mod memory;
@@ -92,6 +94,7 @@ pub use huge::{Ahead, HugeVec, mapped_bytes};
 pub use index::{
     IndexChange, IndexEntry, IndexOptions, KeptIndex, Recovered, TierEpoch, TierIndex,
 };
+pub use layers::{LayerWriter, LayeredSlots};
 pub use media_layer::MediaLayer;
 pub use memcpy::MemcpyBackend;
 pub use memory::{DeviceRegion, Memory, Space};

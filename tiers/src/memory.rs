@@ -335,6 +335,28 @@ impl DeviceRegion {
         self.pool == pool
     }
 
+    /// Copies some bytes of the block in a slot to `to`. False: there is no such slot, the block is
+    /// shorter, `to` is not as long, or the CPU cannot address the region. The engine must not
+    /// write these bytes meanwhile.
+    pub fn copy_part(&self, slot: SlotId, bytes: Range<usize>, to: &mut [u8]) -> bool {
+        if self.space != Space::Host || to.len() != bytes.len() {
+            return false;
+        }
+        let Some(segments) = self.segments.cut(slot, bytes) else { return false };
+        let mut to = to;
+        for Segment { address, bytes } in segments {
+            let (part, rest) = to.split_at_mut(bytes);
+            // SAFETY: the segment is of this region, whose memory stays allocated and is readable;
+            // who adopted it promised that nothing writes what is being copied.
+            let from = unsafe {
+                std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), bytes)
+            };
+            part.copy_from_slice(from);
+            to = rest;
+        }
+        true
+    }
+
     /// The slot allocator of this region's slots. There is only one: `None` after the first call.
     pub fn frames(&self) -> Option<FramePool> {
         if self.pool_given.swap(true, Ordering::Relaxed) {

@@ -35,6 +35,7 @@
 //! ```
 
 use std::fmt;
+use std::num::NonZeroU16;
 use std::sync::Arc;
 
 use kvbm_settings::Settings;
@@ -42,6 +43,7 @@ use kvbm_tiers::{DramRegion, Loan, Memory, Tier};
 
 use crate::api::allocation::LentSlot;
 use crate::api::filling::FillingSlots;
+use crate::api::layers::LayeredPut;
 use crate::api::lease::Lease;
 use crate::api::manager::{Manager, Options};
 use crate::api::transfer::{Transfer, Transferred};
@@ -229,6 +231,45 @@ impl Blocks {
         // Then nothing of it was published.
         self.check_open()?;
         Ok(kept)
+    }
+
+    /// [`put_for`](Self::put_for), of blocks that are being computed: the engine writes one layer of
+    /// all of them after the other, and [finishes](LayeredPut::finish). A peer that
+    /// [follows](crate::Peers::follow) reads each layer once it is written. The `layers` are equal
+    /// shares of a block's bytes, the first layer first; the last one has what cannot be divided.
+    ///
+    /// ```
+    /// # use kvbm::{ChainHasher, Options, RequestInfo, blocking::Blocks};
+    /// # use kvbm_settings::{Capacity, Settings};
+    /// # fn main() -> kvbm::Result<()> {
+    /// # let mut settings = Settings { block_bytes: Some(4096), ..Settings::default() };
+    /// # settings.host.capacity = Some(Capacity::Blocks(64));
+    /// # let blocks = Blocks::open(settings, Options::default())?;
+    /// # let chain = ChainHasher::new(16, b"model, weights, layout")?.chain(&[7; 100]);
+    /// let layers = 32.try_into().expect("a model has layers");
+    /// let mut put = blocks.put_in_layers(RequestInfo::default(), &chain, layers)?;
+    /// for layer in 0..32 {
+    ///     put.write(|_position, part| {
+    ///         part.fill(layer);
+    ///         Ok::<_, kvbm::Error>(())
+    ///     })?;
+    /// }
+    /// assert_eq!(put.finish()?, 6);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`ErrorKind::Closed`] if the manager is closed, [`ErrorKind::Stale`] if it was
+    /// [reset](Manager::reset) meanwhile.
+    pub fn put_in_layers<'a>(
+        &self,
+        info: RequestInfo,
+        chain: impl Into<Chain<'a>>,
+        layers: NonZeroU16,
+    ) -> Result<LayeredPut<'_>, Error> {
+        self.check_open()?;
+        LayeredPut::begin(&self.core, &self.memory, chain.into(), info, layers)
     }
 
     fn check_open(&self) -> Result<(), Error> {

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvbm_tiers::{CopyError, DramRegion, Frame, ReadDone, Tier};
+use kvbm_tiers::{CopyError, DramRegion, Frame, Memory, ReadDone, Tier};
 use tokio::sync::oneshot;
 
 use crate::api::lease::Lease;
@@ -96,6 +96,46 @@ impl<'a> FillingSlots<'a> {
     pub(crate) fn written(&self) -> Option<u32> {
         let (reserved, _) = self.slots.as_ref()?;
         self.memory?.remember_checksum(reserved.frames.get(self.filled)?)
+    }
+
+    /// Bytes of a block; 0: they lie in ranks.
+    pub(crate) fn block_bytes(&self) -> usize {
+        self.memory.map_or(0, |memory| memory.block_bytes())
+    }
+
+    /// Some bytes of a slot that is not filled yet, the `at`-th behind those that are. `None`: there
+    /// is no such slot.
+    pub(crate) fn part(&mut self, at: usize, bytes: Range<usize>) -> Option<&mut [u8]> {
+        let (reserved, _) = self.slots.as_mut()?;
+        self.memory?.write(reserved.frames.get_mut(self.filled + at)?)?.get_mut(bytes)
+    }
+
+    /// The [next](Self::next) slot is written, part by part, and holds what its name says. Its block
+    /// has this checksum.
+    pub(crate) fn keep_summed(&mut self, crc: u32) {
+        let next = self.slots.as_ref().and_then(|(slots, _)| slots.frames.get(self.filled));
+        if let (Some(memory), Some(frame)) = (self.memory, next) {
+            memory.record_checksum(frame, crc);
+            self.filled += 1;
+        }
+    }
+
+    /// All slots hold what their names say, and their memory knows their checksums.
+    pub(crate) fn keep_all(&mut self) {
+        self.filled += self.left();
+    }
+
+    /// Takes out the frames of all slots, none of which is filled, until they are
+    /// [returned](Self::return_frames).
+    pub(crate) fn take_frames(&mut self) -> Vec<Frame> {
+        self.slots.as_mut().map(|(slots, _)| std::mem::take(&mut slots.frames)).unwrap_or_default()
+    }
+
+    /// Puts back all that were taken out.
+    pub(crate) fn return_frames(&mut self, frames: Vec<Frame>) {
+        if let Some((slots, _)) = &mut self.slots {
+            slots.frames = frames;
+        }
     }
 
     /// The [next](Self::next) slot holds what its name says.

@@ -12,6 +12,7 @@
 //! | `kv_transfer` | one call for a transfer with a callback |
 //! | `rank` | a manager whose bytes lie in other processes |
 //! | `filling` | slots of the host tier that a caller fills |
+//! | `layers` | saves that go in layer by layer |
 //! | `blocking` | get and put for engines that copy for themselves, on plain threads |
 //! | `background` | the background thread |
 
@@ -23,6 +24,7 @@ pub(crate) mod engine_memory;
 pub(crate) mod filling;
 pub(crate) mod groups;
 pub(crate) mod kv_transfer;
+pub(crate) mod layers;
 pub(crate) mod lease;
 pub(crate) mod manager;
 pub(crate) mod rank;

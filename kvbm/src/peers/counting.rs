@@ -32,7 +32,9 @@ impl From<LeaseEnd> for PeerLeaseEnd {
         match end {
             LeaseEnd::Expired => Self::Expired,
             LeaseEnd::Busy => Self::Busy,
-            LeaseEnd::Void | LeaseEnd::OtherEpoch | LeaseEnd::RankAway => Self::Void,
+            LeaseEnd::Void | LeaseEnd::OtherEpoch | LeaseEnd::RankAway | LeaseEnd::Unfinished => {
+                Self::Void
+            }
         }
     }
 }

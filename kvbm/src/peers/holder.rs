@@ -4,6 +4,8 @@
 //! with its connection, its time, or a release, whichever comes first, and no two requests of a
 //! lease overlap. While blocks are sent they are lent, as to a reader at home.
 
+mod layers;
+
 use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
@@ -34,6 +36,7 @@ use super::slices::HostBytes;
 use super::{Serves, nixl, parts, sealed, spans, stream};
 use crate::api::allocation::LentSlot;
 use crate::api::groups::{CheckpointGroups, CheckpointLeases, NamedCheckpoint, checkpoint_names};
+use crate::api::layers::LayeredBlocks;
 use crate::api::lease::Lease;
 use crate::metrics::{CountedLease, PeerLeaseEnd, PeerMetrics, PeerRefusal};
 use crate::names::hash::{BlockHash, Chain};
@@ -178,6 +181,8 @@ struct HeldLease {
     /// Those of its blocks that may be read: the reader has those before.
     named: Range<usize>,
     until: Instant,
+    /// What they are, if they are still being saved.
+    layers: Option<Arc<LayeredBlocks>>,
     /// Blocks that were sent.
     sent: usize,
     counted: CountedLease,
@@ -259,10 +264,17 @@ impl Holder {
         }
         let is_held =
             |probe: &&Probe| self.core.table().is_held_at(probe.last(), probe.blocks as usize);
-        let Some(found) = request.probes.iter().rev().find(is_held) else {
-            return Ok(self.nothing(request));
-        };
-        if !request.is_last && gap_behind(found.blocks as usize, &lengths).is_some() {
+        let found = request.probes.iter().rev().find(is_held);
+        if found.is_none_or(|found| found.blocks <= request.held)
+            && let Some((saved, blocks)) = self.in_layers(request)
+        {
+            if !request.form.is_last && gap_behind(blocks, &lengths).is_some() {
+                return Ok((ToReader::Between(blocks as u32), None));
+            }
+            return Ok(self.lease_layers(reader, (saved, blocks), request));
+        }
+        let Some(found) = found else { return Ok(self.nothing(request)) };
+        if !request.form.is_last && gap_behind(found.blocks as usize, &lengths).is_some() {
             return Ok((ToReader::Between(found.blocks), None));
         }
         match self.core.chain_ending_with(found.last(), found.blocks as usize) {
@@ -272,7 +284,7 @@ impl Holder {
         }
     }
 
-    /// Waits for the shortest prefix that is asked for, if the reader does.
+    /// Waits for the shortest prefix that is asked for, or its first layers, if the reader does.
     async fn await_first(&self, request: &LeaseRequest) {
         let Some(first) = request.probes.first() else { return };
         if request.wait_ms == 0 {
@@ -280,9 +292,12 @@ impl Holder {
         }
         let limit = Duration::from_millis(request.wait_ms.into()).min(self.ttl);
         let is_told = || {
-            let table = self.core.table();
-            table.epoch_digest() != request.epoch
-                || table.is_held_at(first.last(), first.blocks as usize)
+            let is_held = {
+                let table = self.core.table();
+                table.epoch_digest() != request.epoch
+                    || table.is_held_at(first.last(), first.blocks as usize)
+            };
+            is_held || self.in_layers(request).is_some()
         };
         let _ = timeout(limit, self.core.until_landed(is_told)).await;
     }
@@ -402,6 +417,7 @@ impl Holder {
             chain,
             named,
             until,
+            layers: None,
             sent: 0,
             counted,
             _taken: (shares, open),
@@ -428,7 +444,7 @@ impl Holder {
         request: &LeaseRequest,
         is_cut: bool,
     ) -> LeaseAnswer {
-        let asked = if request.wants_slots { named } else { &[] };
+        let asked = if request.form.wants_slots { named } else { &[] };
         LeaseAnswer {
             epoch: self.core.table().epoch_digest(),
             blocks: blocks as u32,
@@ -439,6 +455,7 @@ impl Holder {
             seats: Vec::new(),
             usable: blocks as u32,
             keys: None,
+            layers: 0,
         }
     }
 
@@ -565,6 +582,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
             match decode(&frame)? {
                 ToHolder::Lease(request) => self.lease(&request).await?,
                 ToHolder::Read(request) => self.read(request).await?,
+                ToHolder::Layers(request) => self.layers(request).await?,
                 ToHolder::Release(end) => self.release(end).await,
                 ToHolder::Trace(parent) => self.parent = Some(parent),
                 ToHolder::Nixl(asked) => {

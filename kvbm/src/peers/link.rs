@@ -1,6 +1,9 @@
 //! A reader's connection to a holder: it asks for a lease, and takes the blocks that it names.
 
+mod layers;
+
 use std::collections::VecDeque;
+use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,6 +14,7 @@ use tokio::io::AsyncReadExt;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
+use self::layers::NamedLayers;
 use super::arriving::{Arriving, ConvertedSlots, OpenedSlots};
 use super::book::OpenAtPeer;
 use super::chain_names::PeerChain;
@@ -18,8 +22,8 @@ use super::conversion::Conversion;
 use super::greeting::Credentials;
 use super::nixl::ReadByNixl;
 use super::protocol::{
-    BrokenLink, LeaseAnswer, LeaseEnd, LeaseRequest, MAX_BLOCKS, MAX_WAIT_MS, Member, Probe,
-    ReadEnd, ReadRequest, SlotRun, ToHolder, ToReader, receive, send,
+    BrokenLink, LeaseAnswer, LeaseEnd, LeaseForm, LeaseRequest, MAX_BLOCKS, MAX_WAIT_MS, Member,
+    Probe, ReadEnd, ReadRequest, SlotRun, ToHolder, ToReader, receive, send,
 };
 use super::sealed::{self, Intake};
 use super::stream::{PeerStream, connect};
@@ -83,6 +87,8 @@ pub(super) struct Wanted<'a> {
 pub(super) struct NamedBlocks {
     pub(super) before: usize,
     pub(super) checksums: Vec<u32>,
+    /// In place of checksums, if they are still being saved there.
+    pub(super) layers: Option<NamedLayers>,
     /// Where they lie in the holder's memory.
     pub(super) slots: Vec<SlotId>,
     /// It was asked for then.
@@ -94,6 +100,13 @@ pub(super) struct NamedBlocks {
     pub(super) seats: Vec<PeerSeat>,
     /// What opens them, if they come sealed.
     pub(super) seal: Option<OtherSeal>,
+}
+
+impl NamedBlocks {
+    /// How many there are.
+    pub(super) fn count(&self) -> usize {
+        self.layers.map_or(self.checksums.len(), |layers| layers.blocks)
+    }
 }
 
 /// Why a peer gave less than it should.
@@ -115,6 +128,8 @@ pub(super) enum PeerFault {
     Awaited,
     #[error("it was cancelled")]
     Cancelled,
+    #[error("the next layer of its blocks does not come in time")]
+    Stalled,
     #[error("NIXL: {0}")]
     Nixl(String),
     #[error("ranks: {0}")]
@@ -233,6 +248,9 @@ impl PeerLink {
             ToReader::Leased(answer) if answer.keys.is_some() && self.conversion.is_some() => {
                 Err(PeerFault::NoKey(NOT_CONVERTED.to_owned()))
             }
+            ToReader::Leased(answer) if answer.layers > 0 && !self.takes_layers(wanted) => {
+                Err(BrokenLink::Unexpected("layers that were not asked for").into())
+            }
             ToReader::Leased(answer) => named(wanted, answer, since, &self.holder),
             ToReader::Ended(why) => Err(PeerFault::Ended(why)),
             _ => Err(BrokenLink::Unexpected("no answer to a request for a lease").into()),
@@ -251,10 +269,15 @@ impl PeerLink {
             tenant: wanted.tenant,
             held: wanted.before as u32,
             probes: lengths.iter().map(probe).collect(),
-            is_last,
+            form: LeaseForm {
+                is_last,
+                wants_slots: self.memory.is_some()
+                    || self.reads().is_some()
+                    || self.holder.ranks > 0,
+                takes_layers: self.takes_layers(wanted),
+            },
             group: wanted.group,
             wait_ms: wanted.wait.as_millis().min(MAX_WAIT_MS.into()) as u16,
-            wants_slots: self.memory.is_some() || self.reads().is_some() || self.holder.ranks > 0,
         };
         self.exchange(&ToHolder::Lease(request)).await
     }
@@ -277,6 +300,9 @@ impl PeerLink {
         let leased = named.before + named.checksums.len();
         let blocks = (leased, self.holder.block_bytes as usize);
         let arriving = async {
+            if let Some(layers) = named.layers {
+                return self.bring_layers(named, layers, filling).await;
+            }
             match (conversion, intake) {
                 (Some(_), Some(_)) => Err(CopyError::refused(NOT_CONVERTED).into()),
                 (Some(conversion), None) => {
@@ -477,11 +503,15 @@ fn named(
     holder: &Member,
 ) -> Result<NamedBlocks, PeerFault> {
     let (blocks, before) = (answer.blocks as usize, wanted.before);
+    let layers = NonZeroU16::new(answer.layers);
+    let behind = blocks.saturating_sub(before);
+    let layers = layers.map(|count| NamedLayers { count, blocks: behind, wait: wanted.wait });
+    let whole = if layers.is_some() { 0 } else { behind };
     if answer.epoch != wanted.epoch {
         return Err(PeerFault::Ended(LeaseEnd::OtherEpoch));
     }
     if blocks > wanted.chain.len()
-        || answer.checksums.len() != blocks.saturating_sub(before)
+        || answer.checksums.len() != whole
         || !(answer.checksums.is_empty() || answer.seats.len() == usize::from(holder.ranks))
     {
         return Err(BrokenLink::Unexpected("a lease of other blocks than were asked for").into());
@@ -506,7 +536,7 @@ fn named(
         ));
     }
     checksums.truncate(openable);
-    let slots = SlotRun::slots(&answer.slots, checksums.len());
+    let slots = SlotRun::slots(&answer.slots, layers.map_or(checksums.len(), |_| behind));
     let LeaseAnswer { is_cut, seats, .. } = answer;
-    Ok(NamedBlocks { before, checksums, slots, asked, ttl, is_cut, seats, seal })
+    Ok(NamedBlocks { before, checksums, layers, slots, asked, ttl, is_cut, seats, seal })
 }

@@ -27,7 +27,7 @@ use crate::names::hash::BlockHash;
 use crate::traces::TraceParent;
 
 /// What both sides must agree on. Raise it with every change of a message.
-pub(super) const VERSION: u16 = 6;
+pub(super) const VERSION: u16 = 7;
 /// `kvbp`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbp");
 
@@ -108,6 +108,8 @@ pub(super) enum ToHolder {
     /// To a rank, by a rank: what lies in these slots, in these lives of them? This share of the
     /// heads is wanted.
     Slices(HeadShare, Vec<SlotLife>),
+    /// The next layers of blocks that are leased while they are saved.
+    Layers(LayersRequest),
 }
 
 /// Messages to a reader.
@@ -131,6 +133,10 @@ pub(super) enum ToReader {
     /// By a rank, for each slot that was asked for: the crc32c of a slice, whose bytes follow; none:
     /// the slot is in another life.
     Slice(Option<[u8; 4]>),
+    /// Layers of all leased blocks; their bytes follow, if that was asked for.
+    Layers(LayersAnswer),
+    /// The blocks of which all layers were given are resident there, and leased as any others.
+    Landed,
 }
 
 /// What a reader says first.
@@ -186,15 +192,39 @@ pub(super) struct LeaseRequest {
     pub(super) held: u32,
     /// Prefixes of the chain, shorter ones first.
     pub(super) probes: Vec<Probe>,
-    /// Lease the longest of them that is there, even if it could be a longer one.
-    pub(super) is_last: bool,
-    /// The reader copies from the holder's memory by itself, and asks where in it they lie.
-    pub(super) wants_slots: bool,
+    pub(super) form: LeaseForm,
     /// Of a cache group other than full attention: the last probe is a checkpoint, by the blocks
     /// that it keeps and the block that it hangs on.
     pub(super) group: u8,
     /// How long the reader waits for the first probe to be there, in ms, if it is not yet.
     pub(super) wait_ms: u16,
+}
+
+/// What a request for a lease says with a bit each: it stays below 256 bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "u8", into = "u8")]
+pub(super) struct LeaseForm {
+    /// Lease the longest of the probes that is there, even if it could be a longer one.
+    pub(super) is_last: bool,
+    /// The reader copies from the holder's memory by itself, and asks where in it they lie.
+    pub(super) wants_slots: bool,
+    /// Where nothing behind what the reader has is there, it takes what is being saved, layer by
+    /// layer.
+    pub(super) takes_layers: bool,
+}
+
+impl From<u8> for LeaseForm {
+    fn from(bits: u8) -> Self {
+        let has = |bit: u8| bits & bit != 0;
+        Self { is_last: has(1), wants_slots: has(2), takes_layers: has(4) }
+    }
+}
+
+impl From<LeaseForm> for u8 {
+    fn from(form: LeaseForm) -> Self {
+        let bit = |holds: bool, bit: Self| if holds { bit } else { 0 };
+        bit(form.is_last, 1) | bit(form.wants_slots, 2) | bit(form.takes_layers, 4)
+    }
 }
 
 /// A prefix of a chain: its length in blocks, and the hash of its last block, which commits to all
@@ -228,6 +258,29 @@ pub(super) struct LeaseAnswer {
     /// What opens them, if they lie sealed in the holder's host tier, and so travel: [`MAX_KEYS`] at
     /// most, in the order of the blocks that need them first.
     pub(super) keys: Option<Vec<NamedKey>>,
+    /// Layers of each block behind those that the reader has, which are still being saved: they and
+    /// their checksums are asked for as they come. 0: the blocks are there.
+    pub(super) layers: u16,
+}
+
+/// Layers of blocks that are leased while they are saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct LayersRequest {
+    /// Layers that the reader has. Once it has all, it asks whether the blocks have landed.
+    pub(super) first: u16,
+    /// How long it waits for the next one, in ms, if it is not there yet.
+    pub(super) wait_ms: u16,
+    /// It does not copy from the holder's memory by itself.
+    pub(super) wants_bytes: bool,
+}
+
+/// Successive layers of leased blocks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct LayersAnswer {
+    /// 0: the reader's time is over.
+    pub(super) count: u16,
+    /// Layer by layer, of each block: the crc32c of its bytes up to the end of the layer.
+    pub(super) checksums: Vec<[u8; 4]>,
 }
 
 /// A tenant's key, wrapped by a main key.
@@ -291,6 +344,8 @@ pub(super) enum LeaseEnd {
     Busy,
     #[error("a rank of it is away")]
     RankAway,
+    #[error("its engine has given up the blocks before they were whole")]
+    Unfinished,
 }
 
 impl Hello {
@@ -432,8 +487,7 @@ mod tests {
             tenant: Some(u32::MAX),
             held: MAX_BLOCKS,
             probes: (1..=probes).map(probe).collect(),
-            is_last: true,
-            wants_slots: true,
+            form: LeaseForm { is_last: true, wants_slots: true, takes_layers: true },
             group: u8::MAX,
             wait_ms: MAX_WAIT_MS,
         })
@@ -465,6 +519,7 @@ mod tests {
                 seats,
                 usable: blocks,
                 keys,
+                layers: u16::MAX,
             };
             postcard::to_extend(&ToReader::Leased(leased), vec![0; 4]).unwrap().len()
         };

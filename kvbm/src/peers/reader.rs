@@ -223,7 +223,7 @@ impl Reader {
             Ok((link, named)) => {
                 let of = Arc::clone(&self.credentials);
                 let asked = named.asked;
-                let blocks = link.whole_here(named.before + named.checksums.len());
+                let blocks = link.whole_here(named.before + named.count());
                 let blocks = blocks.clamp(before, chain.len().max(before));
                 let open = self.book.open(&peer, PeerUse::LeasedIn, blocks - before);
                 let lease = PeerLease {
@@ -657,7 +657,7 @@ impl Reader {
     /// Ends a lease at its holder, which hears how. The connection waits for its next use unless
     /// something of this one may be left in it.
     async fn release(&self, lease: PeerLease, fault: Option<&PeerFault>) {
-        let PeerLease { mut link, address, .. } = lease;
+        let PeerLease { mut link, address, named, .. } = lease;
         let end = match fault {
             None => ReadEnd::Whole,
             Some(fault) if fault.is_wrong() => ReadEnd::Wrong,
@@ -666,10 +666,15 @@ impl Reader {
                 PeerFault::Behind
                 | PeerFault::NoIndex
                 | PeerFault::Awaited
+                | PeerFault::Stalled
+                | PeerFault::Ended(LeaseEnd::Unfinished)
                 | PeerFault::Ranks(_)
                 | PeerFault::Seal(_),
             ) => ReadEnd::GivenUp,
-            Some(PeerFault::Cancelled) if link.memory.is_some() => ReadEnd::GivenUp,
+            // An answer may be on its way, of layers.
+            Some(PeerFault::Cancelled) if link.memory.is_some() && named.layers.is_none() => {
+                ReadEnd::GivenUp
+            }
             Some(_) => return,
         };
         if timeout(self.limit, link.release(end)).await.is_ok_and(|sent| sent.is_ok()) {

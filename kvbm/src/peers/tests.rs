@@ -1,6 +1,7 @@
 //! Two workers over a simulated network, in simulated time: a model of what a reader may see.
 
 mod following;
+mod layers;
 mod limits;
 
 use std::cell::RefCell;
@@ -276,6 +277,14 @@ enum Step {
     Pull,
     /// It takes what there is of a chain, and waits for more.
     Follow(usize, usize),
+    /// It follows a chain of which the holder computes some layers, and finishes all or gives up.
+    FollowLayers {
+        n: usize,
+        blocks: usize,
+        layers: u16,
+        finishes: bool,
+        fault: Fault,
+    },
     /// It drops it.
     Drop,
     Pass(Duration),
@@ -294,6 +303,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => at().prop_map(Fault::Cut),
         1 => at().prop_map(Fault::Hang),
     ];
+    let saved = (chain(), 0..=layers::LAYERS, any::<bool>(), fault.clone());
     let weights = || prop::sample::select(vec![None, Some("new"), Some("newer")]);
     let step = prop_oneof![
         6 => chain().prop_map(|(n, blocks)| Step::Compute(n, blocks)),
@@ -303,6 +313,9 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         6 => (chain(), fault).prop_map(|((n, blocks), fault)| Step::Lease(n, blocks, fault)),
         6 => Just(Step::Pull),
         2 => chain().prop_map(|(n, blocks)| Step::Follow(n, blocks)),
+        3 => saved.prop_map(|((n, blocks), layers, finishes, fault)| {
+            Step::FollowLayers { n, blocks, layers, finishes, fault }
+        }),
         1 => Just(Step::Drop),
         2 => (0..12_000_u64).prop_map(|ms| Step::Pass(Duration::from_millis(ms))),
         1 => weights().prop_map(Step::ResetThere),
@@ -398,6 +411,22 @@ impl Pair {
                 let (wanted, never) = (chain(n, blocks), CancellationToken::new());
                 let info = RequestInfo::default();
                 drop(self.reader.follow("there", (&wanted).into(), info, TTL / 8, &never).await);
+            }
+            Step::FollowLayers { n, blocks, layers, finishes, fault } => {
+                self.lease = None;
+                sleep(Duration::from_millis(1)).await;
+                if !self.connect(fault).await {
+                    return;
+                }
+                let (wanted, never) = (chain(n, blocks), CancellationToken::new());
+                let info = RequestInfo::default();
+                let computing = async {
+                    let put = self.there.compute_layers(&wanted, layers).await;
+                    drop(finishes.then(|| put.finish()));
+                };
+                let following =
+                    self.reader.follow("there", (&wanted).into(), info, TTL / 8, &never);
+                drop(tokio::join!(following, computing));
             }
             Step::Drop => self.lease = None,
             Step::Pass(time) => tokio::time::sleep(time).await,

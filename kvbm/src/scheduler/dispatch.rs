@@ -97,6 +97,11 @@ impl Core {
         }
     }
 
+    /// Wakes who waits for blocks, of which there are more layers now.
+    pub(crate) fn wake_followers(&self) {
+        self.landed.notify_waiters();
+    }
+
     fn transfer_ended(self: &Arc<Self>, ended: TransferEnd) {
         if ended.class == Class::Flush {
             self.upkeep.flushing.ended(ended.to, ended.blocks);

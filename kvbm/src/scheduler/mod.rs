@@ -69,6 +69,7 @@ use self::observe::RequestLog;
 use self::queue::{QueueLimits, RouteQueues};
 use self::spans::TransferSpans;
 use self::staging::StagingSlots;
+use crate::api::layers::LayeredSaves;
 use crate::api::lease::Lease;
 use crate::api::transfer::{Transfer, Transferred};
 use crate::clock::Clock;
@@ -154,6 +155,7 @@ pub struct Core {
     spans: TransferSpans,
     /// Wakes who waits for blocks to land.
     landed: Notify,
+    layered_saves: LayeredSaves,
     /// 1 when no more work is taken.
     closed: AtomicUsize,
 }
@@ -241,6 +243,7 @@ impl Core {
             on_left: OnceLock::new(),
             spans: TransferSpans::default(),
             landed: Notify::new(),
+            layered_saves: LayeredSaves::default(),
             closed: AtomicUsize::new(0),
         })
     }
@@ -302,6 +305,11 @@ impl Core {
             return Err(foreign_lease());
         }
         if self.table().is_present(lease.pins()) { Ok(()) } else { Err(Error::stale()) }
+    }
+
+    /// What engines save layer by layer now.
+    pub(crate) const fn layered_saves(&self) -> &LayeredSaves {
+        &self.layered_saves
     }
 
     /// Now, by the clock of policies and flushing.

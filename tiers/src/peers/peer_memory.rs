@@ -3,6 +3,7 @@
 #![expect(unsafe_code, reason = "copies slots that another process writes")]
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use memmap2::MmapRaw;
@@ -105,6 +106,44 @@ impl PeerMemory {
         Ok(())
     }
 
+    /// Copies some bytes of the block in a slot of the peer's to `to`, and adds what arrived to
+    /// `sum`. As with [`copy_into`](Self::copy_into) these are any bytes.
+    ///
+    /// # Errors
+    /// `Refused`: the peer has no such slot, its blocks are shorter, or `to` is not as long.
+    pub fn copy_part(
+        &self,
+        from: SlotId,
+        bytes: Range<usize>,
+        to: &mut [u8],
+        sum: &mut RunningChecksum,
+    ) -> Result<(), CopyError> {
+        let source = self.source(from)?;
+        if bytes.end > self.geometry.block_bytes() || to.len() != bytes.len() {
+            return Err(CopyError::refused(format!("a peer's blocks have no bytes {bytes:?}")));
+        }
+        let mut seen = Page::default();
+        for page in (bytes.start / PAGE_BYTES * PAGE_BYTES..bytes.end).step_by(PAGE_BYTES) {
+            let part = bytes.start.max(page)..bytes.end.min(page + PAGE_BYTES);
+            let to = &mut to[part.start - bytes.start..part.end - bytes.start];
+            let seen_part = part.start - page..part.end - page;
+            match whole_page(to) {
+                // SAFETY: the page starts within the block: it is one of the slot's mapped pages,
+                // which stay, as their file is sealed.
+                Some(to) => unsafe { stream::copy_page(source.add(page), to, &mut seen) },
+                None => {
+                    let mut beside = Page::default();
+                    // SAFETY: as above.
+                    unsafe { stream::copy_page(source.add(page), &mut beside.0, &mut seen) };
+                    to.copy_from_slice(&seen.0[seen_part.clone()]);
+                }
+            }
+            sum.add(&seen.0[seen_part]);
+        }
+        stream::finish();
+        Ok(())
+    }
+
     fn source(&self, slot: SlotId) -> Result<*const u8, CopyError> {
         self.slot(slot).ok_or_else(|| {
             let slots = self.geometry.slots();
@@ -117,6 +156,12 @@ impl PeerMemory {
         let offset = self.geometry.offset(slot)?;
         Some(self.map.as_ptr().wrapping_add(self.base + offset))
     }
+}
+
+/// A place that a page can go to as it is.
+fn whole_page(to: &mut [u8]) -> Option<&mut [u8; PAGE_BYTES]> {
+    let to: &mut [u8; PAGE_BYTES] = to.try_into().ok()?;
+    Some(to).filter(|to| to.as_ptr().addr().is_multiple_of(PAGE_BYTES))
 }
 
 /// Copies a block page by page, and sums what arrived of each while it is in the first caches.

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mprotect};
 
 use super::*;
-use crate::checksum::checksum;
+use crate::checksum::{RunningChecksum, checksum};
 use crate::copy::{CopyErrorKind, SlotId};
 use crate::dram::DramRegion;
 use crate::frame::Frame;
@@ -86,6 +86,30 @@ fn a_block_arrives_in_wider_slots_of_an_emulated_device() {
         let sum = peer.copy_into(SlotId(4), &region, &mut frame).unwrap();
         assert!(has_pattern(5, region.read(&frame).unwrap()));
         assert_eq!(sum, checksum(region.read(&frame).unwrap()));
+    }
+}
+
+#[test]
+fn parts_of_blocks_arrive_and_are_summed() {
+    let peer = PeerMemory::map(&handed_over(&holder(1))).unwrap();
+    let mut block = vec![0; BLOCK];
+    fill_pattern(4, &mut block);
+    let ours = host(1, BLOCK);
+    let mut frame = ours.frames().unwrap().take().unwrap();
+    for parts in [1, 2, 3, 10] {
+        let (arrived, mut sum) = (ours.write(&mut frame).unwrap(), RunningChecksum::new());
+        arrived.fill(0);
+        for part in (0..BLOCK).collect::<Vec<_>>().chunks(BLOCK.div_ceil(parts)) {
+            let bytes = part[0]..part[0] + part.len();
+            peer.copy_part(SlotId(3), bytes.clone(), &mut arrived[bytes.clone()], &mut sum)
+                .unwrap();
+            assert_eq!(sum.value(), checksum(&block[..bytes.end]));
+        }
+        assert!(arrived == block);
+    }
+    let mut sum = RunningChecksum::new();
+    for (slot, bytes) in [(SLOTS, 0..1), (0, BLOCK..BLOCK + 1), (0, 0..2)] {
+        assert!(peer.copy_part(SlotId(slot), bytes, &mut [0], &mut sum).is_err());
     }
 }
 

@@ -64,7 +64,7 @@ impl<'a> GroupSlots<'a> {
         Self { group: FULL, first, slots }
     }
 
-    const fn end(&self) -> usize {
+    pub(crate) const fn end(&self) -> usize {
         self.first.saturating_add(self.slots.len())
     }
 

@@ -177,6 +177,16 @@ impl Manager {
 }
 
 impl CheckpointGroups {
+    /// The slots of a save of a model without other groups, which must be within its chain.
+    pub(crate) fn check_plain<'a>(&self, save: &SaveRequest<'a>) -> Result<GroupSlots<'a>> {
+        let given = Self::plain(save.slots)?;
+        given.check_within(save.chain.len())?;
+        if self.is_empty() {
+            return Ok(given);
+        }
+        Err(Error::invalid("layers are saved of a model without other cache groups"))
+    }
+
     fn check_save<'a>(&self, manager: &Manager, save: &SaveRequest<'a>) -> Result<GroupSlots<'a>> {
         if self.is_empty() {
             return Self::plain(save.slots);

@@ -5,17 +5,21 @@ use crate::api::filling::FillingSlots;
 use crate::names::hash::Chain;
 use crate::peers::reader::Pulled;
 
-const PATIENCE: Duration = Duration::from_secs(4);
+pub(super) const PATIENCE: Duration = Duration::from_secs(4);
 
 /// Its followers come over one connection, which is made before.
-async fn pair() -> Pair {
+pub(super) async fn pair() -> Pair {
     let mut pair = Pair::new().await;
     assert!(pair.connect(Fault::None).await);
     pair
 }
 
 /// Follows a chain while `meanwhile` goes on at the holder.
-async fn follow(pair: &Pair, chain: &[BlockHash], meanwhile: impl Future<Output = ()>) -> Pulled {
+pub(super) async fn follow(
+    pair: &Pair,
+    chain: &[BlockHash],
+    meanwhile: impl Future<Output = ()>,
+) -> Pulled {
     let never = CancellationToken::new();
     let following =
         pair.reader.follow("there", chain.into(), RequestInfo::default(), PATIENCE, &never);

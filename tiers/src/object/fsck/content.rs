@@ -163,7 +163,7 @@ impl BlockCheck {
             self.taken += part.len() as u64;
             bytes = rest;
             if self.taken == entry.length {
-                let sum = std::mem::replace(&mut self.sum, RunningChecksum::new());
+                let sum = std::mem::take(&mut self.sum);
                 self.wrong += u64::from(sum.value() != entry.crc32c);
                 self.taken = 0;
                 self.left.pop_front();

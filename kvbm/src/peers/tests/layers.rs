@@ -1,0 +1,288 @@
+//! A pull of blocks that are saved layer by layer.
+
+use kvbm_tiers::layers::bytes_of_layer;
+
+use super::following::{PATIENCE, follow, pair};
+use super::*;
+use crate::api::layers::LayeredPut;
+use crate::peers::reader::Pulled;
+
+pub(super) const LAYERS: u16 = 4;
+const LAYER: Duration = Duration::from_millis(50);
+
+impl Worker {
+    pub(super) fn begin_layers(&self, chain: &[BlockHash]) -> LayeredPut<'_> {
+        let layers = LAYERS.try_into().unwrap();
+        self.blocks.put_in_layers(RequestInfo::default(), chain, layers).unwrap()
+    }
+
+    pub(super) fn compute_layer(&self, put: &mut LayeredPut<'_>, chain: &[BlockHash], layer: u16) {
+        let bytes = bytes_of_layer(BLOCK, layer, LAYERS.try_into().unwrap());
+        put.write(|at, part| {
+            part.copy_from_slice(&self.content(chain[at])[bytes.clone()]);
+            Ok::<_, Error>(())
+        })
+        .unwrap();
+    }
+
+    /// Computes some layers of a chain, and gives others time after each.
+    pub(super) async fn compute_layers<'a>(
+        &'a self,
+        chain: &[BlockHash],
+        layers: u16,
+    ) -> LayeredPut<'a> {
+        let mut put = self.begin_layers(chain);
+        for layer in 0..layers {
+            sleep(LAYER).await;
+            self.compute_layer(&mut put, chain, layer);
+        }
+        sleep(LAYER).await;
+        put
+    }
+
+    fn filling(&self) -> u32 {
+        self.manager().admin().counts(Tier::Host).filling
+    }
+}
+
+/// Over the connection, and from a neighbour's memory.
+async fn pairs() -> [Pair; 2] {
+    let mut neighbours = Pair { are_neighbours: true, ..Pair::new().await };
+    assert!(neighbours.connect(Fault::None).await);
+    [pair().await, neighbours]
+}
+
+#[test]
+fn layers_come_as_they_are_written_and_blocks_when_whole() {
+    simulated(async {
+        for mut pair in pairs().await {
+            let wanted = chain(0, 12);
+            let meanwhile = async {
+                let put = pair.there.compute_layers(&wanted, LAYERS).await;
+                assert_eq!(pair.here.filling(), 12, "the reader has taken slots for them");
+                assert_eq!(pair.here.check(&wanted), 0, "the engine may still give them up");
+                assert_eq!(put.finish().unwrap(), 12);
+                sleep(Duration::from_millis(1)).await;
+                assert_eq!(pair.here.check(&wanted), 12);
+            };
+            let Pulled { blocks, copied, fault, .. } = follow(&pair, &wanted, meanwhile).await;
+            assert_eq!((blocks, copied, fault), (12, 12, None));
+            let asked = pair.there.counted("kvbm_peer_leases_total", &[("direction", "sent")]);
+            assert!(asked <= 2, "{asked} leases");
+            pair.heals().await;
+        }
+    });
+}
+
+#[test]
+fn layers_follow_blocks_that_are_there() {
+    simulated(async {
+        for mut pair in pairs().await {
+            let wanted = chain(0, 12);
+            pair.there.compute(&wanted[..5]);
+            pair.here.compute(&wanted[..3]);
+            let meanwhile = async {
+                let put = pair.there.compute_layers(&wanted[..9], LAYERS).await;
+                assert_eq!((put.blocks(), pair.here.check(&wanted)), (5..9, 5));
+                put.finish().unwrap();
+                let put = pair.there.compute_layers(&wanted, LAYERS).await;
+                assert_eq!((put.blocks(), pair.here.check(&wanted)), (9..12, 9));
+                put.finish().unwrap();
+            };
+            let Pulled { blocks, copied, fault, .. } = follow(&pair, &wanted, meanwhile).await;
+            assert_eq!((blocks, copied, fault), (12, 9, None));
+            pair.heals().await;
+        }
+    });
+}
+
+#[test]
+fn a_reader_that_comes_late_gets_all_layers() {
+    simulated(async {
+        for mut pair in pairs().await {
+            let wanted = chain(0, 12);
+            let put = pair.there.compute_layers(&wanted, LAYERS - 1).await;
+            let meanwhile = async {
+                let mut put = put;
+                sleep(LAYER).await;
+                pair.there.compute_layer(&mut put, &wanted, LAYERS - 1);
+                put.finish().unwrap();
+            };
+            let Pulled { blocks, fault, .. } = follow(&pair, &wanted, meanwhile).await;
+            assert_eq!((blocks, fault), (12, None));
+            pair.heals().await;
+        }
+    });
+}
+
+#[test]
+fn a_save_given_up_amid_layers_leaves_nothing() {
+    simulated(async {
+        for layers in 0..=LAYERS {
+            for mut pair in pairs().await {
+                let wanted = chain(0, 12);
+                pair.there.compute(&wanted[..2]);
+                let meanwhile = async { drop(pair.there.compute_layers(&wanted, layers).await) };
+                let Pulled { blocks, fault, .. } = follow(&pair, &wanted, meanwhile).await;
+                assert_eq!((blocks, pair.here.check(&wanted), pair.here.filling()), (2, 2, 0));
+                assert!(fault.unwrap().contains("given up"));
+                assert_eq!(pair.there.check(&wanted), 2);
+                pair.heals().await;
+            }
+        }
+    });
+}
+
+#[test]
+fn a_save_that_lacks_layers_is_given_up() {
+    simulated(async {
+        let mut pair = pair().await;
+        let wanted = chain(0, 6);
+        let put = pair.there.compute_layers(&wanted, LAYERS - 1).await;
+        assert!(put.finish().unwrap_err().to_string().contains("3 of 4 layers"));
+        let mut put = pair.there.compute_layers(&wanted, LAYERS).await;
+        let more = put.write(|_, _| Ok::<_, Error>(())).unwrap_err();
+        assert!(more.to_string().contains("all layers"));
+        assert_eq!((put.finish().unwrap(), pair.there.check(&wanted)), (6, 6));
+        pair.heals().await;
+    });
+}
+
+#[test]
+fn a_holder_that_goes_amid_layers_leaves_nothing() {
+    simulated(async {
+        for mut pair in pairs().await {
+            let wanted = chain(0, 12);
+            let meanwhile = async {
+                let put = pair.there.compute_layers(&wanted, 2).await;
+                pair.tasks.iter().for_each(AbortHandle::abort);
+                sleep(LAYER).await;
+                drop(put);
+            };
+            let Pulled { blocks, fault, .. } = follow(&pair, &wanted, meanwhile).await;
+            assert_eq!((blocks, fault.is_some(), pair.here.filling()), (0, true, 0));
+            pair.heals().await;
+        }
+    });
+}
+
+#[test]
+fn a_reset_amid_layers_leaves_nothing() {
+    simulated(async {
+        for [resets_there, resets_here] in [[true, false], [false, true], [true, true]] {
+            for mut pair in pairs().await {
+                let wanted = chain(0, 12);
+                let meanwhile = async {
+                    let mut put = pair.there.compute_layers(&wanted, LAYERS - 1).await;
+                    for (resets, worker) in [(resets_there, &pair.there), (resets_here, &pair.here)]
+                    {
+                        if resets {
+                            worker.reset_again(Some("new"));
+                        }
+                    }
+                    pair.there.compute_layer(&mut put, &wanted, LAYERS - 1);
+                    assert_eq!(put.finish().is_err(), resets_there);
+                };
+                let never = CancellationToken::new();
+                let info = RequestInfo::default();
+                let following =
+                    pair.reader.follow("there", (&wanted).into(), info, PATIENCE, &never);
+                let (pulled, ()) = tokio::join!(following, meanwhile);
+                assert_eq!(pulled.map_or(0, |pulled| pulled.blocks), 0);
+                assert_eq!((pair.here.check(&wanted), pair.here.filling()), (0, 0));
+                pair.heals().await;
+            }
+        }
+    });
+}
+
+#[test]
+fn a_layer_that_is_not_what_its_checksum_says_leaves_nothing() {
+    // From the greeting to the last layer.
+    let mut wrong = 0;
+    for at in (0..8 * BLOCK).step_by(61) {
+        simulated(async {
+            let mut pair = Pair::new().await;
+            if !pair.connect(Fault::Flip(at)).await {
+                return;
+            }
+            let wanted = chain(0, 6);
+            let meanwhile = async {
+                pair.there.compute_layers(&wanted, LAYERS).await.finish().unwrap();
+            };
+            let (never, info) = (CancellationToken::new(), RequestInfo::default());
+            let following = pair.reader.follow("there", (&wanted).into(), info, PATIENCE, &never);
+            drop(tokio::join!(following, meanwhile));
+            pair.here.check(&wanted);
+            let ended = [("direction", "received"), ("end", "wrong")];
+            wrong += pair.here.counted("kvbm_peer_leases_total", &ended);
+            pair.heals().await;
+        });
+    }
+    assert!(wrong > 20, "{wrong} wrong layers were found");
+}
+
+#[test]
+fn layers_that_do_not_come_are_waited_for_as_long_as_blocks() {
+    simulated(async {
+        for mut pair in pairs().await {
+            let wanted = chain(0, 12);
+            let meanwhile = async {
+                let put = pair.there.compute_layers(&wanted, 2).await;
+                sleep(3 * PATIENCE).await;
+                put
+            };
+            let before = Instant::now();
+            let (never, info) = (CancellationToken::new(), RequestInfo::default());
+            let following = async {
+                let pulled =
+                    pair.reader.follow("there", (&wanted).into(), info, PATIENCE, &never).await;
+                (pulled, before.elapsed())
+            };
+            let ((pulled, took), put) = tokio::join!(following, meanwhile);
+            assert!(pulled.unwrap().fault.unwrap().contains("does not come in time"));
+            assert!(took >= PATIENCE && took <= PATIENCE + 4 * LAYER, "{took:?}");
+            drop(put);
+            pair.heals().await;
+        }
+    });
+}
+
+#[test]
+fn layers_of_no_more_blocks_are_leased_than_the_share() {
+    simulated(async {
+        for mut pair in pairs().await {
+            let wanted = chain(0, 13);
+            let meanwhile = async {
+                let put = pair.there.compute_layers(&wanted, LAYERS).await;
+                assert_eq!(pair.leased.blocks(), 12);
+                put.finish().unwrap();
+            };
+            let Pulled { blocks, .. } = follow(&pair, &wanted, meanwhile).await;
+            assert_eq!(blocks, 12);
+            pair.heals().await;
+        }
+    });
+}
+
+#[test]
+fn a_reader_that_is_cancelled_amid_layers_leaves_nothing() {
+    simulated(async {
+        for mut pair in pairs().await {
+            let (wanted, cancelled) = (chain(0, 12), CancellationToken::new());
+            let info = RequestInfo::default();
+            let following =
+                pair.reader.follow("there", (&wanted).into(), info, PATIENCE, &cancelled);
+            let meanwhile = async {
+                let put = pair.there.compute_layers(&wanted, 2).await;
+                cancelled.cancel();
+                sleep(Duration::from_millis(1)).await;
+                assert_eq!((pair.here.filling(), pair.leased.blocks()), (0, 0));
+                drop(put);
+            };
+            let (pulled, ()) = tokio::join!(following, meanwhile);
+            assert_eq!(pulled.unwrap().blocks, 0);
+            pair.heals().await;
+        }
+    });
+}
