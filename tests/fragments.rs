@@ -71,9 +71,9 @@ async fn peers(manager: Manager, chain: Vec<BlockHash>, slots: Vec<SlotId>) -> T
 }
 
 /// docs/peers.md
-fn layers(manager: Manager, chain: Vec<BlockHash>, slots: Vec<SlotId>, layers: u16) -> Tried {
-    let named = [GroupSlots::full(0, &slots)];
-    let mut saving = manager.save_in_layers(&SaveRequest::of(&chain, &named))?;
+fn layers(manager: &Manager, chain: &[BlockHash], slots: &[SlotId], layers: u16) -> Tried {
+    let named = [GroupSlots::full(0, slots)];
+    let mut saving = manager.save_in_layers(&SaveRequest::of(chain, &named))?;
     for _layer in 0..layers {
         // The engine computes the layer of all blocks, and then:
         saving.layer_is_ready()?;

@@ -6,8 +6,8 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use kvbm::{
-    BlockHash, Chain, EngineMemory, ErrorKind, Fence, GroupSlots, KvPlace, Loaded, Manager,
-    NewEpoch, Options, PeerLease, RequestInfo, Result, SlotId, Tier, Transfer,
+    BlockHash, EngineMemory, ErrorKind, Fence, GroupSlots, KvPlace, Loaded, Manager, NewEpoch,
+    Options, PeerLease, RequestInfo, Result, SlotId, Tier, Transfer,
 };
 use kvbm_settings::PeerNixl;
 use kvbm_tests::engine::{

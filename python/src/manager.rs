@@ -198,10 +198,10 @@ impl Manager {
         hints: Option<&Bound<'_, Hints>>,
         after: Option<Behind>,
     ) -> PyResult<Load> {
-        let (after, named) = (self.fence(after)?, NamedSlots::new(slots));
+        let (after, slots) = (self.fence(after)?, NamedSlots::new(slots));
         let info = request_info(request, hints.map(Bound::get));
         let (names, patience) = (names(chain, most, there), duration(seconds));
-        let begin = || self.inner.follow_into(peer, names, info, patience, &named.slots(), &after);
+        let begin = || self.inner.follow_into(peer, names, info, patience, &slots.slots(), &after);
         Ok(Load(py.detach(begin)))
     }
 

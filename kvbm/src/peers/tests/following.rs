@@ -42,7 +42,7 @@ fn what_a_peer_computes_comes_as_it_lands() {
         };
         let Pulled { blocks, copied, fault, .. } = follow(&pair, &wanted, meanwhile).await;
         assert_eq!((blocks, copied, fault), (12, 12, None));
-        let asked = pair.there.counted("kvbm_peer_leases_total", &[("direction", "out")]);
+        let asked = pair.there.counted("kvbm_peer_leases_total", &[("direction", "sent")]);
         assert!(asked <= 8, "it is told, and need not ask: {asked} leases");
         pair.heals().await;
     });
@@ -61,7 +61,7 @@ fn a_block_that_is_on_its_way_to_the_tier_is_not_there() {
         let Pulled { blocks, fault, .. } = follow(&pair, &wanted, async {}).await;
         assert_eq!((blocks, fault), (0, None));
         assert_eq!(before.elapsed(), PATIENCE);
-        let asked = pair.there.counted("kvbm_peer_leases_total", &[("direction", "out")]);
+        let asked = pair.there.counted("kvbm_peer_leases_total", &[("direction", "sent")]);
         assert!(asked <= 4, "it asks again and again: {asked} leases");
         drop(filling);
         pair.heals().await;
