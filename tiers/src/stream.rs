@@ -18,7 +18,6 @@ use crate::geometry::ALIGNMENT;
 /// Bytes that are moved together: a cache line.
 const LINE: usize = 64;
 /// How far ahead of the copy the source is fetched. The processor's own prefetching stops at pages.
-#[cfg(target_arch = "x86_64")]
 const AHEAD_BYTES: usize = 2 << 10;
 
 /// Copies `from` to `to`, past the caches where the processor can. Other threads may rely on the
@@ -87,17 +86,24 @@ impl Default for Page {
 }
 
 /// Copies a page that another process may write meanwhile to two places: `to`, past the caches as
-/// [`copy`] does, and `seen`. Both get the same bytes, since each byte is read once.
+/// [`copy`] does, and `seen`. Both get the same bytes, since each byte is read once. `wanted` bytes
+/// from `from` on are copied soon: no line behind them is fetched, which others may be writing.
 ///
 /// # Safety
 /// `from` is the start of a page that is mapped as long as this runs.
 ///
 /// # Panics
 /// If `to` starts amid a cache line.
-pub(crate) unsafe fn copy_page(from: *const u8, to: &mut [u8; PAGE_BYTES], seen: &mut Page) {
+pub(crate) unsafe fn copy_page(
+    from: *const u8,
+    wanted: usize,
+    to: &mut [u8; PAGE_BYTES],
+    seen: &mut Page,
+) {
     assert!(to.as_ptr().addr().is_multiple_of(LINE), "a slot starts on a page boundary");
     let (to, seen) = (to.as_mut_ptr(), seen.0.as_mut_ptr());
     for line in (0..PAGE_BYTES).step_by(LINE) {
+        fetch(from.wrapping_add((line + AHEAD_BYTES).min(wanted.saturating_sub(1))));
         // SAFETY: the line lies within all three pages, each of which starts at a line.
         unsafe { copy_line_twice(from.add(line), to.add(line), seen.add(line)) };
     }
@@ -112,7 +118,7 @@ pub(crate) unsafe fn copy_block(from: *const u8, block_bytes: usize, to: &mut Ve
     let (mut past, mut seen) = (Page::default(), Page::default());
     for start in (0..block_bytes).step_by(PAGE_BYTES) {
         // SAFETY: the page starts within the block, so it is one of those that the caller names.
-        unsafe { copy_page(from.add(start), &mut past.0, &mut seen) };
+        unsafe { copy_page(from.add(start), usize::MAX, &mut past.0, &mut seen) };
         to.extend_from_slice(&seen.0[..PAGE_BYTES.min(block_bytes - start)]);
     }
     finish();
@@ -124,10 +130,9 @@ pub(crate) unsafe fn copy_block(from: *const u8, block_bytes: usize, to: &mut Ve
 #[expect(clippy::cast_ptr_alignment, reason = "lines are aligned to more")]
 unsafe fn copy_line_twice(from: *const u8, to: *mut u8, seen: *mut u8) {
     let (from, to, seen) = (from.cast::<__m128i>(), to.cast::<__m128i>(), seen.cast::<__m128i>());
-    // SAFETY: SSE2 is part of x86-64. A prefetch may name any address. The rest is as the caller
-    // promises. Volatile: the compiler must not read again what may have changed.
+    // SAFETY: SSE2 is part of x86-64. The rest is as the caller promises. Volatile: the compiler must
+    // not read again what may have changed.
     unsafe {
-        _mm_prefetch::<_MM_HINT_T0>(from.cast::<i8>().wrapping_add(AHEAD_BYTES));
         let first = from.read_volatile();
         let second = from.add(1).read_volatile();
         let third = from.add(2).read_volatile();
@@ -160,6 +165,17 @@ unsafe fn copy_line_twice(from: *const u8, to: *mut u8, seen: *mut u8) {
     }
 }
 
+/// Has the processor bring the line of any address into its caches, if there is one.
+fn fetch(line: *const u8) {
+    // SAFETY: SSE is part of x86-64, and a prefetch may name any address.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        _mm_prefetch::<_MM_HINT_T0>(line.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = line;
+}
+
 /// Orders all copies of this thread before whatever it does next.
 pub(crate) fn finish() {
     // SAFETY: SSE is part of x86-64.
@@ -180,7 +196,7 @@ mod tests {
         let [mut from, mut to, mut seen] = std::array::from_fn(|_| Page::default());
         from.0.iter_mut().zip(0_u32..).for_each(|(byte, at)| *byte = (at * 31 / 8) as u8);
         // SAFETY: pages of this test's own.
-        unsafe { copy_page(from.0.as_ptr(), &mut to.0, &mut seen) };
+        unsafe { copy_page(from.0.as_ptr(), PAGE_BYTES, &mut to.0, &mut seen) };
         finish();
         assert!(to.0 == from.0 && seen.0 == from.0);
     }

@@ -126,15 +126,17 @@ impl PeerMemory {
         for page in (bytes.start / PAGE_BYTES * PAGE_BYTES..bytes.end).step_by(PAGE_BYTES) {
             let part = bytes.start.max(page)..bytes.end.min(page + PAGE_BYTES);
             let to = &mut to[part.start - bytes.start..part.end - bytes.start];
-            let seen_part = part.start - page..part.end - page;
+            let (seen_part, wanted) = (part.start - page..part.end - page, bytes.end - page);
             match whole_page(to) {
                 // SAFETY: the page starts within the block: it is one of the slot's mapped pages,
                 // which stay, as their file is sealed.
-                Some(to) => unsafe { stream::copy_page(source.add(page), to, &mut seen) },
+                Some(to) => unsafe { stream::copy_page(source.add(page), wanted, to, &mut seen) },
                 None => {
                     let mut beside = Page::default();
                     // SAFETY: as above.
-                    unsafe { stream::copy_page(source.add(page), &mut beside.0, &mut seen) };
+                    unsafe {
+                        stream::copy_page(source.add(page), wanted, &mut beside.0, &mut seen)
+                    };
                     to.copy_from_slice(&seen.0[seen_part.clone()]);
                 }
             }
@@ -175,7 +177,7 @@ unsafe fn copy_pages(from: *const u8, block_bytes: usize, to: &mut [u8]) -> u32 
     let pages = to.as_chunks_mut::<PAGE_BYTES>().0;
     for (start, page) in (0..block_bytes).step_by(PAGE_BYTES).zip(pages) {
         // SAFETY: the page starts within the block, so it is one of those that the caller names.
-        unsafe { stream::copy_page(from.add(start), page, &mut arrived) };
+        unsafe { stream::copy_page(from.add(start), usize::MAX, page, &mut arrived) };
         sum.add(&arrived.0[..PAGE_BYTES.min(block_bytes - start)]);
     }
     stream::finish();
