@@ -179,7 +179,7 @@ fn what_lies_encrypted_is_a_hit_at_a_neighbour() {
 }
 
 #[test]
-fn a_worker_without_the_key_is_told_and_one_with_it_reads() {
+fn a_worker_reads_with_the_key_and_is_told_without() {
     let Some(home) = shm() else { return };
     let there = Worker::open(home.path(), "there", (true, Some(main_key(1, FIRST))), "");
     there.serve(ONE);
@@ -245,7 +245,7 @@ fn encrypted_blocks_are_not_converted() {
 }
 
 #[test]
-fn what_changed_in_the_holders_memory_is_a_miss_and_then_heals() {
+fn changed_memory_of_the_holder_is_a_miss_then_heals() {
     let Some(pair) = Pair::alike() else { return };
     pair.there.serve(ONE);
     let lease = pair.lease(ONE).unwrap();
@@ -283,7 +283,7 @@ fn a_lease_that_is_over_gives_nothing() {
 }
 
 #[test]
-fn a_tenant_that_is_forgotten_at_either_side_is_forgotten_there() {
+fn a_tenant_forgotten_at_either_side_is_forgotten_there() {
     let Some(pair) = Pair::alike() else { return };
     [ONE, OTHER].into_iter().for_each(|n| _ = pair.there.serve(n));
     pair.assert_reads(ONE);

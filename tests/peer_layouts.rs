@@ -380,7 +380,7 @@ fn blocks_of_16_nhd_become_blocks_of_64_hnd() {
 }
 
 #[test]
-fn a_neighbour_of_other_order_reads_one_whose_keys_are_columns() {
+fn a_neighbour_of_other_order_reads_keys_in_columns() {
     reads(8, 3, "memory");
 }
 
@@ -395,7 +395,7 @@ fn pair(there: Form, here: Form, change: impl FnOnce(&mut Settings)) -> (Worker,
 }
 
 #[test]
-fn what_cannot_be_made_the_other_is_refused_with_both_names() {
+fn what_cannot_be_converted_is_refused_with_both_names() {
     let other_axes = form(16, "kv,slot,head,channel,byte");
     let other_type = Form { dtype: "fp8_e4m3", ..form(16, NHD) };
     let other_tokens = form(24, NHD);

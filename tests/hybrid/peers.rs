@@ -181,7 +181,7 @@ fn loading_all_groups_from_a_peer_says_what_to_do() {
 
 /// A pull may take longer than a lease lasts without a read, and connections are few.
 #[test]
-fn checkpoints_are_leased_behind_the_blocks_over_one_connection_a_group() {
+fn checkpoints_are_leased_behind_blocks_over_one_connection_a_group() {
     let pair = Pair::open(11);
     let all = chain(1, 18);
     pair.there.prefill(&all, 4);

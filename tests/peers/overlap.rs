@@ -181,7 +181,7 @@ impl LeftOver {
 
 #[test]
 #[ignore = "it measures: tests/peers.sh has it"]
-fn what_is_left_when_the_last_step_or_layer_is_computed() {
+fn what_is_left_behind_the_last_step_or_layer() {
     for way in ["memory", "tcp", "nixl"].into_iter().filter(|way| *way != "nixl" || has_nixl()) {
         let pair = Pair::open(way);
         // First contact, and memory that is touched for the first time.

@@ -298,7 +298,7 @@ fn pull(fleet: &Fleet, ranks: usize, ops: &[CopyOp]) -> Vec<Result<(), CopyError
 }
 
 #[test]
-fn what_a_rank_cannot_bring_is_refused_and_the_rest_comes() {
+fn what_a_rank_cannot_bring_is_refused_others_come() {
     let mut fleet = Fleet::new(2);
     let op = |tier, slot| {
         let at = |tier| SlotRef { tier, slot: SlotId(slot), generation: 1 };

@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn a_forgotten_tenants_key_is_told_to_nobody_and_seals_nothing() {
+    fn a_forgotten_tenants_key_is_not_given_and_seals_nothing() {
         let ring = key_ring(3, "0123456789abcdef");
         let (there, here) = (worker(&ring, true), worker(&ring, true));
         let mut block = lying(&there);

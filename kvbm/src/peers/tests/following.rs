@@ -49,7 +49,7 @@ fn what_a_peer_computes_comes_as_it_lands() {
 }
 
 #[test]
-fn a_block_that_is_on_its_way_to_the_tier_is_not_there() {
+fn a_block_on_its_way_to_the_tier_is_absent() {
     simulated(async {
         let mut pair = pair().await;
         let wanted = chain(0, 4);
@@ -100,7 +100,7 @@ fn a_peer_that_hangs_is_waited_for_no_longer() {
 }
 
 #[test]
-fn a_slow_answer_may_take_longer_than_blocks_are_waited_for() {
+fn slow_answers_may_take_longer_than_the_wait_for_blocks() {
     // Somewhere there the greeting ends, then the lease, then the first block.
     for at in (0..2 * BLOCK).step_by(32) {
         simulated(async {

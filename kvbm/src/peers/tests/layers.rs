@@ -197,7 +197,7 @@ fn a_reset_amid_layers_leaves_nothing() {
 }
 
 #[test]
-fn a_layer_that_is_not_what_its_checksum_says_leaves_nothing() {
+fn a_layer_unlike_its_checksum_leaves_nothing() {
     // From the greeting to the last layer.
     let mut wrong = 0;
     for at in (0..8 * BLOCK).step_by(61) {
@@ -223,7 +223,7 @@ fn a_layer_that_is_not_what_its_checksum_says_leaves_nothing() {
 }
 
 #[test]
-fn layers_that_do_not_come_are_waited_for_as_long_as_blocks() {
+fn layers_are_waited_for_as_long_as_blocks() {
     simulated(async {
         for mut pair in pairs().await {
             let wanted = chain(0, 12);
