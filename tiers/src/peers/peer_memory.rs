@@ -135,7 +135,7 @@ impl PeerMemory {
                     let mut beside = Page::default();
                     // SAFETY: as above.
                     unsafe {
-                        stream::copy_page(source.add(page), wanted, &mut beside.0, &mut seen)
+                        stream::copy_page(source.add(page), wanted, &mut beside.0, &mut seen);
                     };
                     to.copy_from_slice(&seen.0[seen_part.clone()]);
                 }
