@@ -7,15 +7,16 @@ use std::time::Duration;
 
 use kvbm::{
     BlockHash, EngineMemory, ErrorKind, Fence, GroupSlots, KvPlace, Loaded, Manager, NewEpoch,
-    Options, PeerLease, RequestInfo, Result, SlotId, Tier, Transfer,
+    Options, PeerLease, RequestInfo, Result, SaveRequest, SlotId, Tier, Transfer,
 };
 use kvbm_settings::PeerNixl;
 use kvbm_tests::engine::{
     add_peers, assert_sound, fingerprint, model, open_with, peer_name, without_device,
 };
-use kvbm_tests::rig::{chain, number_of, wait_until};
+use kvbm_tests::rig::{chain, metric, number_of, wait_until};
 use kvbm_tests::slots::{load_slots, save_slots};
 use kvbm_tiers::testing::{TensorView, Tensors, fill_pattern, has_pattern};
+use prometheus::Registry;
 
 /// So large that a prompt comes in several parts.
 const BLOCK: usize = 1 << 20;
@@ -26,6 +27,7 @@ const LIMIT: Duration = Duration::from_mins(1);
 
 struct Worker {
     manager: Manager,
+    registry: Registry,
     memory: TensorView,
 }
 
@@ -41,7 +43,8 @@ impl Worker {
         let (region, memory) = Tensors::new(SLOTS, BLOCK, 2 * usize::from(LAYERS)).shared();
         let engine = EngineMemory::new(region, LAYERS).expect("layers of one size");
         let options = Options { engine: Some(engine), ..model(fingerprint("some")) };
-        Self { manager: open_with(settings, options).expect("it opens"), memory }
+        let registry = options.registry.clone();
+        Self { manager: open_with(settings, options).expect("it opens"), registry, memory }
     }
 
     fn address(&self) -> SocketAddr {
@@ -54,13 +57,17 @@ impl Worker {
             self.manager.admin().counts(Tier::Host).free as usize >= chain.len()
         });
         let slots: Vec<_> = (0..chain.len() as u32).map(SlotId).collect();
-        for (&hash, &slot) in chain.iter().zip(&slots) {
+        self.fill(chain, &slots, weights);
+        let saved = save_slots(&self.manager, chain, 0, &slots, Fence::Done).wait();
+        assert_eq!(saved.expect("the manager is open").blocks, chain.len());
+    }
+
+    fn fill(&self, chain: &[BlockHash], slots: &[SlotId], weights: usize) {
+        for (&hash, &slot) in chain.iter().zip(slots) {
             let mut block = vec![0; BLOCK];
             fill_pattern(pattern(hash, weights), &mut block);
             self.memory.write(slot, &block);
         }
-        let saved = save_slots(&self.manager, chain, 0, &slots, Fence::Done).wait();
-        assert_eq!(saved.expect("the manager is open").blocks, chain.len());
     }
 
     fn lease(&self, peer: SocketAddr, chain: &[BlockHash]) -> Result<PeerLease> {
@@ -182,6 +189,35 @@ fn what_a_peer_computes_goes_into_slots_as_it_lands() {
         let loaded = here.check(load, &prompt, 0);
         assert_eq!((loaded.arrived, loaded.is_whole, loaded.fault), (24, true, None));
         assert!(loaded.writers.are_gone());
+        assert_sound(&here.manager);
+    }
+}
+
+#[test]
+fn layers_go_into_slots_and_travel_once() {
+    for (shared_memory, way) in [(true, "shared_memory"), (false, "tcp")] {
+        let there = Worker::new(0, None, shared_memory);
+        let here = Worker::new(0, Some(there.address()), shared_memory);
+        let prompt = chain(1, 24);
+        let slots: Vec<_> = (0..24).map(SlotId).collect();
+        there.fill(&prompt, &slots, 0);
+        let named = [GroupSlots::full(0, &slots)];
+        let save = SaveRequest::of(&prompt, &named);
+        let mut saving = there.manager.save_in_layers(&save).expect("there is room");
+        let load = here.follow(there.address(), &prompt);
+        wait_until(LIMIT, "it does not follow", || {
+            here.manager.admin().counts(Tier::Host).filling == 24
+        });
+        for _layer in 0..LAYERS {
+            saving.layer_is_ready().expect("it is in memory");
+        }
+        assert_eq!(saving.finish().expect("all layers are written"), 24);
+        assert!(here.check(load, &prompt, 0).is_whole);
+        let labels = [("direction", "received"), ("way", way)];
+        assert_eq!(metric(&here.registry, "kvbm_peer_blocks_total", &labels), 24);
+        let labels = [("direction", "sent"), ("way", "tcp")];
+        let sent = metric(&there.registry, "kvbm_peer_blocks_total", &labels);
+        assert_eq!(sent, if shared_memory { 0 } else { 24 });
         assert_sound(&here.manager);
     }
 }

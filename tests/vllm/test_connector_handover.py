@@ -147,6 +147,29 @@ def test_what_does_not_come_in_time_is_an_error():
         comes(here, 1, there)
 
 
+def test_the_time_for_room_in_the_engine_does_not_count():
+    with pair(policy="fail", timeout_ms=30_000) as (there, here):
+        there.compute(1, BLOCKS)
+        here.engine.add("other", prompt(3, 56 * BLOCK))
+        here.engine.step()
+        request = here.ask(1, there)
+        here.engine.step()
+        assert request.status == RequestStatus.WAITING, "there is room"
+        here.scheduler._requests["asked"].prefilled.started -= 60
+        here.engine.finish("other")
+        here.step_until(request.is_finished)
+        assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+
+
+def test_what_came_before_a_reset_is_computed_again():
+    with pair() as (there, here):
+        there.compute(1, BLOCKS // 2)
+        request = here.ask(1, there)
+        here.step_until(lambda: here.held(request).get("host") == BLOCKS // 2)
+        assert here.scheduler.reset()
+        assert here.step_until(request.is_finished)["asked"] == LENGTH
+
+
 def test_a_reset_amid_it_leaves_nothing():
     with pair(policy="fail") as (there, here):
         there.compute(1, BLOCKS // 2)

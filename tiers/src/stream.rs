@@ -87,7 +87,8 @@ impl Default for Page {
 
 /// Copies a page that another process may write meanwhile to two places: `to`, past the caches as
 /// [`copy`] does, and `seen`. Both get the same bytes, since each byte is read once. `wanted` bytes
-/// from `from` on are copied soon: no line behind them is fetched, which others may be writing.
+/// from `from` on are copied soon: nothing behind them is fetched ahead, which others may be
+/// writing.
 ///
 /// # Safety
 /// `from` is the start of a page that is mapped as long as this runs.

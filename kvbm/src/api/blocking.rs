@@ -269,7 +269,7 @@ impl Blocks {
         layers: NonZeroU16,
     ) -> Result<LayeredPut<'_>, Error> {
         self.check_open()?;
-        LayeredPut::begin(&self.core, &self.memory, chain.into(), info, layers)
+        LayeredPut::begin(&self.core, &self.memory, chain.into(), 0, info, layers)
     }
 
     fn check_open(&self) -> Result<(), Error> {

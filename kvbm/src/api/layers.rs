@@ -42,15 +42,25 @@ impl<'a> LayeredPut<'a> {
     ///
     /// # Errors
     /// [`ErrorKind::Stale`](crate::ErrorKind::Stale): a reset came in between.
+    /// [`ErrorKind::Unavailable`](crate::ErrorKind::Unavailable): blocks before `first` would have
+    /// to be written.
     pub(crate) fn begin(
         core: &'a Arc<Core>,
         memory: &'a Arc<DramRegion>,
         chain: Chain<'_>,
+        first: usize,
         info: RequestInfo,
         layers: NonZeroU16,
     ) -> Result<Self> {
         let filling = FillingSlots::take(core, memory, chain, info)?;
         let blocks = filling.kept()..filling.kept() + filling.left();
+        if blocks.start < first && !blocks.is_empty() {
+            let message = format!(
+                "block {} is not in the host tier: save a chain from its root",
+                blocks.start
+            );
+            return Err(Error::unavailable(message));
+        }
         let mut put = Self { core, filling, blocks, writing: None };
         // As for a backend that writes a slot: see `Journal::after_removals`.
         if !put.blocks.is_empty() && core.removals_are_noted(Tier::Host) {
@@ -179,6 +189,9 @@ impl LayeredSave<'_> {
     /// # Errors
     /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): all layers are copied.
     pub fn layer_is_ready(&mut self) -> Result<()> {
+        if self.blocks().is_empty() {
+            return Ok(());
+        }
         let block_bytes = self.memory.segments().block_bytes();
         let bytes = kvbm_tiers::layers::bytes_of_layer(block_bytes, self.next, self.layers);
         let (memory, slots, first) = (&self.memory, &self.slots, self.put.blocks.start);
@@ -229,14 +242,7 @@ impl Manager {
             return Err(Error::closed());
         }
         let (chain, layers) = (save.chain.prefix(given.end()), engine.layers());
-        let put = LayeredPut::begin(core, host, chain, save.info, layers)?;
-        if put.blocks.start < given.first && !put.blocks.is_empty() {
-            let message = format!(
-                "block {} is not in the host tier: save a chain from its root",
-                put.blocks.start
-            );
-            return Err(Error::unavailable(message));
-        }
+        let put = LayeredPut::begin(core, host, chain, given.first, save.info, layers)?;
         let slots = put.blocks().map(|position| given.slots[position - given.first]).collect();
         Ok(LayeredSave { put, memory, slots, layers, next: 0 })
     }

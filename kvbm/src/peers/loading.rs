@@ -245,7 +245,7 @@ impl<'a> EngineLoads<'a> {
                 self.load(lease, wanted.end);
                 (fault, None)
             }
-            Err(error) => (None, Some(error)),
+            Err(error) => (Some(error.to_string()), Some(error)),
         };
         let writers = Writers::new(&self.with_media);
         drop(self.with_media);

@@ -415,7 +415,9 @@ impl Reader {
         cancelled: &CancellationToken,
     ) -> Result<(Pulled, PeerLease, Option<PeerFault>)> {
         let (blocks, way, started) = (lease.blocks(), lease.link.way(), Instant::now());
-        let part = on_part.as_ref().map_or(usize::MAX, |_| self.part(way));
+        // Layers come of all blocks together.
+        let in_parts = on_part.is_some() && lease.named.layers.is_none();
+        let part = if in_parts { self.part(way) } else { usize::MAX };
         let (mut until, mut copied) = (lease.before, 0);
         let (held, here, fault) = loop {
             until = until.saturating_add(part).min(blocks);

@@ -137,19 +137,36 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
         let Some(held) = &mut self.held else { return Ok(()) };
         // A reader that asks keeps its lease.
         held.until = Instant::now() + self.holder.ttl;
+        if !self.holder.core.table().is_present(held.lease.pins()) {
+            return self.end_void(true).await;
+        }
         let (until, left) = (held.until, saved.slots.written().saturating_sub(request.first));
-        let landed = saved.is_published().map(|is_published| is_published && self.lease_landed());
-        if landed == Some(false) {
+        let is_published = saved.is_published();
+        // Blocks before them may still be on their way here.
+        let landed = is_published == Some(true) && self.until_resident(limit).await;
+        if is_published == Some(false) {
             if let Some(held) = self.held.take() {
                 held.end(PeerLeaseEnd::Void);
             }
             return self.send(&ToReader::Ended(LeaseEnd::Unfinished)).await;
         }
-        if request.first == all && landed == Some(true) {
+        if request.first == all && landed {
             return self.send(&ToReader::Landed).await;
         }
         let sent = timeout_at(until, self.send_layers(&saved, request, left)).await;
         sent.unwrap_or(Err(BrokenLink::Late))
+    }
+
+    /// Waits until the blocks have landed: then they are leased as any others.
+    async fn until_resident(&mut self, limit: Duration) -> bool {
+        let core = &self.holder.core;
+        let is_resident = |held: &HeldLease| {
+            core.matches(self.holder.chain(&held.chain)).blocks(Tier::Host) >= held.named.end
+        };
+        if let Some(held) = &self.held {
+            let _ = timeout(limit, core.until_landed(|| is_resident(held))).await;
+        }
+        self.lease_landed()
     }
 
     /// Leases the blocks as any others, if they have landed.

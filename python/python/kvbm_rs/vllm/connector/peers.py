@@ -169,7 +169,8 @@ class Prefills:
 
     def promised(self, prefilled: Prefilled, most: int) -> int:
         """How many leading blocks a request is promised before they are here: those of a prompt that was computed. Its own blocks
-        are held meanwhile, which would be for long where the peer still computes. The time that it waits counts from here."""
+        are held meanwhile, which would be for long where the peer still computes. The time that it waits counts from here, and anew
+        from the beginning of its load: until then it may wait for room in the engine."""
         prefilled.started = prefilled.started or time.monotonic()
         is_promised = self._promises and prefilled.is_owed and not prefilled.is_under_way and prefilled.peer is not None
         return self.blocks(prefilled, most) if is_promised else 0
@@ -179,6 +180,7 @@ class Prefills:
     ) -> "Load":
         """Brings what was promised, up to the last of these slots."""
         ((_, first, blocks),) = slots
+        prefilled.started = time.monotonic()
         return self._manager.follow_into(
             prefilled.peer,
             chain,

@@ -507,13 +507,16 @@ class Scheduler:
                 if loading.prefilled is not None and self._prefills.is_late(loading.prefilled):
                     loading.load.cancel()
                 return False
-            if not loading.end.is_whole:
+            if not loading.bad and not loading.end.is_whole:
                 loading.bad = self._bad(loading.slots, loading.end.usable)
         # A medium that hangs may still write there.
         return not loading.bad or loading.end.slots_are_free()
 
     def _has_arrived(self, loading: _Loading, known: _Request) -> None:
         """What a peer computed is here, or as much of it as comes: a hit, as that of any other look-up."""
+        if not len(known.chain):
+            # A reset came meanwhile: it is looked up anew.
+            return
         self._lease(known, known.chain, self._config.loadable(known.request.num_tokens))
         if loading.bad and loading.end is not None:
             came, wanted, why = loading.end.arrived, loading.end.arrived + loading.end.failed, loading.end.fault
@@ -724,11 +727,14 @@ class Scheduler:
         return {name: answer for said in answers if said for name, answer in said.items()} or None
 
     def _give_up(self, name: str, known: _Request) -> None:
-        """Has nothing more brought for it of what a peer computed."""
+        """Has nothing more brought for it of what a peer computed, and what has come counts for nothing."""
         if known.prefilled is not None and known.prefilled.pull is not None:
             known.prefilled.pull.cancel()
         loading = self._loading.get(name)
-        if loading is not None and loading.prefilled is not None and loading.load is not None:
+        if loading is None or loading.prefilled is None:
+            return
+        loading.start, loading.bad = None, [set(slots) for _, _, slots in loading.slots]
+        if loading.load is not None:
             loading.load.cancel()
 
     def _ask_pin(self, known: _Request, blocks: int) -> None:
