@@ -149,7 +149,7 @@ def test_what_does_not_come_in_time_is_an_error():
 
 def test_the_time_for_room_in_the_engine_does_not_count():
     with pair(policy="fail", timeout_ms=30_000) as (there, here):
-        there.compute(1, BLOCKS)
+        there.compute(1, BLOCKS // 2)
         here.engine.add("other", prompt(3, 56 * BLOCK))
         here.engine.step()
         request = here.ask(1, there)
@@ -157,6 +157,9 @@ def test_the_time_for_room_in_the_engine_does_not_count():
         assert request.status == RequestStatus.WAITING, "there is room"
         here.scheduler._requests["asked"].prefilled.started -= 60
         here.engine.finish("other")
+        # The rest is waited for.
+        here.step_until(lambda: here.held(request).get("host") == BLOCKS // 2)
+        there.compute(1, BLOCKS)
         here.step_until(request.is_finished)
         assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
 
