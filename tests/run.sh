@@ -17,7 +17,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly PARTS='
 formatting    |   1 |   1 | always | formatting
 lints         |  13 |   2 | always | lints
-tests         | 420 | 317 | always | tests
+tests         | 393 | 150 | always | tests
 interleavings | 108 |   5 | --all  | interleavings
 spans         | 150 |   8 | --all  | spans for a collector, ranges for a profiler
 documentation |  20 |  20 | always | documentation
