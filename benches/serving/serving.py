@@ -4,10 +4,10 @@
 
 TRACE is in the Mooncake format, compressed or not; without one, conversations are made up. Some sessions are taken,
 each name of a block standing for one block of the engine's (32 tokens), and their time is pressed into `--seconds`. The
-engine's own cache has a fourth of the blocks that are unlike each other (or the longest prompt's), and whoever serves
-from below it DRAM for a third. `--json` prints one object. `--gpu` (which has not been tried) leaves the choice of a
-device to vLLM; `--model` takes a real model in place of one of 12 layers with made-up weights. Needs the environment of
-tests/vllm.sh.
+engine's own cache has a sixth of the blocks that are unlike each other (or the longest prompt's), and what serves from
+below it has DRAM for half of them: less would hold little that the engine's cache does not. `--json` prints one object.
+`--gpu` (which has not been tried) leaves the choice of a device to vLLM; `--model` takes a real model in place of one
+of 12 layers with made-up weights. Needs the environment of tests/vllm.sh.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from page import markdown, page  # noqa: E402
 from conversations import Part, conversation, made_up, read, working_set  # noqa: E402
 
 # An engine's own cache and DRAM below it, as shares of the working set.
-OWN, DRAM = 1 / 4, 1 / 3
+OWN, DRAM = 1 / 6, 1 / 2
 # Where hits come from that no connector tells of.
 OWN_CACHE = "engine"
 
@@ -111,10 +111,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--model", type=Path, help="a directory with config.json")
     parser.add_argument("--place", type=Path, help="a directory of the file system to be measured")
-    parser.add_argument("--sessions", type=int, default=6)
+    parser.add_argument("--sessions", type=int, default=20)
     parser.add_argument("--turns", type=int, default=4, help="a session has at least")
     parser.add_argument("--blocks", type=int, default=32, help="a prompt has at most")
-    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--seconds", type=float, default=45.0)
     parser.add_argument("--answer", type=int, default=4, help="tokens of an answer at most")
     return parser.parse_args()
 

@@ -75,7 +75,8 @@ def test_a_table_and_a_page_say_who_was_absent():
 @pytest.mark.slow
 def test_turns_are_served_from_below_the_engine(model):
     """The rest of it is as slow as the models that it is for."""
-    command = [sys.executable, str(SERVING / "serving.py"), "--json", "--model", str(model), "--seconds", "1"]
+    command = [sys.executable, str(SERVING / "serving.py"), "--json", "--model", str(model)]
+    command += ["--seconds", "1", "--sessions", "6"]
     ran = subprocess.run([*command, "--only", "KvbmConnector, memory"], capture_output=True, text=True, check=True)
     (row,) = json.loads(ran.stdout)["served_by"].values()
     assert row["hits"]["host"] > 0, row
