@@ -57,6 +57,9 @@ def connector_objects(room: Room) -> dict:
 def lmcache(room: Room) -> dict:
     if importlib.util.find_spec("lmcache") is None:
         raise Absent("lmcache is not installed")
+    if not room.is_gpu:
+        # It starts all the same (0.5.6): then each look-up waits three seconds for what did not start.
+        raise Absent("LMCache has no connector for CPUs")
     extra = {"lmcache.chunk_size": 32, "lmcache.local_cpu": True, "lmcache.max_local_cpu_size": room.dram / 1e9}
     return {
         "kv_transfer_config": {
