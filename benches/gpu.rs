@@ -103,7 +103,7 @@ impl Plan {
             return Ok(region);
         }
         let parts: Vec<_> = region.segments().parts().iter().rev().copied().collect();
-        // SAFETY: the parts lie in the region that is handed over, which nobody else uses.
+        // SAFETY: the parts lie in the region that is handed over, which no other code uses.
         Ok(unsafe { gpu.adopt(SegmentMap::new(slots, &parts)?, region) })
     }
 

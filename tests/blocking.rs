@@ -371,7 +371,7 @@ fn a_long_prompt_is_handed_over_during_its_load() {
     assert_eq!(got.unwrap(), BLOCKS as usize);
     assert!(in_host[0] < BLOCKS as usize, "the first block waited for the last one");
     engine.manager().admin().evict(Tier::Host, usize::MAX);
-    // It ends early: what is on its way comes, and nobody minds.
+    // It ends early: what is on its way comes, and does no harm.
     let until = engine.get_until(&chain, 3);
     assert!(matches!(until.result, Err(EngineError::Copy(3))), "{until:?}");
     assert!(engine.manager().drain(LIMIT).is_complete());

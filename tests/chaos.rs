@@ -222,7 +222,7 @@ fn scrubs_on_after(fault: &str, kind: Kind) {
         scrubbed() > 10
     });
     troubled.chaos.start();
-    wait_until(LIMIT, "nobody counts a read that does not end", || {
+    wait_until(LIMIT, "a read that does not end is not counted", || {
         metric(&troubled.registry, "kvbm_overdue_copies_total", &[]) == 1
     });
     troubled.assert_heals(kind);

@@ -137,12 +137,12 @@ fn only_counters_of_failures_appear_before_their_first_event() {
     assert_eq!(early.into_iter().collect::<BTreeSet<_>>(), expected);
 }
 
-/// Rows such as ``| `name` | counter | `a`, `b` | blocks | What it counts. |``.
+/// Rows such as ``| `name` | counter | `a`, `b` | What it counts. |``.
 fn described() -> BTreeMap<String, Row> {
     let rows = PAGE.lines().filter(|line| line.starts_with("| `kvbm_"));
     rows.map(|line| {
         let cells: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
-        let [name, kind, labels, _, meaning] = cells[..] else { panic!("not five cells: {line}") };
+        let [name, kind, labels, meaning] = cells[..] else { panic!("not four cells: {line}") };
         let mut labels: Vec<_> = labels.split('`').skip(1).step_by(2).map(str::to_owned).collect();
         labels.sort();
         let row = Row { kind: kind.to_owned(), labels, meaning: meaning.to_owned() };
@@ -171,7 +171,9 @@ fn row(family: &MetricFamily) -> Row {
     let labels = family.get_metric().first().map(Metric::get_label).unwrap_or_default();
     let mut labels: Vec<_> = labels.iter().map(|label| label.name().to_owned()).collect();
     labels.sort();
-    Row { kind: kind.to_owned(), labels, meaning: family.help().to_owned() }
+    // The page says it in a heading.
+    let meaning = family.help().replace(" (name used by NVIDIA's KVBM)", "");
+    Row { kind: kind.to_owned(), labels, meaning }
 }
 
 fn everyday() -> Registry {

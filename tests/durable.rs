@@ -273,7 +273,7 @@ fn a_hanging_directory_is_avoided_while_another_serves_then_heals() {
         !is_up(&registry)
     });
     assert_eq!(metric(&registry, "kvbm_disk_directory_failures_total", &[("dir", "1")]), 1);
-    // From here on nobody waits for it, and the tier's breakers have not heard of it.
+    // From here on no load waits for it, and the tier's breakers have not heard of it.
     let began = std::time::Instant::now();
     let in_the_other = (0..40).filter(|&n| manager_has(&manager, n)).count();
     assert!(in_the_other >= 15, "{in_the_other}");
@@ -366,7 +366,7 @@ fn a_failing_directory_loses_its_own_blocks_and_then_heals() {
     assert_eq!(held(&manager), 40);
     chaos.start();
     let is_up = || metric(&registry, "kvbm_disk_directory_up", &[("dir", "1")]) == 1;
-    // What lies there is missed, what lies in the other one served, and nobody waits.
+    // What lies there is missed, what lies in the other one served, and no load waits.
     let served: Vec<_> = (0..40).map(|n| engine::serve(&manager, &chain(n, 8))).collect();
     assert!(served.iter().all(|served| served.wrong == 0));
     let hits = served.iter().filter(|served| served.hit == 8).count();
@@ -487,7 +487,7 @@ fn an_unwritable_epoch_is_an_error_and_is_tried_again() {
     let error = manager.reset(1).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     assert_eq!((manager.epoch(), manager.matches(&chain(1, 6)).longest()), (1, 0));
-    // Nobody else notices.
+    // Others do not notice.
     assert_eq!(engine::serve(&manager, &chain(2, 6)).computed, 6);
     assert_eq!(engine::serve(&manager, &chain(2, 6)).hit, 6);
     assert!(metric(&registry, "kvbm_index_failures_total", &[("tier", "disk")]) > 0);

@@ -369,7 +369,7 @@ fn media_of_single_ranks_fail(engine: &mut Engine, prompt: &Prompt) {
     }
 }
 
-/// What it held is gone, and nobody waits for ever. One that `hangs` has copies when it dies,
+/// What it held is gone, and no caller waits for ever. One that `hangs` has copies when it dies,
 /// whenever that is.
 fn a_rank_dies_while_it_copies(engine: &mut Engine, prompts: [&Prompt; 3], hangs: bool) {
     let [one, _, three] = prompts;

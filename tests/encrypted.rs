@@ -279,7 +279,7 @@ fn a_restart_finds_encrypted_blocks_only_with_their_key() {
     assert_eq!(
         later.matches(&chain(0, BLOCKS)).blocks(Tier::Disk),
         0,
-        "nobody can read the blocks, and they are not found"
+        "the blocks cannot be read, and are not found"
     );
     let served = down_and_up(&later);
     assert_eq!((served.hit, served.wrong), (blocks, 0), "{served:?}");

@@ -25,7 +25,7 @@ use tempfile::TempDir;
 const BLOCK: usize = 8192;
 const CHAIN: u32 = 8;
 const LIMIT: Duration = Duration::from_secs(30);
-/// Tenants, by the number of their chains: all above one are nobody's.
+/// Tenants, by the number of their chains: those above one have no tenant.
 const ONE: u32 = 0;
 const OTHER: u32 = 1;
 

@@ -18,10 +18,10 @@ use tempfile::TempDir;
 const BLOCK: usize = 8192;
 const CHAIN: u32 = 8;
 const LIMIT: Duration = Duration::from_secs(30);
-/// Whose prompts are whose: all above one are nobody's.
+/// Whose prompts are whose: those above one have no tenant.
 const ONE: u32 = 0;
 const OTHER: u32 = 1;
-const NOBODY: u32 = 2;
+const UNOWNED: u32 = 2;
 /// Main keys.
 const FIRST: &str = "0123456789abcdef";
 const SECOND: &str = "fedcba9876543210";
@@ -158,7 +158,7 @@ fn what_lies_encrypted_is_a_hit_at_a_neighbour() {
         let key = || Some(main_key(1, FIRST));
         let pair = Pair::open((is_sealed_there, key()), (is_sealed_here, key()));
         let Some(pair) = pair else { return };
-        for n in [ONE, OTHER, NOBODY] {
+        for n in [ONE, OTHER, UNOWNED] {
             assert_eq!(pair.there.serve(n), 0);
             pair.assert_reads(n);
             assert!(!is_sealed_here || !shows(&pair.here, n));
@@ -172,7 +172,7 @@ fn what_lies_encrypted_is_a_hit_at_a_neighbour() {
         drop((there, here));
         let again = Worker::open(home.path(), "here", (is_sealed_here, key()), "");
         let hit = if is_sealed_here { CHAIN as usize } else { 0 };
-        for n in [ONE, OTHER, NOBODY] {
+        for n in [ONE, OTHER, UNOWNED] {
             assert_eq!(again.serve(n), hit);
         }
     }
@@ -227,7 +227,7 @@ fn encrypted_blocks_are_not_converted() {
     let heads = || of("kv,head,token,channel,byte", [2, 4, 16, 32, 2]);
     for (there, here) in [(sealed(), sealed()), ((false, None), sealed())] {
         let there = Worker::with(home.path(), "there", there, "", rows());
-        let (at, n) = (address(&there.manager), NOBODY);
+        let (at, n) = (address(&there.manager), UNOWNED);
         let here = Worker::with(home.path(), "here", here, &at, heads());
         there.serve(n);
         let peers = here.manager.peers().unwrap();
@@ -273,7 +273,7 @@ fn a_lease_that_is_over_gives_nothing() {
     let peers = pair.there.manager.peers().unwrap();
     wait_until(LIMIT, "the lease lasts", || peers.leased() == 0);
     pair.there.manager.admin().evict(Tier::Host, usize::MAX);
-    pair.there.serve(NOBODY);
+    pair.there.serve(UNOWNED);
     let pulled = pair.pull(lease);
     assert_eq!((pulled.copied, pulled.fault.as_deref()), (0, Some("its time is over")));
     drop(pulled);

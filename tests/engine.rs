@@ -225,7 +225,7 @@ pub fn serve_for(manager: &Manager, info: RequestInfo, chain: &[BlockHash]) -> S
 }
 
 /// A load ends with its first bad block, and others of it may still be on their way to their slots:
-/// until they have ended, nobody else gets slots for them.
+/// until they have ended, no other copy gets slots for them.
 fn wait_for_copies_in_vain(manager: &Manager) {
     let began = Instant::now();
     while manager.admin().counts(Tier::Device).filling > 0 && began.elapsed() < IN_VAIN {

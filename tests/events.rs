@@ -56,7 +56,7 @@ fn blocks_come_root_first_with_their_request_and_reason() {
     let filled = all(&mut events);
     assert_eq!(stored(&filled, Tier::Device), path(StoreReason::Filled));
     let nameless = |event: &CacheEvent| matches!(event, CacheEvent::Stored { request: None, .. });
-    assert!(filled.iter().all(nameless), "nobody named the request: {filled:?}");
+    assert!(filled.iter().all(nameless), "the request has no name: {filled:?}");
 
     let save = core.transfer(Class::Save, Tier::Host, core.lease(Chain::from(&hashes), named));
     finish_all(&parked);

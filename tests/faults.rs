@@ -142,8 +142,8 @@ fn changed_bytes_are_quarantined_and_come_from_the_tier_below() {
         }
         faulty.sink(&chain(1, 6));
         faulty.disk.heal();
-        // The slots of host memory shall hold other bytes, or nobody could tell that a byte is
-        // missing.
+        // The slots of host memory shall hold other bytes, else a missing byte would not be
+        // noticed.
         faulty.sink(&chain(2, 6));
         if route == FROM_DISK {
             faulty.disk.inject(fault, &[route]);
@@ -329,7 +329,7 @@ fn a_flush_that_failed_is_tried_again() {
         });
         assert!(faulty.rig.core.table().stats(Tier::Host).flush_failures >= 1);
         faulty.disk.heal();
-        // Nobody asks for it: the background work does it when the pause is over.
+        // No request asks for it: the background work does it when the pause is over.
         wait_until(LIMIT, "the flush is not tried again", || {
             faulty.rig.clock.advance_to(faulty.rig.clock.now_ms() + 1_000);
             faulty.rig.core.tick();
@@ -631,7 +631,7 @@ fn a_panic_in_the_background_does_not_end_flushing() {
     let options = Options { registry: registry.clone(), clock, ..Options::default() };
     let manager = engine::open_with(settings, options).unwrap();
     assert_eq!(serve(&manager, &chain(1, 6)).saved, 6);
-    wait_until(LIMIT, "nobody flushes any more", || {
+    wait_until(LIMIT, "flushing has ended", || {
         manager.matches(&chain(1, 6)).blocks(Tier::Disk) == 6
     });
     assert_eq!(metric(&registry, "kvbm_background_panics_total", &[]), 1);

@@ -1,4 +1,4 @@
-//! A tenant who is forgotten is so in every tier, now and after a restart, and nobody else is.
+//! A tenant that is forgotten is so in every tier, now and after a restart, and no other is.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -382,7 +382,7 @@ fn checkpoints_leave_with_their_block() {
     assert_eq!(engine.manager.admin().evict(Tier::Host, 1), 1);
     assert_eq!(engine.resident(Tier::Host), [17, 16, 4]);
     engine.assert_loads(&all, 16);
-    // One that somebody reads stays until nobody does, and is found by nobody.
+    // One that is read stays until its last reader has gone, and is not found.
     let lease = engine.lease(&all);
     assert_eq!(engine.manager.admin().evict_of(0, Tier::Host, 1), 0, "leased as well");
     drop(lease);
@@ -445,7 +445,7 @@ fn a_checkpoint_without_its_block_is_not_kept() {
     let all = chain(1, 16);
     let lease = engine.lease(&all);
     let saved = engine.save(&all, 0..16, true);
-    assert_eq!(saved.blocks, 10, "there is room for so many");
+    assert_eq!(saved.blocks, 10, "there is room for ten");
     assert_eq!(saved.checkpoints[0].checkpoints, 4);
     assert_eq!((saved.checkpoints[0].whole, saved.checkpoints[1].whole), (2, 0));
     drop((saved, lease));

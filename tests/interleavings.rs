@@ -569,7 +569,7 @@ fn drop_some(core: &Arc<Core>) -> usize {
     left
 }
 
-/// Nobody computes the chain again: whatever of it comes to a tier afterwards is what was dropped.
+/// The chain is not computed again: whatever of it comes to a tier afterwards is what was dropped.
 fn assert_stays_dropped(machine: Machine, left: usize) {
     machine.check_bytes(&chain(10, 5));
     let (core, _) = machine.stop();
@@ -705,10 +705,10 @@ fn nothing_of_a_withdrawn_tier_lands_once_it_is() {
         let past = machine.transfer(Class::Load, Tier::Device, chain(2, 3));
         assert_eq!(past.join().unwrap(), 3, "what lies below is loaded");
         let (core, _) = machine.stop();
-        assert!(there(&core, Tier::Disk) <= on_disk, "more went down than the {on_disk} of before");
+        assert!(there(&core, Tier::Disk) <= on_disk, "more went down than the {on_disk} before");
         // What had gone down comes up from there.
         let most = on_device.max(on_disk);
-        assert!(there(&core, Tier::Device) <= most, "more came up than the {most} of before");
+        assert!(there(&core, Tier::Device) <= most, "more came up than the {most} before");
         // And then it heals.
         core.reset(1).expect("a greater epoch");
         core.tick();

@@ -376,7 +376,7 @@ impl System {
         self.rig.core.tick();
     }
 
-    /// Flips a bit where the medium may do so: in a block that nobody is reading.
+    /// Flips a bit where the medium may do so: in a block without a reader.
     fn rot(&mut self, tier: Tier, n: usize, depth: usize) {
         let hashes = related_chain(n);
         let key = self.key(&hashes, depth.min(hashes.len() - 1));
@@ -430,7 +430,7 @@ impl System {
             for tier in Tier::ALL {
                 assert!(
                     held.blocks(tier) <= model.leading_written(&hashes),
-                    "{tier} has what nobody wrote"
+                    "{tier} has what was never written"
                 );
                 for key in (0..held.blocks(tier)).map(|i| chain.key(i)) {
                     let is_intact = self.rig.is_intact(tier, key).expect("a block of the match");
@@ -444,7 +444,7 @@ impl System {
         }
     }
 
-    /// Nobody else has a slot handle to a slot that a copy writes.
+    /// Nothing else has a slot handle to a slot that a copy writes.
     fn check_copies(&self) {
         let parked = self.parked();
         let mut written = HashSet::new();

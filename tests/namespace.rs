@@ -151,7 +151,7 @@ fn an_old_lease_keeps_its_blocks_and_does_nothing_else() {
         assert_eq!(
             (counts.resident, counts.forgotten),
             (0, 4),
-            "{tier}: what nobody reads has left"
+            "{tier}: what has no reader has left"
         );
     }
     for (class, to, lease) in

@@ -1,5 +1,5 @@
-//! What an OpenTelemetry collector is told of requests, and that one that fails disturbs nobody. A
-//! test of its own, since who listens listens in the whole process.
+//! What an OpenTelemetry collector is told of requests, and that one that fails disturbs no
+//! request. A test of its own, since who listens listens in the whole process.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -188,15 +188,15 @@ fn a_collector_is_told_of_requests_and_disturbs_nobody() {
     let settings = TraceSettings { enabled: true, endpoint, ..TraceSettings::default() };
     let export = SpanExport::open(&settings).unwrap().expect("it is asked for");
     let subscriber = tracing_subscriber::registry().with(export.layer());
-    tracing::subscriber::set_global_default(subscriber).expect("nobody else listens");
+    tracing::subscriber::set_global_default(subscriber).expect("the only subscriber");
     let dir = tempfile::tempdir().unwrap();
     let mut settings = engine::settings(4096, 8, 8);
     engine::add_disk(&mut settings, 16, dir.path());
     let manager = engine::open(settings, &Registry::new()).unwrap();
     let chain: Vec<BlockHash> = (0..3).map(hash).collect();
 
-    // Well: what a request did is found under its span, by its number; what nobody asked for stands
-    // alone.
+    // Well: what a request did is found under its span, by its number; what no request asked for
+    // stands alone.
     serve_traced(&manager, 5, &chain);
     assert!(manager.drain(Duration::from_secs(10)).is_complete());
     manager.admin().evict(Tier::Device, 8);

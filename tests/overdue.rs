@@ -204,7 +204,7 @@ fn a_disk_that_hangs_for_long_gets_few_probes() {
         if system.wait(system.load(&two)).blocks == 12 {
             break;
         }
-        assert!(round < 100, "the disk is well, and nobody reads it");
+        assert!(round < 100, "the disk is well, and is not read");
         system.rig.clock.pass(LIMIT);
     }
 }
@@ -239,7 +239,7 @@ fn a_backend_that_panics_costs_its_own_copies_only() {
     assert_eq!(system.wait(system.load(&two)).blocks, 6);
     // Of three blocks; the last may not have been sent any more when the others were overdue.
     let lost = system.lost();
-    assert!((1..=3).contains(&lost), "nobody knows whether the batch was taken: {lost} slots");
+    assert!((1..=3).contains(&lost), "it is unknown whether the batch was taken: {lost} slots");
 }
 
 #[test]
@@ -260,12 +260,12 @@ fn closing_answers_everybody_and_takes_nothing_on() {
     assert_eq!(hangs.wait().unwrap().blocks, 0);
     drop(waits_for_engine.wait().unwrap());
     assert_eq!(system.load(&one).wait().unwrap_err().kind(), ErrorKind::Closed);
-    // Nobody holds a lease any more, so nothing but the copies that hang keeps the core alive.
+    // There is no lease any more, so nothing but the copies that hang keeps the core alive.
     let core = Arc::downgrade(&system.rig.core);
     drop(system);
     let began = Instant::now();
     while core.upgrade().is_some() {
-        assert!(began.elapsed() < SOON, "a closed core is kept alive by what nobody waits for");
+        assert!(began.elapsed() < SOON, "a closed core is kept alive by copies without a caller");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -145,7 +145,7 @@ impl Prompt {
         Self((0..length).map(token).collect())
     }
 
-    /// The `n`-th number behind so many tokens.
+    /// The `n`-th number of this token.
     fn number(&self, token: usize, n: usize) -> u16 {
         let mix =
             |sum: u64, next: u64| (sum ^ next).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);

@@ -91,7 +91,7 @@ impl Worker {
         self.manager.follow_into(&name, chain, info, LIMIT, &named, &Fence::Done)
     }
 
-    /// Waits until so many blocks are in the host tier.
+    /// Waits until this number of blocks is in the host tier.
     fn wait_for(&self, blocks: u32) {
         let resident = || self.manager.admin().counts(Tier::Host).resident;
         wait_until(LIMIT, "blocks do not come", || resident() == blocks);
@@ -270,7 +270,7 @@ fn a_senseless_load_from_a_peer_is_refused() {
         let named = [GroupSlots::full(0, &slots)];
         let refused = here.manager.load_into(lease, &named, &Fence::Done).wait().unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::Invalid);
-        let (info, peer) = (RequestInfo::default(), "nobody");
+        let (info, peer) = (RequestInfo::default(), "unlisted");
         let refused = here.manager.follow_into(peer, &prompt, info, LIMIT, &named, &Fence::Done);
         assert_eq!(refused.wait().unwrap_err().kind(), ErrorKind::Invalid);
     }
@@ -312,7 +312,7 @@ fn one_call_moves_blocks_and_calls_back() {
     for (source, destination) in [
         (KvPlace::Tiers, KvPlace::Tiers),
         (KvPlace::Tiers, KvPlace::Peer(&peer)),
-        (KvPlace::Peer("nobody"), KvPlace::Tiers),
+        (KvPlace::Peer("unlisted"), KvPlace::Tiers),
     ] {
         let (arrived, refused) = moved(source, destination);
         assert_eq!((arrived, refused.unwrap_err().kind()), (0, ErrorKind::Invalid));

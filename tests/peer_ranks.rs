@@ -87,7 +87,7 @@ impl Pair {
         Self::of(WORLD, WORLD)
     }
 
-    /// Workers of so many ranks.
+    /// Workers by their number of ranks.
     fn of(holder: u16, reader: u16) -> Self {
         let home = tempfile::tempdir().unwrap();
         let there = open(home.path(), "holder", holder, "");

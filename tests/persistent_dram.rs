@@ -39,7 +39,7 @@ fn process() {
     be_an_engine(&role, &manager, |manager, n| engine::serve(manager, &chain(n, CHAIN)));
 }
 
-/// Flips a bit of a block where it lies in memory, while nobody runs.
+/// Flips a bit of a block where it lies in memory, while no process runs.
 fn spoil(dir: &Path, chain: &[BlockHash], position: usize) {
     let file = OpenOptions::new().read(true).write(true).open(memory_file(dir)).unwrap();
     let mut block = vec![0; BLOCK];

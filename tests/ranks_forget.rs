@@ -195,7 +195,7 @@ fn assert_heals(fleet: &mut Fleet, tenant: u32) {
     }
 }
 
-/// Without keys nobody can tell whose blocks are.
+/// Without keys it is unknown whose blocks are.
 #[test]
 fn ranks_that_encrypt_nothing_say_so() {
     let home = tempfile::tempdir().unwrap();

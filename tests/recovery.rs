@@ -280,7 +280,7 @@ impl World {
             assert_eq!(counts.filling, 0, "{tier}: {counts:?}");
             assert!(
                 counts.quarantined == 0 || never > 0,
-                "nobody reads a dropped block: {tier}: {counts:?}"
+                "a dropped block has no reader: {tier}: {counts:?}"
             );
             lost += counts.lost as usize;
         }

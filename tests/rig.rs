@@ -229,7 +229,7 @@ pub fn seed_for(core: &Arc<Core>, info: RequestInfo, tier: Tier, chain: Chain<'_
     while effects.has_more {
         effects = table.publish_more();
     }
-    assert!(table.matches(chain).blocks(tier) >= blocks, "nobody waited for these blocks");
+    assert!(table.matches(chain).blocks(tier) >= blocks, "the test did not wait for these blocks");
     table.end_plan(reserved.transfer, None);
     let _ = table.take_effects();
 }

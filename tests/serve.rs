@@ -106,7 +106,7 @@ fn a_manager_answers_who_asks_until_it_is_closed() {
     assert_eq!(down["breaker"], "closed");
     assert_eq!(get(address, "/nowhere").0, 404);
     assert!(manager.close(Duration::from_secs(5)).is_complete());
-    TcpStream::connect(address).expect_err("nobody listens any more");
+    TcpStream::connect(address).expect_err("the port is closed");
 }
 
 #[test]
@@ -250,7 +250,7 @@ fn a_page_whose_name_was_led_here_reads_nothing() {
     assert_eq!(
         ask(address, "GET /healthz HTTP/1.0\r\n\r\n"),
         (200, "ok".to_owned()),
-        "a probe names nobody"
+        "a probe names no tenant"
     );
 }
 

@@ -424,7 +424,7 @@ fn reads_beyond_the_budget_are_misses_until_there_is_some() {
             hits = serve(&manager);
         }
         assert!(hits < ALL && refused() > 0, "{hits} of {ALL}");
-        // It fills up while nobody asks, also the time that the tier is left alone is over then.
+        // It fills up while no request asks; the tier is not left alone any more by then.
         eventually("what is there is not served again", || {
             std::thread::sleep(Duration::from_secs(5));
             serve(&manager) == ALL
@@ -494,7 +494,7 @@ fn another_key_sees_nothing_says_so_and_works() {
         assert!(serves_all(&stranger));
         assert!(stranger.close(LIMIT).is_complete());
     }
-    // And nobody took anything from the first.
+    // And the first one lost nothing.
     assert!(serves_all(&first));
     let again = sealed_worker(bucket.path(), "1:A");
     assert_eq!(known(&again), ALL);

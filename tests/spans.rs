@@ -80,7 +80,7 @@ fn matches_and_transfers_are_spans_that_name_their_request() {
     let closed = Closed::default();
     let listening = tracing_subscriber::registry()
         .with(closed.clone().with_filter(LevelFilter::from_level(Level::TRACE)));
-    tracing::subscriber::set_global_default(listening).expect("nobody else listens");
+    tracing::subscriber::set_global_default(listening).expect("the only subscriber");
     let dir = tempfile::tempdir().unwrap();
     let mut settings = engine::settings(4096, 8, 8);
     engine::add_disk(&mut settings, 16, dir.path());
@@ -129,7 +129,7 @@ fn nixl_that_measures() {
     let closed = Closed::default();
     let listening = tracing_subscriber::registry()
         .with(closed.clone().with_filter(LevelFilter::from_level(Level::TRACE)));
-    tracing::subscriber::set_global_default(listening).expect("nobody else listens");
+    tracing::subscriber::set_global_default(listening).expect("the only subscriber");
     let dir = tempfile::tempdir().unwrap();
     let mut settings = engine::settings(4096, 8, 8);
     engine::add_disk(&mut settings, 16, dir.path());

@@ -214,7 +214,7 @@ fn a_load_raises_the_prefetch_that_it_waits_for() {
     assert_eq!(
         next,
         Chain::from(&second).key(0),
-        "it overtakes the prefetches that nobody waits for"
+        "it overtakes the prefetches, which have no caller"
     );
     system.finish_all();
     assert_eq!(load.wait().unwrap().blocks, 1);

@@ -40,7 +40,7 @@ OWN = {
 OURS = connector({"host.capacity": BELOW * BLOCK_BYTES}, weights="made up")["kv_transfer_config"]
 CONTENDERS = {"KvbmConnector": OURS, "OffloadingConnector": OWN}
 
-# Steps in which requests come, and as many that are measured. In so many a request fills eight blocks, which are saved together.
+# Steps in which requests come, and as many that are measured. Meanwhile a request fills eight blocks, which are saved together.
 STEPS = 8 * BLOCK
 # Requests that come to those that run, one by one, and prompts of 512 blocks.
 MORE, PROMPTS, PROMPT_BLOCKS = 20, 3, 512
@@ -83,7 +83,7 @@ class Meter:
 
 
 def at(engine: Modelless, meter: Meter, running: int, seed: int) -> dict[str, Any]:
-    """With so many requests that decode."""
+    """With this number of requests that decode."""
     names = [f"{seed}-{running}-{number}" for number in range(running)]
     for first in range(STEPS):
         for number in range(first, running, STEPS):

@@ -384,7 +384,7 @@ impl LoadingFile {
         Ok(())
     }
 
-    /// What Dynamo is told counts for what nobody told us.
+    /// What Dynamo is told counts where our own settings say nothing.
     fn add_fallbacks(
         &mut self,
         environment: &BTreeMap<String, String>,

@@ -17,8 +17,8 @@ pub fn reference_markdown() -> String {
         let _ = write!(page, "\n### {title}\n{text}\n\n{}", settings_table(&keys));
     }
     let _ =
-        write!(page, "\n{MIGRATION}\n{}\n{NO_EFFECT}\n{}", differences_table(), ignored_table());
-    let _ = write!(page, "\n{OTHERS}\n{}", others_table());
+        write!(page, "\n{MIGRATION}\n{}\n{NO_EFFECT}\n{}", differences_list(), ignored_list());
+    let _ = write!(page, "\n{OTHERS}\n{}", others_list());
     page
 }
 
@@ -109,18 +109,18 @@ shown.
 ## How values are written
 White space around a value does not matter; an empty value is an error. `none` unsets what can be unset.
 
-| sort | how |
-|---|---|
-| toggle | `true`, `1`, `on`, `yes`, or `false`, `0`, `off`, `no`, in any case. `=false` always means off. |
-| `1–256` | a whole number in this range |
-| size | `65536` (bytes), `64KiB`, `1.5GB`, `1.5 GiB`: decimal units are powers of 1000, binary ones of 1024 |
-| capacity | a size, rounded down to whole blocks, or `5000 blocks`, at most 1,073,741,816 of them; `0` or `none`: no tier; of the object tier also `unlimited` |
-| `…_GB` | a capacity; a plain number is decimal gigabytes, 10⁹ bytes; blocks are not taken |
-| `…_NUM_BLOCKS` | a whole number, which overrides the tier's `…_GB` in the environment. With `OVERRIDE` in the name, `0` or `none` leaves the size to the other variable; else they mean no tier, and `unlimited` is taken |
-| ms | a whole number of milliseconds |
-| text | at most 4096 bytes |
-| directories | separated by `:` or `,`; in TOML also an array, for names with these |
-| secret | never printed: `kvbm config` says `(set)` |
+- toggle: `true`, `1`, `on`, `yes`, or `false`, `0`, `off`, `no`, in any case. `=false` always means off.
+- `1–256`: a whole number in this range
+- size: `65536` (bytes), `64KiB`, `1.5GB`, `1.5 GiB`: decimal units are powers of 1000, binary ones of 1024
+- capacity: a size, rounded down to whole blocks, or `5000 blocks`, at most 1,073,741,816 of them; `0` or `none`: no tier; of
+  the object tier also `unlimited`
+- `…_GB`: a capacity; a plain number is decimal gigabytes, 10⁹ bytes; blocks are not taken
+- `…_NUM_BLOCKS`: a whole number, which overrides the tier's `…_GB` in the environment. With `OVERRIDE` in the name, `0` or
+  `none` leaves the size to the other variable; else they mean no tier, and `unlimited` is taken
+- ms: a whole number of milliseconds
+- text: at most 4096 bytes
+- directories: separated by `:` or `,`; in TOML also an array, for names with these
+- secret: never printed: `kvbm config` says `(set)`
 
 ## Settings
 † marks variables of NVIDIA Dynamo's KVBM ([differences](#coming-from-nvidia-dynamo-kvbm)). Of several variables the last one
@@ -211,7 +211,7 @@ fn short(valid: String) -> String {
 }
 
 /// One row for all variables that differ alike.
-fn differences_table() -> String {
+fn differences_list() -> String {
     let mut rows: Vec<(&str, Vec<String>)> = Vec::new();
     for key in KEYS {
         for variable in key.variables {
@@ -226,34 +226,29 @@ fn differences_table() -> String {
             }
         }
     }
-    let mut table = String::from("| variable | here |\n|---|---|\n");
+    let mut list = String::new();
     for (difference, names) in rows {
-        let _ = writeln!(table, "| {} | {difference} |", names.join("<br>"));
+        let _ = writeln!(list, "- {}: {difference}", names.join(", "));
     }
-    table
+    list
 }
 
-fn ignored_table() -> String {
-    let mut table = String::from("| variable | valid values | why |\n|---|---|---|\n");
-    for ignored in IGNORED {
-        let _ = writeln!(
-            table,
-            "| `{}` | {} | {} |",
-            ignored.name,
-            short(ignored.valid()),
-            ignored.doc
-        );
+fn ignored_list() -> String {
+    let mut list = String::new();
+    for alike in IGNORED.chunk_by(|one, next| one.doc == next.doc) {
+        let names: Vec<_> = alike.iter().map(|ignored| format!("`{}`", ignored.name)).collect();
+        let _ = writeln!(list, "- {}: {}", names.join(", "), alike[0].doc);
     }
-    table
+    list
 }
 
-fn others_table() -> String {
-    let mut table = String::from("| name | here |\n|---|---|\n");
+fn others_list() -> String {
+    let mut list = String::new();
     for fallback in FALLBACKS {
-        let _ = writeln!(table, "| `{}` | Read for `{}`. |", fallback.name, fallback.path);
+        let _ = writeln!(list, "- `{}`: Read for `{}`.", fallback.name, fallback.path);
     }
     for foreign in FOREIGN_VARIABLES.iter().chain(NEVER_WERE) {
-        let _ = writeln!(table, "| `{}` | Use {}. |", foreign.name, foreign.instead);
+        let _ = writeln!(list, "- `{}`: Use {}.", foreign.name, foreign.instead);
     }
-    table
+    list
 }

@@ -132,7 +132,7 @@ impl Settings {
             );
             return Err((
                 "disk.queue_depth",
-                InvalidValue::new("so many threads would start", valid),
+                InvalidValue::new("this would start too many threads", valid),
             ));
         }
         let is_ruled = disk.admission != AdmissionMode::WriteThrough || disk.write_budget.is_some();
@@ -274,7 +274,7 @@ impl Settings {
         }
         if self.object.keep {
             let problem =
-                InvalidValue::new("nobody could find the objects again", "false (object.keep)");
+                InvalidValue::new("the objects could not be found again", "false (object.keep)");
             return Err(("object.backend", problem));
         }
         Ok(())

@@ -497,7 +497,7 @@ DISK = [
     ),
     lines(
         "Scrubbed",
-        "Blocks verified that nobody asked for.",
+        "Blocks verified that no request asked for.",
         "short",
         (rate("tier, outcome", of("kvbm_scrubbed_blocks_total")), "{{tier}} {{outcome}}"),
     ),

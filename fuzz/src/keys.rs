@@ -36,7 +36,7 @@ pub fn wrapped_key(bytes: &[u8]) {
     let wrapped: Vec<_> = records.iter().filter_map(|record| WrappedKey::parse(*record)).collect();
     let readable = readable(&wrapped);
     let named: BTreeSet<_> = wrapped.iter().map(WrappedKey::tenant).collect();
-    assert!(readable.is_subset(&named), "a key that nobody gave");
+    assert!(readable.is_subset(&named), "a key that was not given");
     // Of one that is readable: a bit of another may be just what it lacks.
     let is_readable = |record: &&[u8; RECORD_BYTES]| {
         WrappedKey::parse(**record).is_some_and(|key| !self::readable(&[key]).is_empty())

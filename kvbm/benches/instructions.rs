@@ -1,18 +1,22 @@
 //! What the bookkeeping of a block costs, in instructions: a prompt is saved from the device to the
-//! host tier and loaded back, and leaves either in between. Copies, checksums and background work do
-//! not count.
+//! host tier and loaded back, and leaves either in between. With `ring` it goes to disk through
+//! `io_uring` instead. Copies, checksums and background work do not count.
 //!
-//! `cargo bench -p kvbm --bench instructions` runs itself under callgrind with few rounds and with
-//! many, and prints the difference for each block. `KVBM_CALLGRIND=DIR` keeps the profiles, for
-//! `callgrind_annotate`. To compare with commit 60936ed, call `evict` on the manager itself there.
-//! There is no figure for a ring: Valgrind 3.19 hangs where one waits.
+//! `cargo bench -p kvbm --bench instructions`, perhaps with `-- ring`, runs itself under callgrind
+//! with few rounds and with many, and prints the difference for each block. `KVBM_CALLGRIND=DIR`
+//! keeps the profiles, for `callgrind_annotate`. To compare with commit 60936ed, call `evict` on the
+//! manager itself there.
+//!
+//! Valgrind 3.19 hangs where a ring waits, since its `io_uring_enter` keeps all other threads from
+//! running. For `ring` build it with `*flags |= SfMayBlock;` as the first line of
+//! `PRE(sys_io_uring_enter)` (`coregrind/m_syswrap/syswrap-linux.c`), and put it first in `PATH`.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::{env, fs};
 
 use kvbm::{BlockHash, Manager, Options, Tier};
-use kvbm_settings::{Capacity, Settings};
+use kvbm_settings::{Capacity, DiskBackend, Settings};
 
 const BLOCK_BYTES: u64 = 64 << 10;
 const PROMPT_BLOCKS: usize = 128;
@@ -25,10 +29,13 @@ type Failure = Box<dyn std::error::Error>;
 
 fn main() -> Result<(), Failure> {
     // Cargo adds `--bench`.
-    match env::args().nth(1).and_then(|rounds| rounds.parse().ok()) {
-        Some(rounds) => move_blocks(rounds),
+    let below =
+        if env::args().any(|argument| argument == "ring") { Tier::Disk } else { Tier::Host };
+    match env::args().find_map(|argument| argument.parse().ok()) {
+        Some(rounds) => move_blocks(below, rounds),
         None => {
-            let (few, many) = (instructions(FEW_ROUNDS)?, instructions(MANY_ROUNDS)?);
+            let few = instructions(below, FEW_ROUNDS)?;
+            let many = instructions(below, MANY_ROUNDS)?;
             let blocks = PROMPT_BLOCKS * (MANY_ROUNDS - FEW_ROUNDS);
             println!("{{\"instructions_per_block\": {}}}", (many - few) / blocks as i64);
             Ok(())
@@ -36,11 +43,20 @@ fn main() -> Result<(), Failure> {
     }
 }
 
-/// Saves and loads a prompt `rounds` times.
-fn move_blocks(rounds: usize) -> Result<(), Failure> {
+/// Saves a prompt to the tier `below` the device and loads it back, `rounds` times.
+fn move_blocks(below: Tier, rounds: usize) -> Result<(), Failure> {
     let room = Some(Capacity::Blocks(PROMPT_BLOCKS as u64));
+    let dir = tempfile::tempdir()?;
     let mut settings = Settings { block_bytes: Some(BLOCK_BYTES), ..Settings::default() };
-    (settings.device.capacity, settings.host.capacity) = (room, room);
+    settings.device.capacity = room;
+    if below == Tier::Disk {
+        (settings.disk.capacity, settings.disk.backend) = (room, DiskBackend::Uring);
+        settings.disk.dirs = vec![dir.path().to_owned()];
+        // What is being scrubbed cannot leave.
+        settings.transfer.scrub_mib_per_second = 0;
+    } else {
+        settings.host.capacity = room;
+    }
     let runtime = tokio::runtime::Builder::new_current_thread().build()?;
     let manager = runtime.block_on(Manager::open(settings, Options::default()))?;
     let chain: Vec<_> = (1..=PROMPT_BLOCKS as u128).map(BlockHash::from_u128).collect();
@@ -57,13 +73,13 @@ fn move_blocks(rounds: usize) -> Result<(), Failure> {
         let loaded = manager.load(manager.lease(&chain)).wait()?;
         assert_eq!(loaded.copied, PROMPT_BLOCKS);
         drop(loaded);
-        assert_eq!(manager.admin().evict(Tier::Host, PROMPT_BLOCKS), PROMPT_BLOCKS);
+        assert_eq!(manager.admin().evict(below, PROMPT_BLOCKS), PROMPT_BLOCKS);
     }
     Ok(())
 }
 
 /// Instructions of a run of this program that count.
-fn instructions(rounds: usize) -> Result<i64, Failure> {
+fn instructions(below: Tier, rounds: usize) -> Result<i64, Failure> {
     let own = tempfile::tempdir()?;
     let dir = env::var_os("KVBM_CALLGRIND").map_or(own.path().to_owned(), PathBuf::from);
     let profile = dir.join(format!("rounds-{rounds}.callgrind"));
@@ -71,6 +87,7 @@ fn instructions(rounds: usize) -> Result<i64, Failure> {
         .args(["--quiet", "--tool=callgrind"])
         .arg(format!("--callgrind-out-file={}", profile.display()))
         .args([env::current_exe()?.into_os_string(), rounds.to_string().into()])
+        .args((below == Tier::Disk).then_some("ring"))
         .stdout(Stdio::null())
         .status()?;
     if !ended.success() {

@@ -165,7 +165,7 @@ pub(crate) fn tell(on_done: &Py<PyAny>, moved: kvbm::Result<kvbm::KvMoved>) {
         Ok(moved) => on_done.call1(py, (KvMoved::new(moved), py.None())),
         Err(error) => on_done.call1(py, (py.None(), of_manager(&error).into_value(py))),
     });
-    // Without an interpreter there is nobody to tell.
+    // Without an interpreter there is no code to tell.
     if let Some(Err(error)) = told {
         Python::attach(|py| error.write_unraisable(py, None));
     }

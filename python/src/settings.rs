@@ -101,7 +101,7 @@ impl Settings {
     }
 
     /// What is worth a line in a log: settings that are valid but change nothing, and a disk tier
-    /// in the directory that nobody named.
+    /// in a directory that no setting names.
     fn remarks(&self) -> Vec<String> {
         let mut remarks: Vec<_> = self.0.accepted.iter().map(ToString::to_string).collect();
         let has_disk = self.0.settings.disk.capacity.is_some();

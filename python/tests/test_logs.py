@@ -1,4 +1,4 @@
-"""What the native side has to say comes to Python's logging, and waits for nobody."""
+"""What the native side has to say comes to Python's logging, and waits for no reader."""
 
 import logging
 import subprocess
@@ -30,7 +30,7 @@ def chain(number: int) -> Chain:
 
 
 def leave_corrupt(place: Path, blocks: int) -> None:
-    """A disk tier with so many blocks, none of which is what it was."""
+    """A disk tier with blocks of which none is what it was."""
     kept = open_blocks(place)
     for number in range(blocks):
         assert kept.put(chain(number), bytes(BLOCK)) == 1

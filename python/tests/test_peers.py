@@ -180,7 +180,7 @@ def test_one_call_moves_blocks_and_calls_back(workers: tuple[Worker, Worker, str
     assert moved(range(6), None).blocks == 6
     assert moved(name, None).blocks == 6
     done.clear()
-    here.manager.transfer_kv_cache("nobody", None, chain(2, 6), on_done)
+    here.manager.transfer_kv_cache("unlisted", None, chain(2, 6), on_done)
     assert done.wait(10.0)
     [(nothing, error)] = told
     assert nothing is None

@@ -57,7 +57,7 @@ def test_a_replica_keeps_its_files_in_its_own_places(tmp_path: Path) -> None:
     assert second["host.persist_index"] == str(places[3] / "kvbm-dp1")
     assert second["metrics.port"] == "6881"
     assert (second["peers.name"], second["peers.port"], second["peers.address"]) == ("decode-dp1", "7001", "10.0.0.1:7001")
-    # What goes with the process disturbs nobody.
+    # What goes with the process does no harm.
     unkept = Settings(told | {"disk": {"capacity": "1GiB", "dirs": places[:2]}})
     assert unkept.of_replica(1)["disk.dirs"] == unkept["disk.dirs"]
     assert Settings({"metrics.port": 0}).of_replica(1)["metrics.port"] == "0"

@@ -258,7 +258,7 @@ def watch(kvbm: str, trace: str, place: Path) -> dict:
         "--host-blocks=600",
         "--disk-blocks=3000",
         "--speed=10",
-        # So many copies are under way when the disk hangs that the alert of copies that fail is due.
+        # When the disk hangs, enough copies are under way for the alert of copies that fail.
         "--concurrency=32",
         "--requests=9000",
     ]
@@ -270,7 +270,7 @@ def watch(kvbm: str, trace: str, place: Path) -> dict:
         "DYN_KVBM_OBJECT_GET_BUDGET": "1000000",
         "DYN_KVBM_TRANSFER_TIMEOUT_MS": "1000",
         "DYN_KVBM_DISK_WRITE_BUDGET": "100TB",
-        # Requests of a trace name nobody: they are the others'.
+        # Requests of a trace name no tenant: they are the others'.
         "DYN_KVBM_TENANT_QUOTAS": "7=1GiB",
     }
     wrong, seen, receiver, url = [], set(), Receiver(), f"http://127.0.0.1:{port}/"
@@ -324,7 +324,7 @@ def watch(kvbm: str, trace: str, place: Path) -> dict:
             and page["tiers"] == 4
             and page["routes"] >= 5
             and page["settings"] > 10,
-            "the page asks nobody else": not page["elsewhere"] and not page["errors"],
+            "the page asks no other server": not page["elsewhere"] and not page["errors"],
         }
     wrong += [name for name, holds in checks.items() if not holds]
     figures = {"scrape_ms": round(1000 * scrape, 2)}

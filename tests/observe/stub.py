@@ -3,7 +3,7 @@
     python tests/observe/stub.py [PORT]
 
 The page is shown with `calm` figures until `/becomes/trouble` (faults, a breaker that is open) or `/becomes/empty` (a
-process that nobody has asked for anything) is fetched.
+process that has had no request) is fetched.
 """
 
 import json
@@ -22,7 +22,7 @@ KINDS = {
     "page.js": "text/javascript",
     "tiers.css": "text/css",
 }
-# What a strict server would send: the page has nothing inline and asks nobody else.
+# What a strict server would send: the page has nothing inline and asks no other server.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "form-action 'none'; frame-ancestors 'none'; base-uri 'none'"

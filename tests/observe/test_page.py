@@ -1,4 +1,4 @@
-"""The live page in a real browser, with made-up figures: calm, in trouble, empty, and when nobody answers any more."""
+"""The live page in a real browser, with made-up figures: calm, in trouble, empty, and when the process answers no more."""
 
 import os
 import time

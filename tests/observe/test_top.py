@@ -1,4 +1,4 @@
-"""`kvbm top` in a terminal: it draws again and again, says that nobody answers any more, and leaves the terminal as it was."""
+"""`kvbm top` in a terminal: it draws again and again, says that the process answers no more, and leaves the terminal as it was."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ class Terminal:
                 try:
                     self.drawn += os.read(self.ours, 1 << 16).decode(errors="replace")
                 except OSError:
-                    # Nobody has the other end any more.
+                    # The other end is closed.
                     return text in self.drawn
             if text in self.drawn:
                 return True

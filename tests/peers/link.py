@@ -3,7 +3,7 @@
     link.py PID PID      joins the namespaces of two processes: 10.77.0.1 and 10.77.0.2
 
 It says `ready` once it is there. Each line that it reads, `MS SHARE`, says how long packets take from now on, and which
-share of them is lost: with 1 the link is cut, and nobody is told. It answers `ok`. It takes root, and a tun device for
+share of them is lost: with 1 the link is cut, and neither side is told. It answers `ok`. It takes root, and a tun device for
 each side. (`tc netem` does as much, where the kernel has it.)
 """
 

@@ -17,7 +17,7 @@ const REGION_GIB: f64 = 8.0;
 /// What a process takes of the system.
 #[derive(Clone, Copy, Debug)]
 struct Usage {
-    /// Memory that it shares with nobody.
+    /// Memory that it shares with no process.
     private_kib: f64,
     page_tables_kib: f64,
     threads: f64,

@@ -106,7 +106,7 @@ def corrupt(place: Path) -> None:
 
 def test_corruption_is_a_miss_and_then_it_heals(tmp_path):
     prompt = tokens(1, 10)
-    # Nobody else looks at the blocks meanwhile.
+    # Nothing else looks at the blocks meanwhile.
     settings = on_disk(tmp_path) | {"transfer.scrub_mib_per_second": 0}
     with HiCache(extra(settings, **TELLS)) as cache:
         assert cache.backup(prompt) == 10

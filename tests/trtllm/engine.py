@@ -28,7 +28,7 @@ class Request:
         self.blocks: list[int] = []
         # Tokens whose KV is in the blocks.
         self.computed = 0
-        # So many tokens, and blocks, the connector was told of.
+        # How many tokens, and blocks, the connector was told of.
         self.told = (0, 0)
         for name, value in others.items():
             setattr(self, name, value)
@@ -131,7 +131,7 @@ class Executor:
             self._release(request)
 
     def _release(self, request: Request) -> None:
-        # Whoever gets them next writes them.
+        # Their next owner writes them.
         self.kv[request.blocks] = 0xDD
         self.free += request.blocks
 

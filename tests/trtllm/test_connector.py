@@ -133,7 +133,7 @@ def test_an_abort_while_it_loads(make):
         request = Request(PROMPT)
         executor.start(request)
         assert request.request_id in executor.starting
-        # The engine keeps its blocks until the worker says that nobody writes them any more.
+        # The engine keeps its blocks until the worker says that nothing writes them any more.
         while request.request_id in executor.starting or request.request_id in executor.loading:
             executor.step()
         executor.end(request)

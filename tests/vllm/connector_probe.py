@@ -122,7 +122,7 @@ def _worker():
 
 
 def abort_after(engine, prompt: list[int], steps: int) -> None:
-    """Asks for `prompt`, lets the engine take so many steps, and takes it back."""
+    """Asks for `prompt`, lets the engine take `steps` steps, and takes it back."""
     from vllm import SamplingParams
 
     asked = engine.llm.llm_engine
@@ -162,7 +162,7 @@ def _said(asked, request) -> list[int]:
 
 
 def load_times(engine, prompt: list[int], rounds: int) -> dict:
-    """Seconds that the blocks of a prompt take from the host tier to slots that nobody uses, and as many bytes by memcpy, with as
+    """Seconds that the blocks of a prompt take from the host tier to unused slots, and as many bytes by memcpy, with as
     many threads. The engine has computed the prompt, and forgotten it."""
     import ctypes
     import time
@@ -255,7 +255,7 @@ def occupancy(engine) -> dict:
 
 
 def sleep(engine, prompts: list[list[int]] = (), steps: int = 0, mode: str = "abort") -> list[list[int]]:
-    """Puts it to sleep after so many steps of `prompts`, and wakes it. Returns what they said if they were kept."""
+    """Puts it to sleep after `steps` steps of `prompts`, and wakes it. Returns what they said if they were kept."""
     names = begin(engine, prompts, steps)
     engine.llm.sleep(level=1, mode=mode)
     engine.llm.wake_up()
@@ -278,7 +278,7 @@ def _exchange(model) -> None:
 
 
 def begin(engine, prompts: list[list[int]], steps: int) -> list[str]:
-    """Asks for prompts, and lets the engine take so many steps. Returns the requests' names."""
+    """Asks for prompts, and lets the engine take `steps` steps. Returns the requests' names."""
     from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -430,7 +430,7 @@ def _chain(engine, hashes: list[bytes]):
 
 
 def token_times(engine, tokens: int, read: list[list[int]], peer: str) -> dict:
-    """Seconds for each of so many tokens, while this engine reads these prompts at a peer, again and again; and how many of
+    """Seconds for each of these tokens, while this engine reads these prompts at a peer, again and again; and how many of
     their blocks came meanwhile."""
     import threading
     import time
@@ -493,7 +493,7 @@ def recorded_hints(engine, expected: dict) -> dict:
 
 
 def soak(engine, requests: int, seed: int) -> dict:
-    """Asks for so many prompts, some together, some again, some longer, and takes one of four back at any time.
+    """Asks for prompts, some together, some again, some longer, and takes one of four back at any time.
 
     Returns memory of this process in bytes as it went on, at rest: at the start, after each eighth of the requests. Also of an
     engine without a connector, which tells of nothing that is left.
@@ -580,7 +580,7 @@ def layer_waits(engine) -> list[dict]:
 
 
 def abort_first_of_two(engine, prompt: list[int], steps: int) -> list[int]:
-    """Asks twice for `prompt`, takes so many steps, and takes the first one back. Returns what the second one says."""
+    """Asks twice for `prompt`, takes `steps` steps, and takes the first one back. Returns what the second one says."""
     first, _ = begin(engine, [prompt, prompt], steps)
     engine.llm.llm_engine.abort_request([first], internal=True)
     (said,) = finish(engine)

@@ -54,7 +54,7 @@ def is_at_rest(engine: Engine) -> bool:
 
 
 def spoil(place: Path, every: int = 1, block_bytes: int = TINY_BLOCK_BYTES) -> None:
-    """Changes a byte in the middle of one of so many blocks of a slot file, or of those below a directory."""
+    """Changes a byte in the middle of each `every`-th block of a slot file, or of those below a directory."""
     below = [file for file in place.rglob("*") if file.is_file() and file.stat().st_size >= 64 * block_bytes]
     files = [place] if place.is_file() else below
     assert files
@@ -69,7 +69,7 @@ def spoil(place: Path, every: int = 1, block_bytes: int = TINY_BLOCK_BYTES) -> N
 
 
 def spoiled_disk(model: Path, directory: Path) -> dict:
-    """A disk tier that an engine left the first prompt in, with a byte of each block changed. Nobody finds that but who asks."""
+    """A disk tier that an engine left the first prompt in, with a byte of each block changed. Only a request for it finds that."""
     tiers = disk(directory, **{"transfer.scrub_mib_per_second": 0})
     with Engine(model, **connector(tiers)) as engine:
         engine.generate(prompt(0, LENGTH))

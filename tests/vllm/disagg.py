@@ -137,7 +137,7 @@ def main() -> None:
     asking = iter(range(len(wanted)))
     lock, done, are_up = threading.Lock(), [], threading.Event()
     are_up.set()
-    # Killed in turn, the last one first, each where so many requests have ended.
+    # Killed in turn, the last one first, each after an equal share of the requests.
     killed = [0] * len(engines.all)
     kills = [(len(wanted) * (kill + 1) // (options.kills + 1), -(kill + 1) % len(killed)) for kill in range(options.kills)]
 

@@ -69,7 +69,7 @@ def contenders() -> dict:
 
 
 def put_and_get(below: Offloading, number: int, chunks: int) -> tuple[float, float]:
-    """Bytes a second each way, of prompts that nobody has seen."""
+    """Bytes a second each way, of prompts that were never seen."""
     chains = [chain(number * REQUESTS + request, chunks) for request in range(REQUESTS)]
     size = REQUESTS * chunks * below.row
     requests = [below.begin(keys) for keys in chains]

@@ -95,7 +95,7 @@ class Pair:
         return self.engines[1].metric("vllm:prompt_tokens_by_source_total", source="local_compute")
 
 
-# Copies so many bytes a second, whatever they are, until it is ended.
+# Copies a number of bytes a second, whatever they are, until it is ended.
 COPYING = """
 import sys, time, numpy
 speed, piece = float(sys.argv[1]), 4 << 20

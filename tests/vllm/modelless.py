@@ -1,4 +1,4 @@
-"""An engine without a model: vLLM's own scheduler and a connector, over KV tensors in which nobody computes.
+"""An engine without a model: vLLM's own scheduler and a connector, over KV tensors in which nothing computes.
 
 Each request says one token in a step. What a connector costs the scheduler is all there is to it.
 """

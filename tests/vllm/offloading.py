@@ -64,7 +64,7 @@ class Offloading:
         return tier
 
     def view(self) -> np.ndarray:
-        """The primary tier's memory. Whoever keeps it keeps the manager from giving it back."""
+        """The primary tier's memory. A reference to it keeps the manager from giving it back."""
         return np.asarray(self.manager.primary_tier.get_kv_memoryview())
 
     def begin(self, *chains: Sequence[bytes]) -> ReqContext:

@@ -152,7 +152,7 @@ def test_each_adapter_is_served_what_was_computed_with_its_weights(model, one, o
         for adapter in (None, other):
             warm = engine.generate(prompt(0, LENGTH), adapter=adapter)
             assert (warm.said, warm.scheduled) == ([said[adapter]], SERVED)
-        # It changes under the engine, which still has the one of before in its memory.
+        # It changes under the engine, which still has the old one in its memory.
         models.write_adapter(one, 4)
         for _ in range(2):
             assert engine.reset()

@@ -42,7 +42,7 @@ def test_what_is_kept_outlives_sleep_where_weights_never_change(model, said):
 def test_nothing_of_other_weights_is_served(model, said):
     with Engine(model, **connector(host(64))) as engine:
         assert engine.generate(prompt(0, LENGTH)).said == [said[0]]
-        # While a request is under way: what it computed with the weights of before must not be kept either.
+        # While a request is under way: what it computed with the old weights must not be kept either.
         probe(engine, "exchange_weights", prompt=prompt(1, LENGTH))
         other = engine.generate(prompt(0, LENGTH))
         assert other.said != [said[0]] and other.scheduled == LENGTH + 7
@@ -107,7 +107,7 @@ def test_it_serves_beside_another_connector(model, said, ours_first):
         warm = engine.generate(prompt(0, LENGTH))
         assert (warm.said, warm.scheduled) == ([said[0]], SERVED)
         assert is_at_rest(engine)
-        # All that was computed is in ours, whoever loads.
+        # All that was computed is in ours, whichever connector loads.
         counted = probe(engine, "metrics")
         saved = [value for labels, value in counted["vllm:kvbm_transfer_blocks"] if labels["from"] == "device"]
         assert saved == [3 * (LENGTH // BLOCK)]
@@ -270,7 +270,7 @@ def test_what_steps_compute_of_withdrawn_tokens_is_not_kept():
 
 @pytest.mark.parametrize("status", ["RUNNING", "WAITING"])
 def test_a_session_from_before_a_reset_is_not_kept(status):
-    """Its blocks, and what is computed behind them, are of the weights of before."""
+    """Its blocks, and what is computed behind them, are of the old weights."""
     from types import SimpleNamespace
 
     from kvbm_rs.vllm.connector.adapters import Adapters
@@ -351,7 +351,7 @@ def test_what_was_computed_before_a_reset_is_not_taken_for_what_comes(status):
     scheduler._loading = {}
     scheduler.manager = SimpleNamespace(reset=lambda: None)
     assert scheduler.reset()
-    # It is loaded, a step of before ends, and it is taken back.
+    # It is loaded, an earlier step ends, and it is taken back.
     request.num_computed_tokens = 4 * BLOCK
     assert not scheduler._advance(known, 7)
     assert (known.computed, known.saved) == (0, 0)

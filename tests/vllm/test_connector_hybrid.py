@@ -56,7 +56,7 @@ def host(prompts: int, **more) -> dict:
 
 
 def disk(directory: Path) -> dict:
-    """A disk tier that the next process finds, and that all goes to at once. Nobody finds what is bad but who asks for it."""
+    """A disk tier that the next process finds, and that all goes to at once. Only a request for it finds what is bad."""
     tier = {"disk.capacity": 32 * PROMPT_BYTES, "disk.dirs": str(directory), "disk.keep": True}
     return tier | {"flush.interval_ms": 10, "transfer.scrub_mib_per_second": 0}
 

@@ -50,7 +50,7 @@ def test_what_lies_in_memory_is_loaded_while_the_engine_computes(model, said):
 
 @pytest.mark.slow
 def test_a_load_that_fails_amid_work_is_computed_again(model, said, shared_memory):
-    # Nobody finds what is bad but who asks for it.
+    # Only a request for it finds what is bad.
     tiers = host(64, **{"host.persist": str(shared_memory), "transfer.scrub_mib_per_second": 0})
     with Engine(model, **connector(tiers)) as engine:
         for number in range(4):

@@ -37,7 +37,7 @@ def test_a_block_has_pieces_of_layers_in_any_order(order):
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
 def test_a_block_in_kernel_parts_is_one_in_any_order(layout):
-    """As vLLM shows it to a backend that has no kernel for so many tokens, such as FlashInfer's for more than 64."""
+    """As vLLM shows it to a backend that has no kernel for blocks of that size, such as FlashInfer's for more than 64."""
     from vllm.config import VllmConfig
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import FullAttentionSpec, create_kv_cache_views
@@ -128,7 +128,7 @@ def test_layers_that_differ_have_blocks_of_their_own_sizes(layout):
     assert found == again
     assert (found.layer_bytes, found.shares) == ((2 * PIECE, PIECE, 2 * PIECE), 1)
     assert all(_keeps_all(groups.kv_cache_groups[0]) for groups in (of_worker, of_scheduler))
-    # They are adopted as they are, and nobody else's blocks are taken for theirs.
+    # They are adopted as they are, and no other blocks are taken for theirs.
     tensors = [torch.zeros(BLOCKS, size, dtype=torch.uint8) for size in found.layer_bytes]
     adopt(tensors, BLOCKS, found.layer_bytes, found.shares)
     assert _layout(found, "order") != _layout(Group(0, found.layers, (PIECE, 2 * PIECE, 2 * PIECE), 0), "order")

@@ -34,7 +34,7 @@ def test_a_hit_is_computed_again_and_what_is_wrong_leaves(model, said):
         assert is_at_rest(engine)
         compared = {"same": 2 * BLOCKS + 8 + 12}
         assert probe(engine, "shadowed") == compared
-        # Nobody waits for it: of two that come together both are served.
+        # No request waits for it: of two that come together both are served.
         engine.generate(prompt(1, LENGTH))
         assert engine.reset()
         both = engine.generate(prompt(0, LENGTH), prompt(1, LENGTH))

@@ -64,7 +64,7 @@ def until(server: Server, holds: Callable[[Server], bool]) -> None:
 
 
 def until_computed(server: Server, wanted: int) -> None:
-    """Waits until it says that it computed so many tokens of prompts: it counts them after its answers."""
+    """Waits until it says that it computed this number of tokens of prompts: it counts them after its answers."""
     computed = lambda server: server.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
     until(server, lambda server: computed(server) == wanted)
 

@@ -115,7 +115,7 @@ def test_after_lost_events_nothing_is_claimed_until_found(manager):
     publisher.note(asked, asked.block_hashes, chain, 0)
     save(manager, asked)
     told = publisher.take()
-    # 65,536 wait for whoever does not listen; each save brings five, and pushes five out.
+    # 65,536 wait for a listener that does not read; each save brings five, and pushes five out.
     for number in range(7_000):
         save(manager, request(f"other {number}", 5))
     told += publisher.take()

@@ -13,7 +13,7 @@ KVBM = connector({"host.capacity": 4096 * BLOCK_BYTES}, weights="made up")["kv_t
 
 
 def calls(engine: Modelless, steps: int) -> int:
-    """Calls of functions, Python's or native, that the connector makes in so many steps."""
+    """Calls of functions, Python's or native, that the connector makes in `steps` steps."""
     connector, counted = engine.scheduler.connector, []
 
     def watched(method):

@@ -1,4 +1,4 @@
-"""`KvbmTier` in a real engine, below vLLM's own CPU tier: the same tokens, whoever keeps the blocks."""
+"""`KvbmTier` in a real engine, below vLLM's own CPU tier: the same tokens, wherever the blocks are kept."""
 
 import pytest
 

@@ -300,7 +300,7 @@ mod tests {
             assert_eq!(
                 checksums.verify_inherited(slot, b"anything"),
                 Ok(()),
-                "nobody says otherwise"
+                "nothing says otherwise"
             );
         }
     }

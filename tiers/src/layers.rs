@@ -59,7 +59,7 @@ impl fmt::Debug for LayeredSlots {
 }
 
 impl LayerWriter {
-    /// Takes over slots to write blocks of so many layers into.
+    /// Takes over slots to write blocks of `layers` layers into.
     ///
     /// # Errors
     /// A frame is not of the region's [`frames`](DramRegion::frames): all come back.
@@ -127,7 +127,7 @@ impl LayerWriter {
         drop(frames);
         slots.checksums.lock().extend_from_slice(&sums);
         self.sums = sums;
-        // Whoever sees the number sees the bytes, and their checksums.
+        // A reader that sees the number sees the bytes, and their checksums.
         slots.written.store(layer + 1, Ordering::Release);
         Ok(true)
     }

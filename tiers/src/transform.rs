@@ -310,8 +310,8 @@ pub(crate) struct TransformPlan {
 }
 
 impl View {
-    /// Rows that lie anywhere in `bytes` bytes, the first one at `offset`. Along each of four axes there
-    /// are so many, with so many bytes from one to the next.
+    /// Rows that lie anywhere in `bytes` bytes, the first one at `offset`. Each of four axes has
+    /// a number of rows, and the bytes from one to the next.
     ///
     /// # Errors
     /// `Invalid`: there are none, or they do not all lie in these bytes.

@@ -137,7 +137,7 @@ struct DoubtfulSource {
 
 impl DoubtfulSource {
     fn new(op: usize, from: SlotRef) -> Self {
-        let message = format!("{from}: nobody has verified it");
+        let message = format!("{from}: it was never verified");
         Self { op, from, verdict: Err(CopyError::refused(message)) }
     }
 }
@@ -305,7 +305,7 @@ mod tests {
         let op = order(0, fixture.here[0].slot_ref(), fixture.there[0].slot_ref());
         let sources = fixture.once.doubtful(&[op]);
         assert_eq!(sources.len(), 1);
-        assert!(sources[0].verdict.is_err(), "nobody has read it yet");
+        assert!(sources[0].verdict.is_err(), "it was not read yet");
     }
 
     #[test]

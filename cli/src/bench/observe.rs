@@ -49,17 +49,17 @@ const BLOCK_BYTES: u64 = 64 << 10;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Watch {
-    Nobody,
+    Nothing,
     Metrics,
     Spans,
 }
 
 impl Watch {
-    const ALL: [Self; 3] = [Self::Nobody, Self::Metrics, Self::Spans];
+    const ALL: [Self; 3] = [Self::Nothing, Self::Metrics, Self::Spans];
 
     const fn name(self) -> &'static str {
         match self {
-            Self::Nobody => "nobody",
+            Self::Nothing => "nothing",
             Self::Metrics => "metrics",
             Self::Spans => "a tracer",
         }
@@ -129,11 +129,11 @@ impl Sample {
 }
 
 impl Row {
-    fn of(watch: Watch, own: &[Sample], nobody: &[Sample]) -> Self {
+    fn of(watch: Watch, own: &[Sample], unwatched: &[Sample]) -> Self {
         let all = |figure: fn(&Sample) -> f64| Spread::of(own.iter().map(figure).collect());
         let ratio = |figure: fn(&Sample) -> f64| {
             Spread::of(
-                own.iter().zip(nobody).map(|(own, nobody)| figure(own) / figure(nobody)).collect(),
+                own.iter().zip(unwatched).map(|(own, bare)| figure(own) / figure(bare)).collect(),
             )
         };
         Self {
@@ -259,11 +259,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_watch_is_compared_with_nobody() {
+    fn each_watch_is_compared_with_none() {
         let report = run(&ObserveArgs { rounds: 1, round_ms: 20 }).unwrap();
         assert!(
             (report.rows[0].throughput_ratio.median - 1.0).abs() < 1e-9,
-            "nobody against nobody"
+            "nothing against nothing"
         );
         for (row, watch) in report.rows.iter().zip(Watch::ALL) {
             assert_eq!(row.watch, watch);

@@ -27,10 +27,10 @@ use crate::output::{self, CommandFailure};
 ///
 /// Directories of kept disk tiers and host tiers: besides, whether each block's chain is there from
 /// its root. A URL, `file:///directory` or `s3://bucket/prefix`, names a bucket of an object tier,
-/// which workers may go on using: besides, whether what they rely on is there, and what nobody
-/// needs any more. It is reached as the settings of the object tier say. What is encrypted is
-/// verified with the keys that the settings name. What is wrong no start serves; here it is told,
-/// and with --repair dropped.
+/// which workers may go on using: besides, whether what they rely on is there, and what no
+/// worker needs any more. It is reached as the settings of the object tier say. What is encrypted
+/// is verified with the keys that the settings name. What is wrong no start serves; here it is
+/// told, and with --repair dropped.
 ///
 /// Exit status: 0 all is sound, 1 something was not, 2 it could not be checked, such as a directory
 /// that somebody has open.
@@ -99,7 +99,7 @@ pub(crate) fn run(args: &FsckArgs, global: &GlobalOptions) -> Result<(), Command
         ),
         (true, _) => Ok(()),
         (false, true) => Err(CommandFailure::unexpected(
-            "what was wrong is dropped, as far as nobody relies on it",
+            "what was wrong is dropped, unless a worker relies on it",
         )),
         (false, false) => {
             Err(CommandFailure::unexpected("not all is sound; --repair drops what is not"))

@@ -48,12 +48,12 @@ fn a_replay_can_be_watched() {
     let state = place.run(&["top", "--url", &url, "--json"]);
     let state: serde_json::Value = serde_json::from_slice(&state.stdout).expect("one object");
     assert!(state["uptime_s"].as_f64().expect("a number") > 0.0);
-    let nobody = place.run(&["top", "--url", "http://127.0.0.1:1"]);
-    assert!(nobody.status.code() == Some(2) && text(&nobody.stderr).contains("does not answer"));
+    let absent = place.run(&["top", "--url", "http://127.0.0.1:1"]);
+    assert!(absent.status.code() == Some(2) && text(&absent.stderr).contains("does not answer"));
     let unknown = place.run(&["why", "--url", &url, "--request", "chatcmpl-17"]);
     assert!(unknown.status.code() == Some(2) && text(&unknown.stderr).contains("ask by its chain"));
-    let nobody = place.run(&["why", "--url", "http://127.0.0.1:1", "--request", "0"]);
-    assert!(nobody.status.code() == Some(2) && text(&nobody.stderr).contains("does not answer"));
+    let absent = place.run(&["why", "--url", "http://127.0.0.1:1", "--request", "0"]);
+    assert!(absent.status.code() == Some(2) && text(&absent.stderr).contains("does not answer"));
     send(&child, Signal::INT);
     assert_eq!(child.wait().expect("it ends").code(), Some(130));
 }

@@ -449,7 +449,7 @@ mod tests {
             })
         };
         assert_eq!(put(1).unwrap(), 4);
-        assert_eq!(told.try_iter().count(), 4, "nothing left, so nobody waits");
+        assert_eq!(told.try_iter().count(), 4, "nothing left, so no caller waits");
         std::thread::scope(|threads| {
             let second = threads.spawn(|| put(2).unwrap());
             assert_eq!(told.recv(), Ok(Event::WriterIsWanted));

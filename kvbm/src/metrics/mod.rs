@@ -196,7 +196,7 @@ impl Metrics {
             )?,
             scrubbed_blocks: b.counters(
                 "kvbm_scrubbed_blocks_total",
-                "Blocks verified that nobody had asked for.",
+                "Blocks verified that no request had asked for.",
                 &["tier", "outcome"],
             )?,
             shadow_blocks: b.counters(

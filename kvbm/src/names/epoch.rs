@@ -22,7 +22,7 @@ use super::fingerprint::digest;
 pub struct NewEpoch<'a> {
     /// Its number.
     pub number: u64,
-    /// What the new weights are called, the same in all workers that have them. `None`: nobody but
+    /// What the new weights are called, the same in all workers that have them. `None`: only
     /// this worker knows them, and [peers](crate::Peers) neither read its blocks nor give it any.
     pub weights: Option<&'a str>,
 }
@@ -41,7 +41,7 @@ impl From<u64> for NewEpoch<'_> {
 }
 
 /// Tells weights apart within one number of an epoch. Two workers that count to the same number
-/// with weights that nobody named have different ones here. The default is for those that the
+/// with weights without a name have different ones here. The default is for those that the
 /// fingerprint names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct WeightsId(u64);
@@ -49,7 +49,7 @@ pub(crate) struct WeightsId(u64);
 impl WeightsId {
     /// Weights of a later epoch than the fingerprint's, whose weights the fingerprint names.
     pub(crate) fn of(name: Option<&str>) -> Self {
-        let unlike_any = || RandomState::new().hash_one("weights that nobody named");
+        let unlike_any = || RandomState::new().hash_one("weights without a name");
         let named = |name: &str| digest(&[b"kvbm weights 1", name.as_bytes()].concat()) as u64;
         Self(name.map_or_else(unlike_any, named).max(1))
     }

@@ -13,7 +13,7 @@ pub struct ChainNames {
     pub(super) there: Option<PeerChain>,
 }
 
-/// The names that a prompt's blocks have where they have so many tokens.
+/// The names that a prompt's blocks have where each has this number of tokens.
 #[derive(Clone, Debug)]
 pub(super) struct PeerChain {
     pub(super) block_tokens: u64,

@@ -195,7 +195,7 @@ fn extents<'a>(layout: &KvLayout, order: &[&'a str]) -> Option<Vec<(&'a str, usi
     layers.into_iter().chain(named).map(extent).collect()
 }
 
-/// The axes of a dense array in this order, of rows of so many bytes, and how many bytes that are.
+/// The axes of a dense array in this order, of rows of `row_bytes`, and how many bytes it has.
 fn dense(order: &[&str], extents: &[(&str, usize)], row_bytes: usize) -> Option<(Axes, usize)> {
     let outermost = extents.first().filter(|_| !order.contains(&"layer")).map(|(name, _)| *name);
     let mut stride = row_bytes;

@@ -2,7 +2,7 @@
 //! prompt while a prefill worker computes it.
 //!
 //! The reader leases as ever what the peer has, and brings it. Then it asks for the next block, and
-//! the holder answers once that has landed there. So nobody writes into another's memory, and a
+//! the holder answers once that has landed there. So no worker writes into another's memory, and a
 //! reader that is gone leaves nothing behind.
 
 use std::time::Duration;

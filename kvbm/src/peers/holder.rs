@@ -60,7 +60,7 @@ pub(super) struct Holder {
     pub(super) credentials: Arc<Credentials>,
     pub(super) ttl: Duration,
     pub(super) leased: Arc<LeasedBlocks>,
-    /// `None`: nobody reads here by NIXL.
+    /// `None`: no worker reads here by NIXL.
     pub(super) nixl: Option<Arc<dyn OneSided>>,
     pub(super) book: Arc<PeerBook>,
     pub(super) metrics: PeerMetrics,
@@ -151,7 +151,7 @@ impl LeasedBlocks {
         LeasedShare { of: Arc::clone(self), blocks: leased.map_or(0, fits) }
     }
 
-    /// Room for a checkpoint of so many blocks, all of it or none: several leases pin the same.
+    /// Room for a checkpoint of `blocks`, all of it or none: several leases pin the same.
     fn take_checkpoint(self: &Arc<Self>, at: BlockHash, blocks: usize) -> Option<Arc<LeasedShare>> {
         let mut known = self.checkpoints.lock();
         known.retain(|_, share| share.strong_count() > 0);

@@ -542,7 +542,7 @@ impl Peers {
         Transfer::answered(answer).cancelled_by(move || cancelled.cancel())
     }
 
-    /// Serves nobody any more. Leases of others end, and what reads at others is cancelled and
+    /// Serves no worker any more. Leases of others end, and what reads at others is cancelled and
     /// answered.
     pub(crate) fn close(&self) {
         if let Some(PeerThread { stop, thread }) = self.thread.lock().take() {
@@ -693,7 +693,7 @@ async fn accept(socket: tokio::net::TcpListener, holder: Arc<impl Serves>) {
 struct Strangers(VecDeque<(AbortHandle, Arc<AtomicBool>)>);
 
 impl Strangers {
-    /// Silent connections keep nobody out: the oldest makes room.
+    /// Silent connections keep no worker out: the oldest makes room.
     fn make_room(&mut self) {
         self.0.retain(|(task, is_known)| !task.is_finished() && !is_known.load(Ordering::Relaxed));
         while self.0.len() >= MAX_STRANGERS

@@ -123,8 +123,8 @@ fn told(dtype: &str) -> Option<(HalfType, String)> {
 mod tests {
     use super::*;
 
-    /// What the bits of a number mean, by the definition of IEEE 754: a sign, an exponent, and so many
-    /// bits of a significand. `None`: it is no finite number.
+    /// What the bits of a number mean, by the definition of IEEE 754: a sign, an exponent, and the bits
+    /// of a significand. `None`: it is no finite number.
     fn value(bits: u16, significand_bits: u32) -> Option<f64> {
         let exponent_bits = 15 - significand_bits;
         let exponent = i32::from(bits & 0x7FFF) >> significand_bits;

@@ -1,8 +1,8 @@
 //! The reader's side: it leases at a peer what the tiers here lack, takes the blocks into slots of
 //! the host tier, and compares each with the checksum that came with the lease.
 //!
-//! Nothing else writes these slots meanwhile, and nobody sees them before they are verified. A peer
-//! that sends damaged bytes, dies or does not answer costs a miss of what is missing, and time.
+//! Nothing else writes these slots meanwhile, and no request sees them before they are verified. A
+//! peer that sends damaged bytes, dies or does not answer costs a miss of what is missing, and time.
 
 use std::collections::HashMap;
 use std::fmt;

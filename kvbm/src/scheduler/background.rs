@@ -457,7 +457,7 @@ impl Core {
     fn give_up_all(self: &Arc<Self>, overdue: Vec<Arc<TaskBatch>>, now: Duration) {
         // If handling a completion panicked, its batch is never done, and works on nothing.
         for batch in overdue.into_iter().filter(|batch| batch.is_working()) {
-            tracing::error!(from = %batch.route.0, to = %batch.route.1, "copies are overdue: nobody waits for them");
+            tracing::error!(from = %batch.route.0, to = %batch.route.1, "copies are overdue: no request waits for them");
             self.health.judge_overdue(&batch, now);
             self.give_up(&batch);
         }

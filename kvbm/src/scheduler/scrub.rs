@@ -168,7 +168,7 @@ impl Core {
             _ => None,
         };
         if let Some(error) = error {
-            tracing::warn!(?op, %error, "a block that nobody asked for could not be verified");
+            tracing::warn!(?op, %error, "a block that no request asked for could not be verified");
         }
         self.scrubbed(scrubbed, defect);
         self.upkeep.scrubbing.state.lock().is_reading = false;

@@ -438,7 +438,7 @@ impl World {
                     !self.dead.contains(&bytes.version),
                     "{id:?} was dropped, and is in {tier}"
                 );
-                assert!(!self.is_ownerless(record.key(), id), "{id:?} is nobody's in {tier}");
+                assert!(!self.is_ownerless(record.key(), id), "{id:?} has no owner in {tier}");
             }
         }
     }

@@ -42,7 +42,7 @@ pub struct TenantCounts {
 
 const CHUNK: usize = 1_024;
 /// No owner: no tenant is forgotten that often.
-const NOBODY: Owner = Owner { tenant: 0, life: u32::MAX };
+const UNOWNED: Owner = Owner { tenant: 0, life: u32::MAX };
 
 impl BlockOwners {
     /// A tenant as the owner of what comes in its name now.
@@ -57,8 +57,8 @@ impl BlockOwners {
             self.of.resize_with(chunk + 1, || None);
         }
         match (self.of.get_mut(chunk), owner) {
-            (Some(Some(chunk)), owner) => chunk[at] = owner.unwrap_or(NOBODY),
-            (Some(chunk), Some(owner)) => chunk.insert(Box::new([NOBODY; CHUNK]))[at] = owner,
+            (Some(Some(chunk)), owner) => chunk[at] = owner.unwrap_or(UNOWNED),
+            (Some(chunk), Some(owner)) => chunk.insert(Box::new([UNOWNED; CHUNK]))[at] = owner,
             // A record without an owner needs no place.
             (_, _) => {}
         }
@@ -66,7 +66,7 @@ impl BlockOwners {
 
     pub(super) fn of(&self, record: RecordId) -> Option<Owner> {
         let chunk = self.of.get(record.0 as usize / CHUNK)?.as_ref()?;
-        Some(chunk[record.0 as usize % CHUNK]).filter(|&owner| owner != NOBODY)
+        Some(chunk[record.0 as usize % CHUNK]).filter(|&owner| owner != UNOWNED)
     }
 
     fn life(&self, tenant: u32) -> u32 {

@@ -32,7 +32,7 @@ impl TraceParent {
         })
     }
 
-    /// Makes a new span the child of another process's. One that nobody sends to a collector stays
+    /// Makes a new span the child of another process's. One that is not sent to a collector stays
     /// as it is.
     pub(crate) fn adopt(self, span: &Span) {
         use opentelemetry::trace::{

@@ -160,7 +160,7 @@ mod tests {
     #[test]
     fn the_first_candidate_has_none_to_stand_behind() {
         assert_eq!(admitted_first(false), 1);
-        assert_eq!(admitted_first(true), 0, "nobody returns for it");
+        assert_eq!(admitted_first(true), 0, "no request returns for it");
     }
 
     proptest! {

@@ -283,6 +283,6 @@ proptest! {
         }
         let all: Vec<_> = owner.there.keys().copied().collect();
         all.iter().for_each(|&key| owner.idle(key));
-        prop_assert!(owner.evict(all.len(), &[]), "what nobody uses can go");
+        prop_assert!(owner.evict(all.len(), &[]), "what is not in use can go");
     }
 }

@@ -324,7 +324,7 @@ mod tests {
 
     #[test]
     fn a_slot_that_is_not_there_has_no_position() {
-        let prepare = |_| Err(SetupError::unavailable("nobody moves anything here"));
+        let prepare = |_| Err(SetupError::unavailable("nothing is moved here"));
         // The directory of every third slot is away.
         let spans = SlotLists::new(8, 4, Box::new(prepare)).only(|slot| slot.0 % 3 != 1);
         let found = (0..10).map(|slot| spans.position(SlotId(slot)).map(|at| (at.span, at.index)));

@@ -81,7 +81,7 @@ pub type ReadDone = Box<dyn FnOnce(Vec<Frame>, Result<(), CopyError>) + Send>;
 ///
 /// The frames of a read come back exactly once: when all bytes are there, when the read never
 /// began, or when nothing of it can move any more. If the library cannot say so, they never come
-/// back: nobody may use their slots again.
+/// back: their slots may not be used again.
 pub trait SlotReads: fmt::Debug + Send + Sync {
     /// Reads the slots `from` of the holder into the slots of `to`, one to one, by a thread of its
     /// own. What arrives may be anything: the holder can write its slots meanwhile.

@@ -292,7 +292,7 @@ impl Member {
         if let Some(forgetter) = &self.forgetter {
             return forgetter.forget(tenant, life);
         }
-        let has_none = Err("it has nobody to destroy keys".to_owned());
+        let has_none = Err("it cannot destroy keys".to_owned());
         self.work.tell(&ToLeader::Forgot(ForgotTenant::new(Owner { tenant, life }, has_none)));
     }
 

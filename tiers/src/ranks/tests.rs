@@ -285,7 +285,7 @@ fn a_rank_gives_out_nothing_that_it_was_not_given() {
     fleet.assert_works();
 }
 
-/// Has all ranks bring blocks from a worker of so many.
+/// Has all ranks bring blocks from a worker with this number of them.
 fn pull(fleet: &Fleet, ranks: usize, ops: &[CopyOp]) -> Vec<Result<(), CopyError>> {
     let seats = vec![PeerSeat { port: 1, incarnation: 1 }; ranks];
     let order = PullOrder { host: "there".to_owned(), seats, limit_ms: 1_000 };

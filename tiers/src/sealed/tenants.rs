@@ -845,7 +845,7 @@ mod tests {
         let id = one.to_seal(owner(7, 0)).unwrap().0;
         shelf.fail(true);
         for _ in 0..3 {
-            assert!(matches!(other.to_open(id), Err(NoKey::Failed(_))), "nobody knows");
+            assert!(matches!(other.to_open(id), Err(NoKey::Failed(_))), "it is unknown");
         }
         assert!(matches!(other.to_seal(owner(7, 0)), Err(NoKey::Failed(_))));
         shelf.fail(false);

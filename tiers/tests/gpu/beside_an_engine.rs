@@ -68,7 +68,7 @@ impl Engine {
     /// Starts a copy of the first piece of a device slot onto that of another.
     fn copies(&self, from: usize, to: usize) {
         let piece = BLOCK / 64;
-        // SAFETY: slots of the bench, which the test knows nobody else to use.
+        // SAFETY: slots of the bench, which the test alone uses.
         unsafe {
             sys::cuMemcpyAsync(self.bench.address(to), self.bench.address(from), piece, self.stream)
         }
@@ -95,7 +95,7 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // SAFETY: nobody uses the stream any more; retained once, released once.
+        // SAFETY: nothing uses the stream any more; retained once, released once.
         unsafe {
             let _ = sys::cuStreamDestroy_v2(self.stream);
             let _ = sys::cuCtxSetCurrent(std::ptr::null_mut());
@@ -231,7 +231,7 @@ fn it_reads_what_a_load_brought_before_the_mark() {
     engine.waits();
     reports.recv().unwrap().unwrap();
     assert_eq!(engine.bench.download(3)[..BLOCK / 64], [5; BLOCK / 64]);
-    // SAFETY: nobody uses it any more.
+    // SAFETY: nothing uses it any more.
     unsafe { sys::cuStreamDestroy_v2(first) }.result().unwrap();
 }
 

@@ -223,7 +223,7 @@ fn tensors_in(
         part.base = base + there;
     }
     let map = SegmentMap::new(slots, &parts).unwrap();
-    // SAFETY: the parts lie in the allocation that is handed over, which nobody else uses.
+    // SAFETY: the parts lie in the allocation that is handed over, which no other code uses.
     unsafe { gpu.adopt(map, memory) }
 }
 
@@ -337,7 +337,7 @@ fn check_transform(
     bench.upload(1, &expected);
     transform.apply(&input, &mut expected, pairs).unwrap();
     let rearranger = Rearranger::new(gpu).unwrap();
-    // SAFETY: two slots as large as the layouts, that nobody else uses now.
+    // SAFETY: two slots as large as the layouts, that nothing else uses now.
     unsafe { rearranger.apply(&transform, bench.address(0), bench.address(1), pairs) }.unwrap();
     assert_eq!(bench.download(1)[..target], expected);
 }

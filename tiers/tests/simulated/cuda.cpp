@@ -75,7 +75,7 @@ struct Capture {
 static std::map<Stream *, Capture> &captures = *new std::map<Stream *, Capture>;
 static thread_local int capture_mode = GLOBAL;
 
-// What a call that could disturb a capture comes to. Whoever is not let ends the capture besides.
+// What a call that could disturb a capture comes to. A call that is refused ends the capture besides.
 static int disturb() {
     std::lock_guard<std::mutex> guard(lock);
     if (capture_mode == RELAXED) return SUCCESS;

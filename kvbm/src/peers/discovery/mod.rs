@@ -7,8 +7,8 @@
 //! | `file` | a list in a file, which is read again when it changes |
 //! | `etcd` | a list in etcd, where each worker announces itself |
 //!
-//! A task keeps the list, and nobody waits for it: readers take what is known now. Whatever comes
-//! from outside is bounded and checked. A bad entry is left out, and costs no other. A source that
+//! A task keeps the list, and no request waits for it: readers take what is known now. Whatever
+//! comes from outside is bounded and checked. A bad entry is left out, and costs no other. A source that
 //! is away changes nothing: the list stays as it was.
 
 mod address;
@@ -196,7 +196,7 @@ fn fixed(addresses: &[String]) -> Result<PeerList> {
     Ok(list)
 }
 
-/// Shows a list that was read; one that says the same wakes nobody.
+/// Shows a list that was read; one that says the same wakes no reader.
 fn publish(list: &watch::Sender<Arc<PeerList>>, read: PeerList) {
     list.send_if_modified(|known| {
         let is_new = **known != read;

@@ -231,7 +231,7 @@ fn slots_that_stay_away_are_lost_until_they_return() {
         // Two parts were under way.
         assert_eq!(lost(&pair), (0, 8));
         assert_eq!(pair.here.manager().admin().audit(), []);
-        // Nobody else gets them.
+        // No other block gets them.
         let others: Vec<_> =
             (0..SLOTS).map(|at| BlockHash::from_u128(1 << 90 | u128::from(at))).collect();
         pair.here.compute(&others);

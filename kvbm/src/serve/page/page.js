@@ -38,7 +38,7 @@ const FAULTS = {
 const PERIOD_MS = 1000;
 const ANSWER_LIMIT_MS = 5000;
 const REMEMBERED_S = 3600;
-// A point of the chart is the mean of so many seconds.
+// A point of the chart is the mean of this number of seconds.
 const MEAN_S = 10;
 // Larger than any tier with slots that were counted one by one: the object tier of unlimited size.
 const UNLIMITED_BLOCKS = 2 ** 29;
@@ -632,7 +632,7 @@ async function pollMetrics() {
       showMisses();
     }
   } catch (error) {
-    // That nobody answers is shown by what asks for the state.
+    // A process that does not answer is shown by what asks for the state.
     console.warn(error);
   }
   // They change slowly, and the text is long.

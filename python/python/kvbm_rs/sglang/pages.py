@@ -214,7 +214,7 @@ class Pages:
 
 
 def _arrived(load: "Load") -> int:
-    """Leading pages that came. Nobody writes the places of the others any more: SGLang gives them to somebody else."""
+    """Leading pages that came. Nothing writes the places of the others any more: SGLang reuses them."""
     try:
         end = _ended(load)
     except KvbmError as error:

@@ -18,7 +18,7 @@ class Names:
         """`engine` tells this one from all others."""
         self.chain = Chain()
         self._block_tokens = block_tokens
-        # What its KV depends on besides tokens: nobody else is served with it.
+        # What its KV depends on besides tokens: no other prompt is served with it.
         depends = [getattr(request, name, None) for name in ("lora_task_id", "cache_salt_id", "cache_salt")]
         if depends[0] is not None:
             # Programs number adapters, the next one otherwise: what is computed with one is found by this engine alone.

@@ -31,7 +31,7 @@ from kvbm_rs.vllm import identity, logger, tier_metrics, versions
 from kvbm_rs.vllm.samples import Reader
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
-# One in so many chunks of the primary tier is left to stores while requests wait for what they were promised.
+# One in eight chunks of the primary tier is left to stores while requests wait for what they were promised.
 MARGIN = 8
 # Seconds that a reset of vLLM's caches waits for copies.
 _DRAIN_WAIT = 60.0
@@ -159,7 +159,7 @@ class KvbmTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         # What requests were told holds no more.
         self._step += 1
-        # Nobody else knows which weights are served from here on: the files have others, or will have.
+        # No other process knows which weights are served from here on: the files have others, or will have.
         left, unknown = self._tier.drain(_DRAIN_WAIT, os.urandom(16) if self._forget else None)
         if unknown is not None:
             logger.warning("the new epoch is not noted everywhere yet: %s", unknown)

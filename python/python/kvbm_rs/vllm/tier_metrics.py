@@ -65,7 +65,7 @@ def stats(found: Metrics) -> OffloadingConnectorStats:
     for name, (_, counts, values) in found.items():
         name = name.removeprefix("kvbm_")
         names = _LABELS.get(name)
-        # vLLM ends with what it was not told of before.
+        # vLLM ends with what it was not told before.
         if names is None:
             continue
         tell = stats.increase_counter if counts else stats.set_gauge

@@ -98,7 +98,7 @@ class _Unnamed:
 
 
 def block_hashes(request: "Request", tokens: int, algorithm: str) -> list[bytes]:
-    """vLLM's names of what a request has behind each so many tokens."""
+    """vLLM's names of what a request has, at each multiple of `tokens`."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 

@@ -23,7 +23,7 @@ const LONGEST_NAP: Duration = Duration::from_millis(1);
 /// A read, and the agent that is to do it.
 pub(super) type Post = (Arc<SharedReader>, ReadOrder);
 
-/// All peers share them. They end when nobody can post any more and all reads have ended.
+/// All peers share them. They end when no reader can post any more and all reads have ended.
 pub(super) struct PostingThreads(Sender<Post>);
 
 impl PostingThreads {

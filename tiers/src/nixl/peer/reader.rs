@@ -330,7 +330,7 @@ impl LiveReader {
         };
         // SAFETY: the frames, which are the slots' only handles, stay in the flight until the
         // request has ended or its agent is destroyed. What the holder does with its slots is not
-        // in our hands: nobody takes what arrives for what it should be.
+        // in our hands: what arrives is not taken for what it should be.
         let posted = unsafe { request.post() };
         match posted {
             Err(why) if why.kind() == CopyErrorKind::Refused => Posted::Refused(arriving, why),

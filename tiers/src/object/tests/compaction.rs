@@ -219,7 +219,7 @@ fn writers_and_readers_at_once_never_see_a_wrong_byte() {
     });
     assert!(backend.stats().moved_blocks > 0);
     // The last readers may still be at segments that were emptied meanwhile.
-    eventually("segments are left that nobody needs", || {
+    eventually("segments are left that no worker needs", || {
         let stats = backend.stats();
         stats.undeleted == 0
             && stats.stored_blocks * 10 <= stats.live_blocks * 13

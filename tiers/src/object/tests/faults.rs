@@ -189,7 +189,7 @@ fn failed_deletions_happen_when_the_store_is_well() {
     assert!(all_ok(&write(&backend, &heap, &blocks)));
     server.feel(Mood::Refuses(403));
     assert_all_unavailable(&write(&backend, &heap, &blocks));
-    eventually("nobody tried", || server.requests("DELETE") > 4);
+    eventually("it was not tried", || server.requests("DELETE") > 4);
     assert_eq!(server.objects(), 2);
     server.feel(Mood::Well);
     delete_all_dead(&backend);

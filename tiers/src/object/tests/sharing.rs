@@ -269,7 +269,7 @@ fn what_another_relies_on_stays_until_it_does_not() {
         "who does not keep anything takes back what it said"
     );
     assert_eq!(second.read_found(), 8);
-    assert_eq!(files(dir.path(), "blocks"), 2, "what nobody else relies on went with its writer");
+    assert_eq!(files(dir.path(), "blocks"), 2, "what no other relies on went with its writer");
     // Slots that are written anew let go of what was found, but the segments are not this worker's
     // to delete at once.
     for first in (0..8).step_by(4) {

@@ -102,9 +102,9 @@ fn a_repeated_deletion_asks_again_who_relies_on_it() {
     let dead = store.names(".kvseg").remove(0);
     // Its slots get other blocks: no worker relies on it, and it cannot be deleted.
     first.write(0, &seeds(21..25));
-    eventually("nobody tried to delete it", || first.object.stats().undeleted == 1);
+    eventually("it was not deleted", || first.object.stats().undeleted == 1);
     let tried = || first.object.traffic().requests(RequestKind::Delete, RequestOutcome::Failed);
-    eventually("nobody tried to delete it", || tried() > 0);
+    eventually("it was not deleted", || tried() > 0);
     // Now a worker does.
     let second = Worker::start(open(), &limited);
     eventually("it does not say so", || store.names(".kvman").len() == 2);
@@ -168,7 +168,7 @@ fn one_worker_collects_and_another_takes_over_from_it() {
         all.into_iter().map(|meta| meta.unwrap().location.to_string()).collect::<Vec<_>>()
     };
     let first = start(&shared(4));
-    eventually("nobody collects", || leases().len() == 1);
+    eventually("no worker collects", || leases().len() == 1);
     let second = start(&shared(4));
     // Its holder goes on as long as it lives.
     let before = leases();
@@ -176,7 +176,7 @@ fn one_worker_collects_and_another_takes_over_from_it() {
     assert!(all_ok(&first.write(0, &seeds(1..5))));
     drop(first);
     // What it stored is garbage once it is taken for gone.
-    eventually("nobody takes over", || second.object.stats().collected == 1);
+    eventually("no worker takes over", || second.object.stats().collected == 1);
     assert!(all_ok(&second.write(0, &seeds(1..5))));
 }
 

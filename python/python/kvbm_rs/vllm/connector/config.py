@@ -186,12 +186,12 @@ class Config:
             )
 
     def loadable(self, tokens: int) -> int:
-        """Leading blocks of a prompt of so many tokens that may be loaded. Its last token is computed in any case: it gives the
+        """Leading blocks of a prompt of `tokens` that may be loaded. Its last token is computed in any case: it gives the
         next one."""
         return (tokens if self._loads_ends else tokens - 1) // self.block_tokens
 
     def names_of(self, request: "Request", tokens: int) -> list[bytes]:
-        """How vLLM names what a request has behind each so many tokens."""
+        """How vLLM names what a request has, at each multiple of `tokens`."""
         return versions.block_hashes(request, tokens, self._hash)
 
     def others(self, memories: list[EngineMemory]) -> list[CacheGroup]:
@@ -549,5 +549,5 @@ def _seed(algorithm: str) -> bytes:
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is not None:
         return seed.encode()
-    # Of xxhash vLLM draws a seed for each process: nobody finds its blocks again.
+    # Of xxhash vLLM draws a seed for each process: no later process finds its blocks.
     return os.urandom(16) if algorithm.startswith("xxhash") else b"vllm-none-hash"

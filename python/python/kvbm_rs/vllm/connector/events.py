@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # By tier. vLLM has no word for what several workers share: this is Dynamo's.
 _MEDIA = {"host": MEDIUM_CPU, "disk": MEDIUM_STORAGE, "object": "EXTERNAL"}
 
-# So many blocks that are in no tier yet are remembered, the latest: those of saves under way, with room to spare.
+# How many blocks that are in no tier yet are remembered, the latest: those of saves under way, with room to spare.
 _MAX_EXPECTED = 65_536
 
 # Events are taken in pieces of this size.
@@ -92,7 +92,7 @@ class Publisher:
         self._noted.append(_Prompt(request, hashes, chain, first, self._block_tokens))
 
     def _expect_noted(self) -> None:
-        """Takes up what was noted: not when it arrives, since nobody asks before the next events."""
+        """Takes up what was noted: not when it arrives, since vLLM does not ask before the next events."""
         noted, self._noted = self._noted, []
         for prompt in noted:
             new = [name for name in prompt.places if name not in self._blocks and name not in self._expected]
@@ -101,7 +101,7 @@ class Publisher:
             self._expected.popitem(last=False)
 
     def find(self, chain: "Chain") -> None:
-        """Tells what the tiers have of `chain`, whose blocks are noted, and nobody was told yet."""
+        """Tells what the tiers have of `chain`, whose blocks are noted, and not told yet."""
         for tier, blocks in self._manager.matches(chain).items():
             # Whatever is there, what comes before it is: so only the end can be new.
             last = self._blocks.get(chain.names(blocks - 1)[0])
@@ -125,7 +125,7 @@ class Publisher:
             if what in ("cleared", "lost"):
                 yield from self._stored(run, medium)
                 run = []
-                # Where events are lost nobody knows what is there: it is told again when it is looked up.
+                # Where events are lost it is unknown what is there: it is told again when it is looked up.
                 yield from self._forget()
                 continue
             changed = self._change(what, tier, name)

@@ -7,7 +7,7 @@ In `kv_transfer_params`, under `kvbm`, or in `kv_hints` as the payload of an act
 | `tenant` | a number | whose it is |
 | `priority` | 0 to 100 | how much its blocks matter beside others of the same tenant; 50 is usual |
 | `expected_output_tokens` | a number | how long its answer will be |
-| `will_not_return` | a boolean | nobody will continue it |
+| `will_not_return` | a boolean | no request will continue it |
 | `pin_seconds` | seconds | its blocks stay where they are for so long after its end |
 | `prefetch` | a boolean | its blocks come up to memory while it waits for its turn |
 

@@ -57,7 +57,7 @@ _MAX_SAVE = 0.05
 # or states none do, as these are gone soon.
 _GENERATED = 128
 
-# One block of so many may be pinned: what is pinned makes no room.
+# One block in four may be pinned: what is pinned makes no room.
 _MAX_PINNED_SHARE = 4
 
 # More blocks than any request has: of one that is not saved, or not any more.
@@ -213,7 +213,7 @@ class Scheduler:
         self._saving: list[_Saving] = []
         self._ending: list[_Ending] = []
         self._pinning: list[_Pinning] = []
-        # Until when so many blocks are pinned.
+        # Until when, and how many blocks are pinned.
         self._pinned: list[tuple[float, int]] = []
         tiers = self.manager.occupancy()
         can_prefetch = "host" in tiers and len(tiers) > 1
@@ -306,7 +306,7 @@ class Scheduler:
         return blocks * self._config.block_tokens - num_computed_tokens
 
     def _shadow_of(self, known: _Request, num_computed_tokens: int) -> ShadowedHit | None:
-        """Whether the engine computes again what there is for it, while nobody else waits."""
+        """Whether the engine computes again what there is for it, while no other request waits."""
         if self._shadow is None or len(self._requests) > 1:
             return None
         computed = num_computed_tokens // self._config.block_tokens
@@ -332,7 +332,7 @@ class Scheduler:
         prefilled, known.prefilled = known.prefilled, None
         blocks = num_external_tokens // self._config.block_tokens
         if not blocks:
-            # Another connector loads, or nobody does.
+            # Another connector loads, or none does.
             return
         if prefilled is not None:
             self._load_from_peer(known, prefilled, tables, blocks)
@@ -471,7 +471,7 @@ class Scheduler:
         return name in self._requests and self._requests[name].due == self._step
 
     def _compute(self, known: _Request, before: int, tokens: int) -> None:
-        """The step computes so many tokens behind those of `before`."""
+        """The step computes `tokens` behind the first `before`."""
         if known.steps and known.steps[-1][1] > before:
             # A session goes on before what steps under way compute: that is of a token that was taken back.
             known.steps = deque((step, min(done, before)) for step, done in known.steps)
@@ -539,7 +539,7 @@ class Scheduler:
                 for name in self._filling.popleft()[1]:
                     self._fill(name, stepped.step)
             self._ending = [ending for ending in self._ending if not self._end(ending, stepped.step)]
-        # Nobody waits here for saves: the last answer goes out with this step.
+        # No request waits here for saves: the last answer goes out with this step.
         self._release()
 
     def _take_back(self, stepped: Stepped) -> None:
@@ -592,7 +592,7 @@ class Scheduler:
     # Saves.
 
     def _full(self, known: _Request, computed: int) -> int:
-        """Leading blocks that can be saved once so many tokens are computed."""
+        """Leading blocks that can be saved once `computed` tokens are there."""
         request = known.request
         tokens = computed if self._config.save_generated else min(computed, request.num_prompt_tokens)
         return min(tokens // self._config.block_tokens, len(request.block_hashes) // self._hashes_per_block)
@@ -678,7 +678,7 @@ class Scheduler:
         return bool(self._saving or self._ending or self._shadow)
 
     def frees_blocks_soon(self) -> bool:
-        """Whether blocks become free in a moment that only a save holds: vLLM then waits for them, and preempts nobody."""
+        """Whether blocks become free in a moment that only a save holds: vLLM then waits for them, and preempts no request."""
         since = time.monotonic() - _MAX_SAVE
         return any(
             block.ref_cnt == 1 for saving in self._saving if saving.since > since for block in saving.blocks
@@ -791,7 +791,7 @@ class Scheduler:
             return True
         # After a restart the engine has the weights of its files again, and a bucket's other engines have weights of their own.
         self._weights = os.urandom(16)
-        # What was computed with the weights of before must not come into the new epoch, whatever becomes of the reset.
+        # What was computed with the old weights must not come into the new epoch, whatever becomes of the reset.
         for name, known in self._requests.items():
             known.lease = None
             # Peers give nothing of these weights.

@@ -14,7 +14,7 @@ Part = tuple[int, int, int]
 
 def adopt(tensors: list["torch.Tensor"], slots: int, layer_bytes: tuple[int, ...], shares: int) -> EngineMemory:
     """The memory of `tensors`, one for each layer, with one piece or several of each of `slots` blocks: `layer_bytes` of a block
-    in each of them, together as so many equal shares.
+    in each of them, together as `shares` equal parts.
 
     The bytes are opaque: whatever a backend of vLLM keeps in them comes back as it was.
     """

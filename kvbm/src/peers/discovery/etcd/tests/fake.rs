@@ -200,7 +200,7 @@ impl FakeEtcd {
         ended.into_iter().for_each(|lease| state.end_lease(lease));
     }
 
-    /// A lease ends even if nobody asks for anything.
+    /// A lease ends even if no client asks for anything.
     fn end_leases_at(&self, ends: Instant) {
         let etcd = self.clone();
         tokio::spawn(async move {

@@ -315,7 +315,7 @@ async fn a_watch_that_breaks_is_begun_anew() {
         &huge,
     ] {
         bench.etcd.cut_watches(last_words);
-        // While nobody watches.
+        // While no client watches.
         bench.etcd.put(&key("b"), GOOD);
         bench.etcd.delete(&key("a"));
         bench.wait_for_names(&["b"]).await;
