@@ -16,8 +16,7 @@ pub fn reference_markdown() -> String {
         let keys: Vec<_> = KEYS.iter().filter(|key| key.section() == *section).collect();
         let _ = write!(page, "\n### {title}\n{text}\n\n{}", settings_table(&keys));
     }
-    let _ =
-        write!(page, "\n{MIGRATION}\n{}\n{NO_EFFECT}\n{}", differences_list(), ignored_list());
+    let _ = write!(page, "\n{MIGRATION}\n{}\n{NO_EFFECT}\n{}", differences_list(), ignored_list());
     let _ = write!(page, "\n{OTHERS}\n{}", others_list());
     page
 }

@@ -6,9 +6,7 @@ use std::ops::RangeInclusive;
 use crate::field::{SettingField, UNLIMITED};
 use crate::settings::{MAX_BLOCK_BYTES, MAX_TIER_BLOCKS, PeerSettings};
 use crate::value::NONE;
-use crate::value::{
-    InvalidValue, TEXTS, parse_boolean, parse_size, parse_text, parse_whole, whole_numbers,
-};
+use crate::value::{InvalidValue, parse_boolean, parse_size, parse_text, parse_whole};
 
 /// All variables start with this.
 pub(crate) const PREFIX: &str = "DYN_KVBM_";
@@ -810,15 +808,6 @@ impl IgnoredVariable {
             ValueTakes::Flag => parse_boolean(text).map(drop),
             ValueTakes::Whole(range) => parse_whole(text, range).map(drop),
             ValueTakes::Text => parse_text(text).map(drop),
-        }
-    }
-
-    /// In the words of the reference.
-    pub(crate) fn valid(&self) -> String {
-        match &self.takes {
-            ValueTakes::Flag => "toggle".to_owned(),
-            ValueTakes::Whole(range) => whole_numbers(range),
-            ValueTakes::Text => TEXTS.to_owned(),
         }
     }
 }

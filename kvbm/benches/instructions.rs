@@ -4,8 +4,8 @@
 //!
 //! `cargo bench -p kvbm --bench instructions`, perhaps with `-- ring`, runs itself under callgrind
 //! with few rounds and with many, and prints the difference for each block. `KVBM_CALLGRIND=DIR`
-//! keeps the profiles, for `callgrind_annotate`. To compare with commit 60936ed, call `evict` on the
-//! manager itself there.
+//! keeps the profiles, for `callgrind_annotate`. To compare with commit 60936ed, build it in the same
+//! profile (link-time optimisation counts), and call `evict` on the manager itself there.
 //!
 //! Valgrind 3.19 hangs where a ring waits, since its `io_uring_enter` keeps all other threads from
 //! running. For `ring` build it with `*flags |= SfMayBlock;` as the first line of
