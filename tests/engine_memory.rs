@@ -860,6 +860,17 @@ fn a_save_in_layers_is_there_when_it_is_whole() {
 }
 
 #[test]
+fn a_save_in_layers_may_outlive_its_manager() {
+    let engine = Engine::new();
+    let (chain, prompt) = (chain(1, 12), slots(0..12));
+    let named = [GroupSlots::full(0, &prompt)];
+    let mut saving = engine.manager.save_in_layers(&SaveRequest::of(&chain, &named)).unwrap();
+    drop(engine);
+    (0..LAYERS).for_each(|_| saving.layer_is_ready().unwrap());
+    assert_eq!(saving.finish().unwrap_err().kind(), ErrorKind::Closed);
+}
+
+#[test]
 fn a_save_in_layers_that_makes_no_sense_begins_nothing() {
     let engine = Engine::new();
     let chain = chain(1, 4);

@@ -54,6 +54,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<names::Hints>()?;
     module.add_class::<memory::CacheGroup>()?;
     module.add_class::<manager::Manager>()?;
+    module.add_class::<transfer::LayeredSave>()?;
     module.add_class::<transfer::Lease>()?;
     module.add_class::<memory::EngineMemory>()?;
     module.add_class::<memory::Rank>()?;

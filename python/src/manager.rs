@@ -20,7 +20,7 @@ use crate::peers::{
     AnyLease, KvTransfer, PeerLease, PeerLeasing, Place, Pull, kv_place, slots_of, tell,
 };
 use crate::settings::Settings;
-use crate::transfer::{Lease, Load, Save, duration};
+use crate::transfer::{LayeredSave, Lease, Load, Save, duration};
 
 /// Keeps an engine's KV blocks in tiers of DRAM, disk and objects, and gives them back.
 ///
@@ -302,6 +302,28 @@ impl Manager {
         let chain = &chain.hashes[..named.end_of_full().min(chain.hashes.len())];
         let save = SaveRequest { info, chain: chain.into(), slots: &slots, is_end, ready };
         Ok(Save(py.detach(|| self.inner.save_from(&save))))
+    }
+
+    /// `save_from`, of blocks that are being computed: `LayeredSave.layer_is_ready` says of each
+    /// layer when it has been, and peers that follow read it then. The memory is on a CPU, in this
+    /// process, and the model has no cache groups beside full attention; the host tier is not
+    /// encrypted. An error says why nothing is begun: use `save_from`.
+    #[pyo3(signature = (chain, slots, *, request=None, hints=None))]
+    fn save_in_layers(
+        &self,
+        py: Python<'_>,
+        chain: &Chain,
+        slots: Vec<memory::Slots>,
+        request: Option<u64>,
+        hints: Option<&Bound<'_, Hints>>,
+    ) -> PyResult<LayeredSave> {
+        let info = request_info(request, hints.map(Bound::get));
+        let named = NamedSlots::new(slots);
+        let slots = named.slots();
+        let chain = &chain.hashes[..named.end_of_full().min(chain.hashes.len())];
+        let save = SaveRequest { info, ..SaveRequest::of(chain, &slots) };
+        let begun = py.detach(|| self.inner.save_in_layers(&save));
+        begun.map(|saving| LayeredSave(Some(saving))).map_err(|error| of_manager(&error))
     }
 
     /// Says that a request has ended, and how many tokens it generated: policies learn from it.

@@ -155,6 +155,32 @@ impl Save {
     }
 }
 
+/// A save of blocks that are being computed. Dropping it before it is finished gives them up.
+#[pyclass(module = "kvbm_rs")]
+#[derive(Debug)]
+pub(crate) struct LayeredSave(pub(crate) Option<kvbm::LayeredSave>);
+
+#[pymethods]
+impl LayeredSave {
+    /// The engine has written the next layer to its slots: copies it, on this thread. The layer must
+    /// not change until this returns.
+    fn layer_is_ready(&mut self, py: Python<'_>) -> PyResult<()> {
+        let saving = self.0.as_mut().ok_or_else(ended_before)?;
+        py.detach(|| saving.layer_is_ready()).map_err(|error| of_manager(&error))
+    }
+
+    /// All layers are copied: peers may lease the blocks as any others. Returns how many leading
+    /// blocks of the chain the host tier has now, or awaits.
+    fn finish(&mut self, py: Python<'_>) -> PyResult<usize> {
+        let saving = self.0.take().ok_or_else(ended_before)?;
+        py.detach(|| saving.finish()).map_err(|error| of_manager(&error))
+    }
+}
+
+fn ended_before() -> PyErr {
+    classes::InvalidError::new_err("the save has ended before")
+}
+
 /// How a save ended. Counts are in blocks.
 #[pyclass(module = "kvbm_rs", frozen, get_all)]
 #[derive(Debug)]

@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +13,11 @@ import pytest
 from kvbm_rs import Chain, EngineMemory, KvMoved, Manager, PeerLease, Settings, nixl_is_available
 from kvbm_rs.errors import InvalidError, UnavailableError
 
-SLOTS, BLOCK_BYTES = 16, 4096
+SLOTS, LAYERS, BLOCK_BYTES = 16, 4, 4096
 
 
 class Worker:
-    def __init__(self, addresses: str = "") -> None:
+    def __init__(self, addresses: str = "", shared_memory: bool = True) -> None:
         self.memory = ctypes.create_string_buffer(SLOTS * BLOCK_BYTES)
         parts = [(ctypes.addressof(self.memory), BLOCK_BYTES, BLOCK_BYTES)]
         settings = {
@@ -25,8 +26,9 @@ class Worker:
             "peers.enabled": True,
             "peers.port": 0,
             "peers.lease_share": 1.0,
+            "peers.shared_memory": shared_memory,
         } | ({"peers.addresses": addresses} if addresses else {})
-        memory = EngineMemory(SLOTS, 1, parts, owner=self.memory)
+        memory = EngineMemory(SLOTS, LAYERS, parts, owner=self.memory)
         fingerprint = {"model": "tests", "weights": "some", "block_tokens": 4}
         self.manager = Manager(Settings(settings), memory, block_tokens=4, fingerprint=fingerprint)
 
@@ -101,6 +103,52 @@ def test_what_a_peer_holds_is_pulled_to_the_host_tier(workers: tuple[Worker, Wor
     assert pulled is not None
     assert (pulled.blocks, pulled.copied, pulled.fault) == (6, 6, None)
     assert lease_at(here, name, chain(1, 6)).only_there == 0
+
+
+def test_layers_travel_before_their_blocks_are_there() -> None:
+    there = Worker(shared_memory=False)
+    name, address = there.manager.peer() or ("", "")
+    here = Worker(address)
+
+    def sent() -> float:
+        found = {name: values for name, *_, values in there.manager.samples()}.get("kvbm_peer_blocks_total", [])
+        return sum(count for of, count in found if of["direction"] == "sent")
+
+    for number, is_finished in enumerate((True, False, True), 1):
+        before = sent()
+        for slot in range(6):
+            there.fill(slot, 16 * number + slot)
+        saving = there.manager.save_in_layers(chain(number, 6), [(0, 0, range(6))])
+        load = here.manager.follow_into(name, chain(number, 6), [(0, 0, range(6))], seconds=60.0)
+        for _ in range(LAYERS):
+            saving.layer_is_ready()
+        until = time.monotonic() + 10.0
+        while sent() < before + 6:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert load.poll() is None and there.manager.matches(chain(number, 6)) == {}
+        if is_finished:
+            assert saving.finish() == 6
+            with pytest.raises(InvalidError, match="ended before"):
+                saving.layer_is_ready()
+        del saving
+        loaded = load.wait(10.0)
+        assert loaded is not None
+        assert (loaded.arrived, loaded.is_whole) == ((6, True) if is_finished else (0, False))
+        assert all(here.has(at, 16 * number + at) for at in range(6)) == is_finished
+    assert here.manager.close(10.0) and there.manager.close(10.0)
+
+
+def test_a_save_in_layers_that_makes_no_sense_begins_nothing(workers: tuple[Worker, Worker, str]) -> None:
+    there, _, _ = workers
+    with pytest.raises(UnavailableError, match="from its root"):
+        there.manager.save_in_layers(chain(1, 6), [(0, 3, range(3))])
+    with pytest.raises(InvalidError):
+        there.manager.save_in_layers(chain(1, 6), [(0, 0, [SLOTS])])
+    saving = there.manager.save_in_layers(chain(1, 6), [(0, 0, range(6))])
+    with pytest.raises(InvalidError, match="0 of 4 layers"):
+        saving.finish()
+    compute(there, 1, 6)
 
 
 def test_what_a_peer_computes_is_followed(workers: tuple[Worker, Worker, str]) -> None:

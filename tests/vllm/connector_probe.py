@@ -585,3 +585,41 @@ def abort_first_of_two(engine, prompt: list[int], steps: int) -> list[int]:
     engine.llm.llm_engine.abort_request([first], internal=True)
     (said,) = finish(engine)
     return said
+
+
+def sent(engine) -> int:
+    """Blocks that went to peers over connections."""
+    samples = {name: values for name, *_, values in _connector(engine)._scheduler.manager.samples()}
+    return int(sum(value for of, value in samples.get("kvbm_peer_blocks_total", ()) if of["direction"] == "sent"))
+
+
+def hold_layers(engine, blocks: int) -> None:
+    """From here on a step that saves layer by layer does not end before that many more blocks have gone to peers."""
+    import time
+
+    worker, due = _worker(), sent(engine) + blocks
+
+    def finish_held():
+        until = time.monotonic() + 60.0
+        while worker._saves and sent(engine) < due:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        type(worker).finish_saves(worker)
+
+    worker.finish_saves = finish_held
+
+
+def hang_between_layers(engine, flag: str) -> None:
+    """From here on a step that saves layer by layer hangs after the second one, and then there is a file."""
+    import time
+    from pathlib import Path
+
+    worker = _worker()
+
+    def hang(name):
+        type(worker).save_layer(worker, name)
+        if worker._saves and worker._layers[name] == 2:
+            Path(flag).touch()
+            time.sleep(600.0)
+
+    worker.save_layer = hang

@@ -8,7 +8,9 @@ one kind of connector, then two of the other, in turns, since NIXL's threads tak
 `first_token` is what a client waits for it. `hand_over` is the time from the arrival of a request at the second engine to the begin
 of its first step, as vLLM counts it. `decode` is a token's time at the second engine while it reads other prompts at its peer, in
 times of alone: both compute nothing else. `decode_beside_copy` is the same beside a process that copies as many bytes and does
-nothing else: what the memory of this machine takes.
+nothing else: what the memory of this machine takes. `both_at_once` is of prompts that both engines are asked for at the same time,
+without a proxy, saved by the first as whole blocks and layer by layer, in turns. There `hand_over` is the time from the first one's
+answer to the begin of the second one's first step, which may come before, and `behind_answer` that to the client's first token.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import models
@@ -64,6 +67,8 @@ class Pair:
         # What another prompt left in an engine's own cache is not wanted.
         self.engines = [Server(model, transfer, ALONE | environment, **own) for transfer, environment in sides]
         self.model, self.proxy = model, Proxy(program, *([engine.port] for engine in self.engines))
+        # Where the first one serves its peers.
+        self.served_at = ports[0]
 
     def __enter__(self) -> "Pair":
         for process in (*self.engines, self.proxy):
@@ -86,13 +91,51 @@ class Pair:
         first = time.monotonic() - began
         for _ in parts:
             pass
+        return {"first_token": first, "hand_over": self.waited_since(before)}
+
+    def waited_since(self, before: tuple[float, float]) -> float:
         while (after := self.waited())[1] == before[1]:
             time.sleep(0.05)
-        return {"first_token": first, "hand_over": after[0] - before[0]}
+        return after[0] - before[0]
+
+    def ask_both(self, number: int, in_layers: bool) -> dict[str, float]:
+        """Asks both engines for a prompt at once."""
+        tokens, before, began = prompt(number, TOKENS), self.waited(), time.monotonic()
+        follows = {"remote_prefiller": {"remote_host": "127.0.0.1", "remote_port": self.served_at}}
+
+        def decode() -> float:
+            parts = self.engines[1].stream(asked(self.model, tokens, 4, kv_transfer_params=follows))
+            next(parts)
+            first = time.monotonic() - began
+            for _ in parts:
+                pass
+            return first
+
+        with ThreadPoolExecutor(1) as client:
+            first = client.submit(decode)
+            is_followed = {"kv_transfer_params": {"remote_decoder": {}}} if in_layers else {}
+            self.engines[0].ask(asked(self.model, tokens, 1, **is_followed))
+            answered = time.monotonic() - began
+            took = first.result()
+            hand_over = self.waited_since(before) - answered
+            return {"first_token": took, "behind_answer": took - answered, "hand_over": hand_over}
 
     def computed(self) -> float:
         """Tokens of prompts that the second engine computed."""
         return self.engines[1].metric("vllm:prompt_tokens_by_source_total", source="local_compute")
+
+
+def at_once(model: Path, program: Path, rounds: int) -> dict[str, dict[str, float]]:
+    """Medians, in ms, of prompts that both engines are asked for at once."""
+    ways = {"blocks": False, "layers": True}
+    times = {way: [] for way in ways}
+    with Pair(model, program, ours) as pair:
+        for number in range(rounds + 1):
+            for at, (way, in_layers) in enumerate(ways.items()):
+                times[way].append(pair.ask_both(100 + 2 * number + at, in_layers))
+    what = times["blocks"][0]
+    median = lambda way, name: round(1e3 * statistics.median(one[name] for one in times[way][1:]), 1)
+    return {way: {name: median(way, name) for name in what} for way in ways}
 
 
 # Copies a number of bytes a second, whatever they are, until it is ended.
@@ -159,10 +202,13 @@ def main() -> None:
                 times[name] += [pair.ask(number) for number in range(rounds + 1)][1:]
                 computed[name] += pair.computed() / (TURNS * (rounds + 1))
         beside = decoding(model, rounds)
+        beside["both_at_once"] = at_once(model, program, rounds)
     found = {name: {what: statistics.median(one[what] for one in all_of) for what in WANTED} for name, all_of in times.items()}
     ms = {name: {what: round(1e3 * took, 1) for what, took in medians.items()} for name, medians in found.items()}
     figures = {"rounds": rounds, "ms": ms, "computed_tokens": computed} | beside
     short = ["a token beside a transfer"] if beside["decode"] > WANTED_DECODE else []
+    blocks, layers = beside["both_at_once"].values()
+    short += ["layer by layer"] if layers["hand_over"] > blocks["hand_over"] else []
     if "nixl" in found:
         ratios = {what: found["kvbm"][what] / found["nixl"][what] for what in WANTED}
         figures["over_nixl"] = {what: round(ratio, 3) for what, ratio in ratios.items()}

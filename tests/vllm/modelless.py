@@ -5,6 +5,7 @@ Each request says one token in a step. What a connector costs the scheduler is a
 
 import tempfile
 from collections import deque
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ BLOCK = 16
 LAYERS = 2
 _SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
 BLOCK_BYTES = LAYERS * _SPEC.page_size_bytes
+_LAYERS = [f"model.layers.{number}.attn" for number in range(LAYERS)]
 
 LONGEST = 32_768
 
@@ -50,9 +52,8 @@ class Modelless:
         with set_current_vllm_config(config):
             if transfer["kv_connector"] != "OffloadingConnector":
                 self._worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
-                layers = cache.kv_cache_groups[0].layer_names
                 tensors = torch.zeros(LAYERS, blocks, 2, BLOCK, 1, 32, dtype=torch.bfloat16)
-                self._worker.register_kv_caches(dict(zip(layers, tensors)))
+                self._worker.register_kv_caches(dict(zip(_LAYERS, tensors)))
             block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
             self.scheduler = config.scheduler_config.get_scheduler_cls()(
                 config,
@@ -63,6 +64,9 @@ class Modelless:
                 log_stats=True,
             )
         self._hasher = _hasher(hash_block_size)
+        # Called when a step computes a layer, by its number, and when it has computed all of them.
+        self.compute: Callable[[int], None] = lambda layer: None
+        self.end_layers: Callable[[], None] = lambda: None
 
     def add(self, name: str, prompt: list[int], tokens: int = LONGEST, params: dict[str, Any] | None = None) -> Request:
         """`params` are its `kv_transfer_params`."""
@@ -102,8 +106,15 @@ class Modelless:
             loaded = {job.req_id for job in told.load_jobs.values()}
             return KVConnectorOutput(finished_recving=loaded, kv_connector_worker_meta=ended)
         worker.bind_connector_metadata(told)
-        worker.start_load_kv(None)
-        worker.wait_for_save()
+        if output.has_sync_kv_loads:
+            worker.start_load_kv(None)
+        try:
+            if output.num_scheduled_tokens:
+                self._forward(worker)
+        finally:
+            if not output.has_sync_kv_loads:
+                worker.start_load_kv(None)
+            worker.wait_for_save()
         results = worker.get_transfer_results(output.finished_req_ids)
         return KVConnectorOutput(
             finished_sending=results.finished_sending,
@@ -112,6 +123,13 @@ class Modelless:
             invalid_block_ids=worker.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
+
+    def _forward(self, worker: Any) -> None:
+        for number, name in enumerate(_LAYERS):
+            worker.wait_for_layer_load(name)
+            self.compute(number)
+            worker.save_kv_layer(name, None, None)
+        self.end_layers()
 
     def close(self) -> None:
         self.scheduler.shutdown()
@@ -141,10 +159,9 @@ def _config(transfer: dict[str, Any], blocks: int, requests: int, **arguments: A
         max_model_len=LONGEST,
         hf_overrides={"max_position_embeddings": LONGEST},
         max_num_seqs=requests,
-        max_num_batched_tokens=LONGEST,
         num_gpu_blocks_override=blocks,
         kv_transfer_config=transfer,
-        **arguments,
+        **{"max_num_batched_tokens": LONGEST} | arguments,
     ).create_engine_config()
     # On a CPU it is `mp`, whatever is said.
     config.parallel_config.distributed_executor_backend = "uni"
@@ -153,6 +170,6 @@ def _config(transfer: dict[str, Any], blocks: int, requests: int, **arguments: A
 
 
 def _cache(blocks: int) -> KVCacheConfig:
-    layers, page = [f"model.layers.{number}.attn" for number in range(LAYERS)], _SPEC.page_size_bytes
-    tensor = KVCacheTensor(page * blocks * LAYERS, layers, layer_stride=page * blocks, block_stride=page)
-    return KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(layers, _SPEC)], hash_block_size=BLOCK)
+    page = _SPEC.page_size_bytes
+    tensor = KVCacheTensor(page * blocks * LAYERS, _LAYERS, layer_stride=page * blocks, block_stride=page)
+    return KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(_LAYERS, _SPEC)], hash_block_size=BLOCK)

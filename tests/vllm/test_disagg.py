@@ -123,6 +123,8 @@ def test_a_prompt_is_read_while_it_is_computed(model, said):
         # Any engine's prompt, and none is waited for that is not there.
         computed = 2 * (LENGTH % BLOCK)
         prefills.ask(asked(model, prompt(2, LENGTH), 1))
+        # Of the others it was told that they are read meanwhile.
+        until(prefills, lambda server: server.metric("vllm:kvbm_layered_blocks_total") >= LENGTH // BLOCK)
         assert tokens(decode(2, remote_kv_source=there).result()) == said[2]
         until_computed(decodes, computed := computed + LENGTH % BLOCK)
         assert tokens(decode(3, remote_kv_source=there).result()) == said[3]

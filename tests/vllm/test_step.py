@@ -9,7 +9,10 @@ from modelless import BLOCK, BLOCK_BYTES, Modelless
 
 from kvbm_rs import Chain
 
-KVBM = connector({"host.capacity": 4096 * BLOCK_BYTES}, weights="made up")["kv_transfer_config"]
+KVBM, WITH_PEERS = (
+    connector({"host.capacity": 4096 * BLOCK_BYTES, **peers}, weights="made up")["kv_transfer_config"]
+    for peers in ({}, {"peers.enabled": True, "peers.port": 0})
+)
 
 
 def calls(engine: Modelless, steps: int) -> int:
@@ -51,19 +54,25 @@ def test_requests_that_fill_no_block_are_left_alone(is_async):
     assert counted[0] == counted[1] > 0
 
 
-# Blocks of the engine's: enough, and too few for all.
+# Blocks of the engine's: enough, and too few for all. Prompts that other engines read meanwhile are saved layer by layer, but for steps
+# that overlap.
 @pytest.mark.parametrize("blocks", [512, 100])
+@pytest.mark.parametrize("is_followed", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_all_that_requests_fill_is_kept(blocks, is_async):
-    engine, asked = Modelless(KVBM, blocks, requests=24, is_async=is_async), []
+def test_all_that_requests_fill_is_kept(blocks, is_followed, is_async):
+    transfer = WITH_PEERS if is_followed else KVBM
+    engine, asked = Modelless(transfer, blocks, requests=24, is_async=is_async, max_num_batched_tokens=5 * BLOCK), []
+    params = {"remote_decoder": {}} if is_followed else None
     for number in range(24):
         tokens = BLOCK // 2 * (number % 7) + number % 5 + 1
-        asked.append(engine.add(str(number), prompt(number, tokens), tokens=3 * BLOCK + number * 3))
+        asked.append(engine.add(str(number), prompt(number, tokens), tokens=3 * BLOCK + number * 3, params=params))
     preempted = 0
     while engine.scheduler.has_requests():
         preempted += len(engine.step().preempted_req_ids or ())
     assert bool(preempted) == (blocks == 100)
     manager = engine.scheduler.connector._scheduler.manager
+    (layered,) = [values for name, *_, values in manager.samples() if name == "kvbm_layered_blocks_total"]
+    assert bool(layered[0][1]) == (is_followed and not is_async)
     for request in asked:
         # The last token has no keys and values. Of the one before it, when steps overlap, that is not known.
         full = (request.num_tokens - 1 - is_async) // BLOCK

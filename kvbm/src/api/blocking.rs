@@ -267,7 +267,7 @@ impl Blocks {
         info: RequestInfo,
         chain: impl Into<Chain<'a>>,
         layers: NonZeroU16,
-    ) -> Result<LayeredPut<'_>, Error> {
+    ) -> Result<LayeredPut, Error> {
         self.check_open()?;
         LayeredPut::begin(&self.core, &self.memory, chain.into(), 0, info, layers)
     }

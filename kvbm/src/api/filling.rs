@@ -61,6 +61,17 @@ impl<'a> FillingSlots<'a> {
         Ok(Self { core, memory, slots: Some((reserved, lease)), filled: 0, lent: VecDeque::new() })
     }
 
+    /// Goes on with slots that were [taken out](Self::into_slots), which the caller has written.
+    pub(crate) const fn go_on(core: &'a Arc<Core>, slots: (Reserved, Lease)) -> Self {
+        Self { core, memory: None, slots: Some(slots), filled: 0, lent: VecDeque::new() }
+    }
+
+    /// The slots, none of which is filled, for a caller that keeps them for longer than it borrows
+    /// what they are slots of. It [goes on](Self::go_on) with them, or they stay out.
+    pub(crate) fn into_slots(mut self) -> Option<(Reserved, Lease)> {
+        self.slots.take()
+    }
+
     /// What the blocks will be blocks of.
     pub(crate) fn namespace(&self) -> Option<NamespaceId> {
         self.slots.as_ref().map(|(reserved, _)| reserved.namespace())

@@ -11,33 +11,40 @@ use kvbm_tiers::{DeviceRegion, DramRegion, LayerWriter, LayeredSlots, SlotId, Ti
 
 use crate::api::filling::FillingSlots;
 use crate::api::groups::SaveRequest;
+use crate::api::lease::Lease;
 use crate::api::manager::Manager;
-use crate::api::transfer::Transfer;
+use crate::api::transfer::{Transfer, Transferred};
 use crate::error::{Error, Result};
 use crate::names::hash::{BlockHash, Chain};
 use crate::scheduler::Core;
 use crate::sync::Mutex;
-use crate::table::{NamespaceId, RequestInfo};
+use crate::table::{NamespaceId, RequestInfo, Reserved};
 
 /// Blocks of a chain that an engine writes layer by layer into the slots of the host tier: see
 /// [`Blocks::put_in_layers`](crate::blocking::Blocks::put_in_layers). Dropping it gives them up.
 #[must_use = "dropping it gives its blocks up"]
-pub struct LayeredPut<'a> {
-    core: &'a Arc<Core>,
-    filling: FillingSlots<'a>,
+pub struct LayeredPut {
+    core: Arc<Core>,
     /// Positions of the blocks.
     blocks: Range<usize>,
     /// `None`: nothing is to be written, or it has ended.
-    writing: Option<(LayerWriter, Arc<LayeredBlocks>)>,
+    writing: Option<Writing>,
 }
 
-impl fmt::Debug for LayeredPut<'_> {
+struct Writing {
+    writer: LayerWriter,
+    blocks: Arc<LayeredBlocks>,
+    /// Their frames are the writer's.
+    slots: (Reserved, Lease),
+}
+
+impl fmt::Debug for LayeredPut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LayeredPut").field("blocks", &self.blocks).finish_non_exhaustive()
     }
 }
 
-impl<'a> LayeredPut<'a> {
+impl LayeredPut {
     /// Takes the slots.
     ///
     /// # Errors
@@ -45,8 +52,8 @@ impl<'a> LayeredPut<'a> {
     /// [`ErrorKind::Unavailable`](crate::ErrorKind::Unavailable): blocks before `first` would have
     /// to be written.
     pub(crate) fn begin(
-        core: &'a Arc<Core>,
-        memory: &'a Arc<DramRegion>,
+        core: &Arc<Core>,
+        memory: &Arc<DramRegion>,
         chain: Chain<'_>,
         first: usize,
         info: RequestInfo,
@@ -61,13 +68,13 @@ impl<'a> LayeredPut<'a> {
             );
             return Err(Error::unavailable(message));
         }
-        let mut put = Self { core, filling, blocks, writing: None };
+        let mut put = Self { core: Arc::clone(core), blocks, writing: None };
         // As for a backend that writes a slot: see `Journal::after_removals`.
         if !put.blocks.is_empty() && core.removals_are_noted(Tier::Host) {
-            put.writing = put.open(memory, chain, layers);
+            put.writing = put.open(filling, memory, chain, layers);
         }
         match &put.writing {
-            Some((_, blocks)) => {
+            Some(Writing { blocks, .. }) => {
                 core.layered_saves().add(blocks);
                 core.wake_followers();
             }
@@ -77,14 +84,15 @@ impl<'a> LayeredPut<'a> {
     }
 
     fn open(
-        &mut self,
+        &self,
+        mut filling: FillingSlots<'_>,
         memory: &Arc<DramRegion>,
         chain: Chain<'_>,
         layers: NonZeroU16,
-    ) -> Option<(LayerWriter, Arc<LayeredBlocks>)> {
-        let namespace = self.filling.namespace()?;
-        let writer = LayerWriter::new(Arc::clone(memory), self.filling.take_frames(), layers);
-        let writer = writer.map_err(|frames| self.filling.return_frames(frames)).ok()?;
+    ) -> Option<Writing> {
+        let namespace = filling.namespace()?;
+        let writer = LayerWriter::new(Arc::clone(memory), filling.take_frames(), layers);
+        let writer = writer.map_err(|frames| filling.return_frames(frames)).ok()?;
         let blocks = LayeredBlocks {
             chain: chain.hashes[..self.blocks.end].to_vec(),
             before: self.blocks.start,
@@ -92,7 +100,7 @@ impl<'a> LayeredPut<'a> {
             slots: Arc::clone(writer.slots()),
             is_published: OnceLock::new(),
         };
-        Some((writer, Arc::new(blocks)))
+        Some(Writing { writer, blocks: Arc::new(blocks), slots: filling.into_slots()? })
     }
 
     /// Positions in the chain of the blocks to write: those that the host tier has or awaits are
@@ -112,7 +120,7 @@ impl<'a> LayeredPut<'a> {
         mut fill: impl FnMut(usize, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let first = self.blocks.start;
-        let Some((writer, _)) = &mut self.writing else { return Ok(()) };
+        let Some(Writing { writer, .. }) = &mut self.writing else { return Ok(()) };
         if !writer.write(|block, part| fill(first + block, part))? {
             return Err(Error::invalid("all layers of these blocks are written").into());
         }
@@ -128,14 +136,10 @@ impl<'a> LayeredPut<'a> {
     /// all layers are written. [`ErrorKind::Closed`](crate::ErrorKind::Closed),
     /// [`ErrorKind::Stale`](crate::ErrorKind::Stale): the manager was closed, or reset, meanwhile.
     pub fn finish(mut self) -> Result<usize> {
-        let Some((writer, blocks)) = self.writing.take() else { return Ok(self.blocks.end) };
-        let (is_whole, layers) = (writer.is_whole(), writer.slots().layers());
-        let written = writer.slots().written();
-        self.filling.return_frames(writer.finish());
-        if is_whole {
-            self.filling.keep_all();
-        }
-        let mut published = self.filling.publish();
+        let Some(writing) = self.writing.take() else { return Ok(self.blocks.end) };
+        let (blocks, is_whole) = (Arc::clone(&writing.blocks), writing.writer.is_whole());
+        let (written, layers) = (blocks.slots.written(), blocks.slots.layers());
+        let mut published = writing.publish(&self.core, is_whole);
         // No wait for what others bring before it.
         let failed = published.as_mut().and_then(Transfer::try_take).and_then(Result::err);
         let is_open = !self.core.is_closed();
@@ -148,19 +152,34 @@ impl<'a> LayeredPut<'a> {
             }
             Some(error) => Err(error),
             None if !is_open => Err(Error::closed()),
-            None => Ok(self.blocks.end),
+            None => {
+                self.core.metrics().saved_in_layers(self.blocks.len());
+                Ok(self.blocks.end)
+            }
         }
     }
 }
 
-impl Drop for LayeredPut<'_> {
+impl Drop for LayeredPut {
     fn drop(&mut self) {
-        if let Some((writer, blocks)) = self.writing.take() {
-            self.filling.return_frames(writer.finish());
-            drop(self.filling.publish());
+        if let Some(writing) = self.writing.take() {
+            let blocks = Arc::clone(&writing.blocks);
+            drop(writing.publish(&self.core, false));
             blocks.end(false);
             self.core.wake_followers();
         }
+    }
+}
+
+impl Writing {
+    /// Makes the blocks resident, if they are whole, or gives their slots back.
+    fn publish(self, core: &Arc<Core>, is_whole: bool) -> Option<Transfer<Transferred>> {
+        let mut filling = FillingSlots::go_on(core, self.slots);
+        filling.return_frames(self.writer.finish());
+        if is_whole {
+            filling.keep_all();
+        }
+        filling.publish()
     }
 }
 
@@ -168,8 +187,8 @@ impl Drop for LayeredPut<'_> {
 /// its blocks up.
 #[must_use = "dropping it gives its blocks up"]
 #[derive(Debug)]
-pub struct LayeredSave<'a> {
-    put: LayeredPut<'a>,
+pub struct LayeredSave {
+    put: LayeredPut,
     memory: Arc<DeviceRegion>,
     /// Of the blocks to write.
     slots: Vec<SlotId>,
@@ -177,7 +196,7 @@ pub struct LayeredSave<'a> {
     next: u16,
 }
 
-impl LayeredSave<'_> {
+impl LayeredSave {
     /// Positions in the chain of the blocks that are copied, as of [`LayeredPut::blocks`].
     pub fn blocks(&self) -> Range<usize> {
         self.put.blocks()
@@ -227,7 +246,7 @@ impl Manager {
     /// what `save` names makes no sense. [`ErrorKind::Unavailable`](crate::ErrorKind::Unavailable):
     /// the blocks before its slots are neither in the host tier nor on their way.
     /// [`ErrorKind::Closed`](crate::ErrorKind::Closed), [`ErrorKind::Stale`](crate::ErrorKind::Stale).
-    pub fn save_in_layers<'a>(&'a self, save: &SaveRequest<'_>) -> Result<LayeredSave<'a>> {
+    pub fn save_in_layers(&self, save: &SaveRequest<'_>) -> Result<LayeredSave> {
         let (engine, given) = (self.engine()?, self.checkpoints().check_plain(save)?);
         engine.check(given.slots)?;
         let memory = engine.region()?;

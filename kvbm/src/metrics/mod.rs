@@ -60,6 +60,7 @@ pub struct Metrics {
     recompute_tokens: IntCounter,
     orphans: IntCounter,
     duplicates: IntCounter,
+    layered: IntCounter,
     out_of_reach: IntCounter,
     faults: FaultLog,
     peers: PeerMetrics,
@@ -223,6 +224,10 @@ impl Metrics {
                 "kvbm_duplicate_blocks_total",
                 "Blocks that an engine brought and that are there without it.",
             )?,
+            layered: b.counter(
+                "kvbm_layered_blocks_total",
+                "Blocks that an engine saved layer by layer.",
+            )?,
             out_of_reach: b.counter(
                 "kvbm_out_of_reach_tokens_total",
                 "Tokens held of full attention behind the last checkpoint that all cache groups have.",
@@ -381,6 +386,11 @@ impl Metrics {
     /// The engine's blocks that were there already.
     pub(crate) fn duplicated(&self, blocks: usize) {
         self.duplicates.inc_by(blocks as u64);
+    }
+
+    /// Blocks that were saved layer by layer.
+    pub(crate) fn saved_in_layers(&self, blocks: usize) {
+        self.layered.inc_by(blocks as u64);
     }
 
     /// `blocks` blocks are held that no checkpoint reaches.

@@ -120,6 +120,10 @@ class KvTransfer:
     wanted: int
     arrived: int
 @final
+class LayeredSave:
+    def layer_is_ready(self) -> None: ...
+    def finish(self) -> int: ...
+@final
 class Lease:
     blocks: int
     by_tier: dict[str, int]
@@ -227,6 +231,14 @@ class Manager:
         hints: Hints | None = None,
         ready: _Event | None = None,
     ) -> Save: ...
+    def save_in_layers(
+        self,
+        chain: Chain,
+        slots: Sequence[tuple[int, int, Sequence[int]]],
+        *,
+        request: int | None = None,
+        hints: Hints | None = None,
+    ) -> LayeredSave: ...
     def finished(self, request: int, output_tokens: int, *, for_good: bool = False) -> None: ...
     def reset(self, *, weights: str | None = None) -> int: ...
     def drain(self, seconds: float) -> bool: ...

@@ -11,12 +11,12 @@ pub(super) const LAYERS: u16 = 4;
 const LAYER: Duration = Duration::from_millis(50);
 
 impl Worker {
-    pub(super) fn begin_layers(&self, chain: &[BlockHash]) -> LayeredPut<'_> {
+    pub(super) fn begin_layers(&self, chain: &[BlockHash]) -> LayeredPut {
         let layers = LAYERS.try_into().unwrap();
         self.blocks.put_in_layers(RequestInfo::default(), chain, layers).unwrap()
     }
 
-    pub(super) fn compute_layer(&self, put: &mut LayeredPut<'_>, chain: &[BlockHash], layer: u16) {
+    pub(super) fn compute_layer(&self, put: &mut LayeredPut, chain: &[BlockHash], layer: u16) {
         let bytes = bytes_of_layer(BLOCK, layer, LAYERS.try_into().unwrap());
         put.write(|at, part| {
             part.copy_from_slice(&self.content(chain[at])[bytes.clone()]);
@@ -26,11 +26,7 @@ impl Worker {
     }
 
     /// Computes some layers of a chain, and gives others time after each.
-    pub(super) async fn compute_layers<'a>(
-        &'a self,
-        chain: &[BlockHash],
-        layers: u16,
-    ) -> LayeredPut<'a> {
+    pub(super) async fn compute_layers(&self, chain: &[BlockHash], layers: u16) -> LayeredPut {
         let mut put = self.begin_layers(chain);
         for layer in 0..layers {
             sleep(LAYER).await;

@@ -35,6 +35,7 @@ __all__ = [
     "check_shows_tables",
     "cpu_kernel",
     "kv_cache_layout",
+    "loads_amid",
     "takes_what_is_new",
     "warn",
 ]
@@ -112,6 +113,11 @@ def check_shows_tables(what: str, version: str = vllm.__version__) -> None:
     """
     if not hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager"):
         raise InvalidError(f"with KvbmConnector {what} takes vLLM {TESTED}, and this is {version}")
+
+
+def loads_amid(output: Any) -> bool:
+    """Whether a step loads while it computes, for any connector. vLLM 0.29 does not say it."""
+    return getattr(output, "has_sync_kv_loads", True)
 
 
 def warn(what: str, version: str = vllm.__version__) -> None:

@@ -15,7 +15,7 @@ several each worker is a rank that copies its slice.
 | `shadow` | hits that the engine computes again, to compare them |
 | `scheduler` | the scheduler's role: look-ups, loads, saves, and which blocks are held for them |
 | `stats` | the manager's metrics among vLLM's own |
-| `worker` | the worker's role: adopts tensors, passes on what has ended |
+| `worker` | the worker's role: adopts tensors, copies layers, passes on what has ended |
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -151,6 +151,10 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         pass
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin_saves(connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.begin(self._get_connector_metadata())
 
@@ -158,11 +162,12 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        pass
+        self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        # Of saves there is nothing to wait for; but the step is about to be told what it could not load.
+        # The step is about to be told what it could not load.
         self._worker.finish_loads()
+        self._worker.finish_saves()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()

@@ -158,6 +158,8 @@ class Config:
                 "or data_parallel_size to 1"
             )
         self.settings = settings.of_replica(parallel.data_parallel_index)
+        # Whether prompts that a peer reads while they are computed are saved layer by layer.
+        self.saves_layers = settings["peers.enabled"] == "true" and not _why_not_by_layers(self, vllm_config)
         # What the numbers of a block are, where hits are computed again and compared.
         self.shadow_elements = ""
         if float(settings["transfer.shadow_share"]) > 0:
@@ -348,18 +350,23 @@ def _check_states(vllm_config: "VllmConfig") -> None:
 
 def _check_layerwise(config: Config, vllm_config: "VllmConfig") -> None:
     versions.check_shows_tables("layerwise")
+    wanted = _why_not_by_layers(config, vllm_config)
+    if wanted:
+        raise InvalidError(f"kv_connector_extra_config: layerwise {wanted}")
+
+
+def _why_not_by_layers(config: Config, vllm_config: "VllmConfig") -> str:
+    """Why the layers of a step can neither wait for a load nor be saved one by one; empty: they can."""
     group = config.groups[0]
     if config.is_windowed or group.shares != len(group.layers) or not config.is_alone:
-        wanted = "is for full attention in layers that are alike, and one worker in the engine's process: leave it out"
-    elif vllm_config.speculative_config is not None:
-        # vLLM asks what did not come before the step has waited for it.
-        wanted = "is not for speculative decoding: leave it out"
-    elif vllm_config.scheduler_config.async_scheduling:
+        return "is for full attention in layers that are alike, and one worker in the engine's process: leave it out"
+    if vllm_config.speculative_config is not None:
+        # vLLM asks what did not come before the step has waited for it. And a draft model computes its layers several times.
+        return "is not for speculative decoding: leave it out"
+    if vllm_config.scheduler_config.async_scheduling:
         # A step that uses what did not come would be under way before it is known.
-        wanted = "is for steps that follow each other: set async_scheduling to false (--no-async-scheduling)"
-    else:
-        return
-    raise InvalidError(f"kv_connector_extra_config: layerwise {wanted}")
+        return "is for steps that follow each other: set async_scheduling to false (--no-async-scheduling)"
+    return ""
 
 
 _ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}

@@ -11,6 +11,8 @@ come in time the second engine computes, or the request fails, as `kv_load_failu
 | `do_remote_prefill` | has computed the prompt, and its last blocks may be on their way to its tiers | a quarter of a second after the last that came, or under `fail` `peer_timeout_ms` after the first look-up |
 | `remote_prefiller` | computes it now | `peer_timeout_ms` after the last that came |
 | `remote_kv_source` | may have some of it | at once |
+
+The first engine is told of one that reads meanwhile by `remote_decoder`, whatever that holds, and then saves layer by layer.
 """
 
 import time
@@ -108,6 +110,11 @@ class Prefills:
             _PEER: name,
             _TOKENS: [self._block_tokens, self._hash_tokens],
         }
+
+    def is_followed(self, request: "Request") -> bool:
+        """Whether another engine reads this prompt while it is computed here. With vLLM's proxies (`do_remote_decode`) none does: it
+        is asked after this one has answered."""
+        return isinstance(_said(request).get("remote_decoder"), dict)
 
     def of(self, request: "Request") -> Prefilled | None:
         """Where this request's prompt was computed, or is, if it says so."""

@@ -30,9 +30,9 @@ from kvbm_rs.vllm.connector.hints import Asked, Limits, asked_by
 from kvbm_rs.vllm.connector.peers import Prefilled, Prefills
 from kvbm_rs.vllm.connector.shadow import Shadow, ShadowedHit
 from kvbm_rs.vllm.connector.stats import Stats
-from kvbm_rs.vllm.connector.worker import Ended, LayeredLoad, Stepped, adopted
+from kvbm_rs.vllm.connector.worker import Ended, LayeredLoad, Stepped, StepSave, adopted
 from kvbm_rs.vllm.samples import Reader
-from kvbm_rs.vllm.versions import CacheHitSource
+from kvbm_rs.vllm.versions import CacheHitSource, loads_amid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -86,6 +86,9 @@ class _Request:
     last: "BlockHash | None" = None
     # Its prompt was computed at a peer, and what that holds is still to come.
     prefilled: Prefilled | None = None
+    # Another engine reads its prompt while it is computed; and what the step under way saves of it for that.
+    is_followed: bool = False
+    in_layers: StepSave | None = None
     # Leading blocks that a peer computed for it and without which it fails, until they are loaded.
     owed: int = 0
     # It was looked up, and counted.
@@ -122,6 +125,7 @@ class _Request:
         """Its blocks are not its own any more."""
         self.steps.clear()
         self.computed, self.due, self.shadowed = 0, 0, None
+        self.in_layers = None
 
 
 # The blocks of a cache group from a position of the chain on.
@@ -428,7 +432,7 @@ class Scheduler:
         if output.total_num_scheduled_tokens:
             self._computing = self._step
         self._look(output)
-        told = Ended(self._step, self._layered)
+        told = Ended(self._step, self._layered, self._save_in_layers(output))
         self._layered = []
         seconds = _IDLE_WAIT if self._computing <= self._ended else 0.0
         for name, loading in list(self._loading.items()):
@@ -597,7 +601,34 @@ class Scheduler:
         tokens = computed if self._config.save_generated else min(computed, request.num_prompt_tokens)
         return min(tokens // self._config.block_tokens, len(request.block_hashes) // self._hashes_per_block)
 
+    def _save_in_layers(self, output: Any) -> list[StepSave]:
+        """What the step is to save while it computes: the blocks that it fills of prompts which other engines read meanwhile. Where it
+        also loads, it may compute what is wrong, and hears of that at its end."""
+        if not self._config.saves_layers or self._kv is None or loads_amid(output):
+            return []
+        looked = (self._requests[name] for name in self._filling[-1][1])
+        saves = [self._in_layers(known) for known in looked if known.is_followed and known.steps]
+        return [save for save in saves if save is not None]
+
+    def _in_layers(self, known: _Request) -> StepSave | None:
+        step, computed = known.steps[-1]
+        full = self._full(known, min(computed, known.request.num_prompt_tokens))
+        if step != self._step or full <= known.saved or not self._still_has_its_salt(known):
+            return None
+        chain, first = self._chain(known), known.saved
+        table = self._kv.get_block_ids(known.request.request_id)[self._config.groups[0].index]
+        known.in_layers = StepSave(self.manager, chain, first, table[first:full], known.number, known.hints)
+        return known.in_layers
+
+    @staticmethod
+    def _count_layers(known: _Request) -> None:
+        """What was saved layer by layer is not saved again."""
+        save, known.in_layers = known.in_layers, None
+        if save is not None:
+            known.saved = max(known.saved, save.kept)
+
     def _save(self, known: _Request) -> None:
+        self._count_layers(known)
         full = self._full(known, known.computed)
         if full <= known.saved or self._kv is None or self._waits_for_more(known, full):
             return
@@ -704,6 +735,7 @@ class Scheduler:
         self._numbers.discard(known.number)
         known.lease = None
         self._give_up(request.request_id, known)
+        self._count_layers(known)
         computed = known.steps[-1][1] if known.steps else known.computed
         table = tables[self._config.groups[0].index]
         full = min(self._full(known, computed), len(table))
@@ -796,7 +828,7 @@ class Scheduler:
             known.lease = None
             # Peers give nothing of these weights.
             self._give_up(name, known)
-            known.prefilled, known.owed = None, 0
+            known.prefilled, known.owed, known.in_layers = None, 0, None
             # One whose load has ended, or a session, waits too.
             waits = known.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             begins_anew = waits and not known.request.num_computed_tokens
@@ -856,6 +888,7 @@ class Scheduler:
             asked = asked_by(request, limits)
             known = _Request(number, request, asked, asked.for_manager(), salt)
             known.prefilled = self._prefills.of(request) if salt is not None else None
+            known.is_followed = self._prefills.is_followed(request)
             self._requests[request.request_id] = known
             self._numbers.add(number)
         return known

@@ -2,13 +2,14 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvbm_rs import EngineMemory, Lease, Load, Manager, Rank
-from kvbm_rs.errors import KvbmError
+from kvbm_rs import Chain, EngineMemory, Hints, LayeredSave, Lease, Load, Manager, Rank
+from kvbm_rs.errors import InvalidError, KvbmError
 from kvbm_rs.vllm import logger
 from kvbm_rs.vllm.connector.config import Config
 from kvbm_rs.vllm.connector.tensors import adopt, block_dimension, by_blocks
@@ -66,6 +67,34 @@ class LayeredLoad:
         return [] if end.is_whole else self._slots[end.usable - self._first :]
 
 
+class StepSave:
+    """A save of blocks that the step computes, layer by layer. Scheduler and worker are in one process."""
+
+    def __init__(
+        self, manager: Manager, chain: Chain, first: int, slots: list[int], number: int, hints: Hints | None
+    ) -> None:
+        # Leading blocks of the chain that are kept, once it has ended well.
+        self.kept = 0
+        self._begin = lambda: manager.save_in_layers(chain, [(0, first, slots)], request=number, hints=hints)
+        self._saving: LayeredSave | None = None
+        self._layers = 0
+
+    def begin(self) -> None:
+        self._saving = self._begin()
+
+    def layer_is_ready(self, number: int) -> None:
+        self._layers += 1
+        if number != self._layers:
+            raise InvalidError(f"the step computes layer {number} where layer {self._layers} of the KV cache is wanted")
+        self._saving.layer_is_ready()
+
+    def end(self) -> None:
+        self.kept = self._saving.finish()
+
+    def give_up(self) -> None:
+        self._saving = None
+
+
 @dataclass
 class Ended(KVConnectorMetadata):
     """What a step's workers are told."""
@@ -73,6 +102,8 @@ class Ended(KVConnectorMetadata):
     step: int
     # Loads that the step waits for.
     layered: list[LayeredLoad] = field(default_factory=list)
+    # What the step saves while it computes.
+    saves: list[StepSave] = field(default_factory=list)
     # Blocks that came to the first worker, where they are all workers'.
     shared: list[int] = field(default_factory=list)
     # Requests whose loads have ended, those of them whose loads failed, and the blocks of these that did not arrive, by
@@ -114,6 +145,9 @@ class Worker:
         # Loads of the step under way that it waits for, and the layers of the one group that they are of, by name.
         self._layered: list[LayeredLoad] = []
         self._layers = {name: number for number, name in enumerate(config.groups[0].layers, 1)}
+        # Saves of the step under way, layer by layer; and whether there may be any.
+        self._saves: list[StepSave] = []
+        self._saves_layers = True
 
     def adopt(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config = self._config
@@ -207,6 +241,34 @@ class Worker:
                 self._stepped.failed.add(load.request)
                 self._stepped.bad.update(bad)
                 self._zero([set(bad)])
+
+    def begin_saves(self, told: Ended) -> None:
+        """The step is about to compute: it has the metadata before, and `begin` may come after."""
+        self._saves = told.saves if self._saves_layers else []
+        self._each_save(StepSave.begin)
+
+    def save_layer(self, name: str) -> None:
+        """The layer is computed."""
+        number = self._layers.get(name)
+        if number is not None:
+            self._each_save(lambda save: save.layer_is_ready(number))
+
+    def finish_saves(self) -> None:
+        """The step has computed its last layer, or has failed."""
+        self._each_save(StepSave.end)
+        self._saves = []
+
+    def _each_save(self, go_on: Callable[[StepSave], None]) -> None:
+        """Goes on with the saves of the step. The scheduler saves what one of them does not keep."""
+        for save in list(self._saves):
+            try:
+                go_on(save)
+            except KvbmError as error:
+                save.give_up()
+                self._saves.remove(save)
+                logger.warning("a prompt is not saved layer by layer, but when its step has ended: %s", error)
+                # The next one would end so too: nobody follows it in vain.
+                self._saves_layers = self._saves_layers and not isinstance(error, InvalidError)
 
     def results(self) -> KVConnectorTransferResults:
         if self._told is None:
