@@ -9,7 +9,7 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-use kvbm::{Fingerprint, RankGroup, RankOptions, RecoveryReport, Tier};
+use kvbm::{Fingerprint, RankGroup, RankOptions, Ranks, RecoveryReport, Tier};
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tests::engine::{self, recovered};
 use kvbm_tests::fleet::{self, BLOCK, Fleet, LIMIT, Served, WORLD, be_a_rank, drained};
@@ -36,7 +36,16 @@ fn of_fleet(home: &Path) -> Settings {
 #[expect(clippy::unnecessary_wraps, reason = "as options have it")]
 fn fingerprint(home: &Path) -> Option<Fingerprint> {
     let weights = fs::read_to_string(home.join("weights")).unwrap_or("one".to_owned());
-    Some(engine::fingerprint(&weights))
+    let ranks = Ranks { tensor_world: 2, pipeline_world: 2, ..Ranks::default() };
+    Some(Fingerprint { ranks, ..engine::fingerprint(&weights) })
+}
+
+/// Two stages of two.
+fn fingerprint_of(home: &Path, rank: u16) -> Option<Fingerprint> {
+    let rank = u32::from(rank);
+    let whole = fingerprint(home)?;
+    let ranks = Ranks { tensor_rank: rank % 2, pipeline_rank: rank / 2, ..whole.ranks };
+    Some(Fingerprint { ranks, ..whole })
 }
 
 fn group(home: &Path) -> RankGroup {
@@ -57,7 +66,7 @@ fn process() {
     match role.parse() {
         Ok(rank) => {
             let options = RankOptions {
-                fingerprint: fingerprint(&home),
+                fingerprint: fingerprint_of(&home, rank),
                 ..RankOptions::new(group(&home), rank)
             };
             be_a_rank(&of_fleet(&home), options);

@@ -115,6 +115,26 @@ def _digests(_) -> list[str]:
     return found
 
 
+def worker_processes(engine) -> list[int]:
+    return engine.llm.collective_rpc(_process)
+
+
+def _process(_) -> int:
+    import os
+
+    return os.getpid()
+
+
+def run_stages_once(engine) -> None:
+    """vLLM 0.32 forgets to on a CPU if it compiles nothing, and a stage that has never run has no room for what the one before it
+    sends."""
+    engine.llm.collective_rpc(_run_once)
+
+
+def _run_once(worker) -> None:
+    worker.model_runner._dummy_run(worker.model_runner.max_num_tokens)
+
+
 def _worker():
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 

@@ -82,5 +82,5 @@ def peerless() -> SimpleNamespace:
     """As much of a configuration as requests take that come from no peer."""
     none = {"names_of": None, "knows_rows": False, "groups": [None]}
     return SimpleNamespace(
-        block_tokens=BLOCK, hash_tokens=BLOCK, peer_seconds=1.0, fails=False, is_windowed=False, engine="", world=1, **none
+        block_tokens=BLOCK, hash_tokens=BLOCK, peer_seconds=1.0, fails=False, is_windowed=False, engine="", workers=1, stages=1, **none
     )

@@ -28,12 +28,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 # Tokens of a block, as on a GPU.
 BLOCK = 16
+# Of each stage.
 LAYERS = 2
 _SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
 BLOCK_BYTES = LAYERS * _SPEC.page_size_bytes
-_LAYERS = [f"model.layers.{number}.attn" for number in range(LAYERS)]
 
 LONGEST = 32_768
+# The token that all say.
+SAID = 3
 
 
 class Modelless:
@@ -53,16 +55,19 @@ class Modelless:
             if transfer["kv_connector"] != "OffloadingConnector":
                 self._worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
                 tensors = torch.zeros(LAYERS, blocks, 2, BLOCK, 1, 32, dtype=torch.bfloat16)
-                self._worker.register_kv_caches(dict(zip(_LAYERS, tensors)))
-            block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
-            self.scheduler = config.scheduler_config.get_scheduler_cls()(
-                config,
-                cache,
-                StructuredOutputManager(config),
-                block_size=block_size,
-                hash_block_size=hash_block_size,
-                log_stats=True,
-            )
+                self._worker.register_kv_caches(dict(zip(layers_of(0), tensors)))
+            self._schedule(config, cache)
+
+    def _schedule(self, config: VllmConfig, cache: KVCacheConfig) -> None:
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
+        self.scheduler = config.scheduler_config.get_scheduler_cls()(
+            config,
+            cache,
+            StructuredOutputManager(config),
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+            log_stats=True,
+        )
         self._hasher = _hasher(hash_block_size)
         # Called when a step computes a layer, by its number, and when it has computed all of them.
         self.compute: Callable[[int], None] = lambda layer: None
@@ -83,7 +88,7 @@ class Modelless:
         """Begins a step, and ends those that are too many then."""
         output = self.scheduler.schedule()
         names = list(output.num_scheduled_tokens)
-        said = [[3] if self._is_at_its_end(name) else [] for name in names]
+        said = [[SAID] if self._is_at_its_end(name) else [] for name in names]
         at = {name: number for number, name in enumerate(names)}
         came = self._transfers(output)
         self._under_way.append(
@@ -99,42 +104,51 @@ class Modelless:
 
     def _transfers(self, output: SchedulerOutput) -> KVConnectorOutput:
         """What the connector's workers say behind a step."""
-        told, worker = output.kv_connector_metadata, self._worker
-        if worker is None:
-            # vLLM's own wants a GPU: each copy has ended when it was asked for.
-            ended = OffloadingWorkerMetadata({job: 1 for job in (*told.load_jobs, *told.store_jobs)})
-            loaded = {job.req_id for job in told.load_jobs.values()}
-            return KVConnectorOutput(finished_recving=loaded, kv_connector_worker_meta=ended)
-        worker.bind_connector_metadata(told)
-        if output.has_sync_kv_loads:
-            worker.start_load_kv(None)
-        try:
-            if output.num_scheduled_tokens:
-                self._forward(worker)
-        finally:
-            if not output.has_sync_kv_loads:
-                worker.start_load_kv(None)
-            worker.wait_for_save()
-        results = worker.get_transfer_results(output.finished_req_ids)
-        return KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
-            kv_connector_worker_meta=worker.build_connector_worker_meta(),
-        )
+        told = output.kv_connector_metadata
+        if self._worker is not None:
+            return transfers_of(self._worker, output, self._forward)
+        # vLLM's own wants a GPU: each copy has ended when it was asked for.
+        ended = OffloadingWorkerMetadata({job: 1 for job in (*told.load_jobs, *told.store_jobs)})
+        loaded = {job.req_id for job in told.load_jobs.values()}
+        return KVConnectorOutput(finished_recving=loaded, kv_connector_worker_meta=ended)
 
-    def _forward(self, worker: Any) -> None:
-        for number, name in enumerate(_LAYERS):
-            worker.wait_for_layer_load(name)
+    def _forward(self) -> None:
+        for number, name in enumerate(layers_of(0)):
+            self._worker.wait_for_layer_load(name)
             self.compute(number)
-            worker.save_kv_layer(name, None, None)
+            self._worker.save_kv_layer(name, None, None)
         self.end_layers()
 
     def close(self) -> None:
         self.scheduler.shutdown()
         if self._worker is not None:
             self._worker.shutdown()
+
+
+def layers_of(stage: int) -> list[str]:
+    return [f"model.layers.{number}.attn" for number in range(stage * LAYERS, (stage + 1) * LAYERS)]
+
+
+def transfers_of(worker: Any, output: SchedulerOutput, forward: Callable[[], None] = lambda: None) -> KVConnectorOutput:
+    """What a worker's connector says behind a step."""
+    worker.bind_connector_metadata(output.kv_connector_metadata)
+    if output.has_sync_kv_loads:
+        worker.start_load_kv(None)
+    try:
+        if output.num_scheduled_tokens:
+            forward()
+    finally:
+        if not output.has_sync_kv_loads:
+            worker.start_load_kv(None)
+        worker.wait_for_save()
+    results = worker.get_transfer_results(output.finished_req_ids)
+    return KVConnectorOutput(
+        finished_sending=results.finished_sending,
+        finished_recving=results.finished_recving,
+        failed_recving=results.failed_recving,
+        invalid_block_ids=worker.get_block_ids_with_load_errors(),
+        kv_connector_worker_meta=worker.build_connector_worker_meta(),
+    )
 
 
 @cache
@@ -151,25 +165,27 @@ def _models() -> tempfile.TemporaryDirectory:
 
 
 def _config(transfer: dict[str, Any], blocks: int, requests: int, **arguments: Any) -> VllmConfig:
+    layers = LAYERS * arguments.get("pipeline_parallel_size", 1)
     config = EngineArgs(
         model=str(models.make(Path(_models().name, "bench"), "bench")),
         skip_tokenizer_init=True,
         load_format="dummy",
         block_size=BLOCK,
         max_model_len=LONGEST,
-        hf_overrides={"max_position_embeddings": LONGEST},
+        hf_overrides={"max_position_embeddings": LONGEST, "num_hidden_layers": layers},
         max_num_seqs=requests,
         num_gpu_blocks_override=blocks,
         kv_transfer_config=transfer,
-        **{"max_num_batched_tokens": LONGEST} | arguments,
+        **{"max_num_batched_tokens": LONGEST, **arguments},
     ).create_engine_config()
     # On a CPU it is `mp`, whatever is said.
-    config.parallel_config.distributed_executor_backend = "uni"
+    if config.parallel_config.world_size == 1:
+        config.parallel_config.distributed_executor_backend = "uni"
     config.cache_config.kv_cache_layout = "LBNHC"
     return config
 
 
-def _cache(blocks: int) -> KVCacheConfig:
-    page = _SPEC.page_size_bytes
-    tensor = KVCacheTensor(page * blocks * LAYERS, _LAYERS, layer_stride=page * blocks, block_stride=page)
-    return KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(_LAYERS, _SPEC)], hash_block_size=BLOCK)
+def _cache(blocks: int, stage: int = 0) -> KVCacheConfig:
+    layers, page = layers_of(stage), _SPEC.page_size_bytes
+    tensor = KVCacheTensor(page * blocks * LAYERS, layers, layer_stride=page * blocks, block_stride=page)
+    return KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(layers, _SPEC)], hash_block_size=BLOCK)

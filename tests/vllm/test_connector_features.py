@@ -224,8 +224,8 @@ def test_context_parallelism_is_refused():
     from kvbm_rs.vllm.connector.config import _check_parallel
     from vllm.config import ParallelConfig
 
-    _check_parallel(ParallelConfig(tensor_parallel_size=2))
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size"):
+    _check_parallel(ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2))
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         parallel = ParallelConfig(tensor_parallel_size=2)
         setattr(parallel, name, 2)
         with pytest.raises(InvalidError, match=name):

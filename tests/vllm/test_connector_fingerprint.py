@@ -94,7 +94,7 @@ def test_what_the_connector_cannot_serve_is_said_at_the_start():
 
     with pytest.raises(InvalidError, match="block_bytes: leave it out"):
         _settings({"host.capacity": "1GB", "block_bytes": 4096}, 8192)
-    one = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    one = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     _check_parallel(SimpleNamespace(**one, distributed_executor_backend="mp"))
     with pytest.raises(InvalidError, match="external_launcher gives each rank a scheduler"):
         _check_parallel(SimpleNamespace(**one, distributed_executor_backend="external_launcher"))

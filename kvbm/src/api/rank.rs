@@ -1,10 +1,10 @@
-//! One manager over several processes, for tensor parallelism.
+//! One manager over several processes, for tensor and pipeline parallelism.
 //!
-//! Each rank of a model has its slice of every block: its heads' keys and values. One process, the
-//! *leader*, has the [`Manager`](crate::Manager), which decides where blocks lie. Each *rank* has
-//! tiers of its own, with memory, files and objects, and moves its slice of a block when the leader
-//! moves the block, from and to the slot of the same number. A block is there when every rank has
-//! it.
+//! Each rank of a model has its slice of every block: its heads' keys and values in the layers of
+//! its stage. One process, the *leader*, has the [`Manager`](crate::Manager), which decides where
+//! blocks lie. Each *rank* has tiers of its own, with memory, files and objects, and moves its
+//! slice of a block when the leader moves the block, from and to the slot of the same number. A
+//! block is there when every rank has it.
 //!
 //! ```text
 //!  leader's process            a rank's process, one for each
@@ -69,8 +69,8 @@ pub struct RankOptions {
     /// rank's memory.
     pub groups: Vec<CacheGroup>,
     /// What the bytes of its blocks depend on: the same as the leader's [`Options::fingerprint`],
-    /// but for the tensor rank and the epoch. Without one nothing that outlives the process is
-    /// found again, and there are no [peers](crate::Peers).
+    /// but for the tensor rank, the pipeline rank and the epoch. Without one nothing that outlives
+    /// the process is found again, and there are no [peers](crate::Peers).
     ///
     /// [`Options::fingerprint`]: crate::Options::fingerprint
     pub fingerprint: Option<Fingerprint>,

@@ -151,7 +151,7 @@ pub(super) fn media_are_elsewhere() -> Error {
 /// begun others when a rank is started anew.
 fn shared_name(fingerprint: Option<&Fingerprint>) -> String {
     fingerprint.map_or("none".to_owned(), |fingerprint| {
-        let ranks = Ranks { tensor_rank: 0, ..fingerprint.ranks };
+        let ranks = Ranks { tensor_rank: 0, pipeline_rank: 0, ..fingerprint.ranks };
         format!("{:032x}", Fingerprint { ranks, ..fingerprint.clone() }.digest_in(0))
     })
 }

@@ -2,7 +2,7 @@
 
 The scheduler's role has the manager, which decides what lies where; the worker's role adopts the KV tensors, between
 which and the tiers blocks go straight. With one worker both are in one process, and the manager copies itself; with
-several each worker is a rank that copies its slice.
+several each worker is a rank that copies its heads of its stage's layers.
 
 | module | holds |
 |---|---|

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -123,11 +124,15 @@ class Config:
         if any(group.is_state for group in self.groups):
             _check_states(vllm_config)
         self.engine = transfer.engine_id
-        self.world: int = parallel.tensor_parallel_size
-        # Into how many slices a block is cut, one for each worker; 1: all of them have the whole of it, and the first keeps it.
-        self.slices: int = 1 if _is_whole(kv_cache_config) else self.world
+        # Stages of a pipeline, each with its layers, and workers of each.
+        self.stages: int = parallel.pipeline_parallel_size
+        self.workers: int = parallel.tensor_parallel_size
+        _check_stages(self, vllm_config.model_config)
+        # Into how many slices a stage's part of a block is cut, one for each worker; 1: all of them have the whole of it, and the
+        # first keeps it.
+        self.slices: int = 1 if _is_whole(kv_cache_config) else self.workers
         # With one worker in the scheduler's process, the manager copies itself.
-        self.is_alone = self.world == 1 and parallel.distributed_executor_backend == "uni"
+        self.is_alone = self.stages * self.workers == 1 and parallel.distributed_executor_backend == "uni"
         self.max_tokens: int = vllm_config.model_config.max_model_len
         # Tokens that a request which decodes gains in a step, at most.
         self.step_tokens: int = 1 + getattr(vllm_config.speculative_config, "num_speculative_tokens", 0)
@@ -207,13 +212,13 @@ class Config:
 
     @property
     def is_shared(self) -> bool:
-        """Whether what the first worker loads is all workers'."""
-        return self.slices < self.world
+        """Whether what a stage's first worker loads is all its workers'."""
+        return self.slices < self.workers
 
     def ranks(self) -> tuple[Path, int, float]:
         """Where leader and ranks meet, how many ranks there are, and how long each waits for the others."""
         name = hashlib.blake2b(self.engine.encode(), digest_size=8).hexdigest()
-        return Path(tempfile.gettempdir()) / f"kvbm-{os.getuid()}-{name}", self.slices, _JOIN
+        return Path(tempfile.gettempdir()) / f"kvbm-{os.getuid()}-{name}", self.stages * self.slices, _JOIN
 
 
 def _check(extra: dict[str, Any]) -> None:
@@ -238,9 +243,28 @@ def _check_parallel(parallel: Any) -> None:
             "external_launcher gives each rank a scheduler of its own, and KvbmConnector has one for all: use mp or uni"
         )
     # Of context parallelism a block's tokens are spread over ranks, and its size is not the one that hashes are of.
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise InvalidError(f"KvbmConnector has no {name.removesuffix('_size').replace('_', ' ')}ism: set {name} to 1")
+
+
+def _check_stages(config: Config, model: Any) -> None:
+    """A block lies in slots of one number and size in all workers."""
+    if config.stages == 1:
+        return
+    layers = model.get_total_num_hidden_layers()
+    ends = [get_pp_indices(layers, stage, config.stages) for stage in range(config.stages)]
+    sizes, group = [end - start for start, end in ends], config.groups[0]
+    if len(set(sizes)) > 1:
+        raise InvalidError(
+            f"pipeline_parallel_size: KvbmConnector wants equally many layers in each stage, and vLLM makes stages of {sizes}: set it to a "
+            f"divisor of the model's {layers} layers, and leave VLLM_PP_LAYER_PARTITION out"
+        )
+    if config.is_hybrid or len(group.layers) != sizes[0] or group.shares != sizes[0]:
+        raise InvalidError(
+            "pipeline_parallel_size: with several stages KvbmConnector wants a model all of whose layers keep keys and values of one "
+            "size, and no draft model: set it to 1, and tensor_parallel_size higher"
+        )
 
 
 def _hash_tokens(cache: "KVCacheConfig", block_tokens: int) -> int:
@@ -410,6 +434,7 @@ def _fingerprint(vllm_config: "VllmConfig", config: Config, dtype: str, weights:
         "dtype": f"{dtype}, as {_order(vllm_config)}",
         "layouts": [_layout(group, layout, _inside_heads(vllm_config, group)) for group in config.groups],
         "tensor_world": config.slices,
+        "pipeline_world": config.stages,
         "block_tokens": config.block_tokens,
         "rope_scaling": _positions(model),
         "engine": "vllm",

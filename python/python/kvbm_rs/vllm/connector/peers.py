@@ -78,7 +78,8 @@ class Prefills:
         self._manager, self._block_tokens, self._seconds = manager, config.block_tokens, config.peer_seconds
         self._fails = config.fails
         self._max_pause = self._seconds if config.fails else _MAX_PAUSE
-        self._engine, self._world, self._groups = config.engine, config.world, len(config.groups)
+        self._engine, self._groups = config.engine, len(config.groups)
+        self._workers, self._stages = config.workers, config.stages
         # Windows are as of the last block, which the engine is told before anything has come.
         self._promises = not config.is_windowed
         self._hash_tokens, self._names_of, self._knows_rows = config.hash_tokens, config.names_of, config.knows_rows
@@ -103,9 +104,9 @@ class Prefills:
             "remote_num_tokens": request.num_prompt_tokens,
             # None of the engine's blocks are held for it.
             "remote_blocks_expiry_time": None,
-            "tp_size": self._world,
+            "tp_size": self._workers,
             "dcp_size": 1,
-            "pp_size": 1,
+            "pp_size": self._stages,
             "transfer_mode": "pull",
             _PEER: name,
             _TOKENS: [self._block_tokens, self._hash_tokens],

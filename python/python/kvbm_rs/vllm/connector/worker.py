@@ -104,7 +104,7 @@ class Ended(KVConnectorMetadata):
     layered: list[LayeredLoad] = field(default_factory=list)
     # What the step saves while it computes.
     saves: list[StepSave] = field(default_factory=list)
-    # Blocks that came to the first worker, where they are all workers'.
+    # Blocks that came to each stage's first worker, where they are all workers'.
     shared: list[int] = field(default_factory=list)
     # Requests whose loads have ended, those of them whose loads failed, and the blocks of these that did not arrive, by
     # cache group.
@@ -131,6 +131,13 @@ def _number() -> int:
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return get_tensor_model_parallel_rank()
+
+
+def _stage() -> int:
+    """The number of those, among all in the pipeline."""
+    from vllm.distributed import get_pp_group
+
+    return get_pp_group().rank_in_group
 
 
 class Worker:
@@ -161,18 +168,19 @@ class Worker:
         if config.is_alone:
             _adopted[config.engine] = Adopted(self._tensors, memories)
         elif not config.is_shared or _number() == 0:
+            rank = _stage() * config.slices + _number()
             # The leader comes later: the worker must go on.
-            self._joining = threading.Thread(target=self._join, args=(memories,), name="kvbm-join", daemon=True)
+            self._joining = threading.Thread(target=self._join, args=(rank, memories), name="kvbm-join", daemon=True)
             self._joining.start()
 
-    def _join(self, memories: list[EngineMemory]) -> None:
+    def _join(self, rank: int, memories: list[EngineMemory]) -> None:
         config = self._config
         try:
             self._rank = Rank(
                 config.settings,
                 memories[0],
                 group=config.ranks(),
-                rank=_number(),
+                rank=rank,
                 fingerprint=config.fingerprint,
                 groups=config.others(memories[1:]),
             )
@@ -192,7 +200,7 @@ class Worker:
         self._zero(told.bad)
 
     def _share(self, blocks: list[int]) -> None:
-        """Gives what the first worker loaded to all others, which take this step as well."""
+        """Gives what the stage's first worker loaded to its others, which take this step as well."""
         from vllm.distributed import get_tp_group
 
         (tensors,) = self._tensors
