@@ -101,6 +101,7 @@ async fn names(settings: Settings) -> Tried {
         model: "meta-llama/Llama-3.1-8B".into(),
         weights: "0e9e39f249a16976918f6564b8830bc894c89659".into(),
         dtype: "bf16".into(),
+        scales: Vec::new(), // of FP8: one for each layer's keys, and one for its values
         layouts: vec![KvLayout {
             layers: 32,
             order: "kv,token,head,element".into(),

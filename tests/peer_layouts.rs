@@ -29,12 +29,17 @@ struct Form {
     tokens: usize,
     order: &'static str,
     dtype: &'static str,
+    /// By layer, keys and values, and head of FP8.
+    scales: &'static [f32],
 }
 
-/// How many there are of everything but tokens.
-const EXTENTS: [(&str, usize); 5] =
-    [("layer", 3), ("kv", 2), ("head", 2), ("channel", 4), ("byte", 2)];
-const TOKEN_BYTES: usize = 3 * 2 * 2 * 4 * 2;
+/// Of each head; or, the first of them, of each layer's keys and values.
+const SCALES: [f32; 12] =
+    [0.5, 0.017, 3.0, 1e-9, 1.0, 0.25, 1e9, 0.374_999, 0.031_25, 2.0, 1e20, 0.7];
+
+/// How many there are of everything but tokens and bytes of a number.
+const EXTENTS: [(&str, usize); 4] = [("layer", 3), ("kv", 2), ("head", 2), ("channel", 4)];
+const TOKEN_NUMBERS: usize = 3 * 2 * 2 * 4;
 
 const NHD: &str = "kv,token,head,channel,byte";
 const HND: &str = "kv,head,token,channel,byte";
@@ -42,7 +47,16 @@ const HND: &str = "kv,head,token,channel,byte";
 const MIXED: &str = "head,kv(channel,token|token,channel),layer,byte";
 
 const fn form(tokens: usize, order: &'static str) -> Form {
-    Form { tokens, order, dtype: "bf16" }
+    Form { tokens, order, dtype: "bf16", scales: &[] }
+}
+
+const fn of_type(dtype: &'static str, of: Form) -> Form {
+    Form { dtype, ..of }
+}
+
+/// Of FP8 with so many scales.
+fn fp8(scales: usize, of: Form) -> Form {
+    Form { dtype: "fp8_e4m3", scales: &SCALES[..scales], ..of }
 }
 
 const FORMS: [Form; 9] = [
@@ -65,10 +79,19 @@ impl Form {
         let axes = axes.filter(|name| !name.is_empty());
         let extent = |name: &'static str| {
             let known = EXTENTS.iter().find(|(known, _)| *known == name);
-            (name, known.map_or(self.tokens, |(_, extent)| *extent))
+            let of_form = if name == "byte" { self.number_bytes() } else { self.tokens };
+            (name, known.map_or(of_form, |(_, extent)| *extent))
         };
         let layers = (!self.order.contains("layer")).then_some("layer");
         layers.into_iter().chain(axes).map(extent).collect()
+    }
+
+    fn number_bytes(&self) -> usize {
+        if self.dtype == "fp8_e4m3" { 1 } else { 2 }
+    }
+
+    fn block_bytes(&self) -> usize {
+        self.tokens * TOKEN_NUMBERS * self.number_bytes()
     }
 
     fn fingerprint(&self) -> Fingerprint {
@@ -83,6 +106,7 @@ impl Form {
             model: "tests".to_owned(),
             weights: "1".to_owned(),
             dtype: self.dtype.to_owned(),
+            scales: self.scales.to_vec(),
             layouts: vec![layout],
             block_tokens: self.tokens as u64,
             ..Fingerprint::default()
@@ -95,10 +119,10 @@ impl Form {
 
     /// What the model computes, as `computed` has it in the type there: its numbers by the tokens up
     /// to theirs.
-    fn block(&self, prompt: &Prompt, at: usize, computed: &str) -> Vec<u8> {
-        let mut block = vec![0; self.tokens * TOKEN_BYTES];
+    fn block(&self, prompt: &Prompt, at: usize, computed: &Self) -> Vec<u8> {
+        let mut block = vec![0; self.block_bytes()];
         for token in 0..self.tokens {
-            for n in 0..TOKEN_BYTES / 2 {
+            for n in 0..TOKEN_NUMBERS {
                 let [layer, kv, head, channel] = [n / 16, n / 8 % 2, n / 4 % 2, n % 4];
                 let address = self.axes(kv).into_iter().fold(0, |address, (name, extent)| {
                     let digit = match name {
@@ -112,25 +136,76 @@ impl Form {
                     address * extent + digit
                 });
                 let number = prompt.number(at * self.tokens + token, n);
-                block[address..address + 2].copy_from_slice(&self.own(number, computed));
+                let bytes = self.own(number, n, computed).to_le_bytes();
+                let taken = self.number_bytes();
+                block[address..address + taken].copy_from_slice(&bytes[..taken]);
             }
         }
         block
     }
 
-    /// A number as it is here, if it was computed in another type.
-    fn own(&self, number: u16, computed: &str) -> [u8; 2] {
-        match (computed, self.dtype) {
-            ("bf16", "fp16") => {
-                let exact = bf16::from_bits(number).to_f32();
-                let limit = f16::MAX.to_f32();
-                let held = if exact.is_finite() { exact.clamp(-limit, limit) } else { exact };
-                f16::from_f32(held).to_le_bytes()
-            }
-            ("fp16", "bf16") => bf16::from_f32(f16::from_bits(number).to_f32()).to_le_bytes(),
-            _ => number.to_le_bytes(),
+    /// The scale of a token's number `n`.
+    fn scale(&self, n: usize) -> f32 {
+        if self.scales.len() == SCALES.len() { self.scales[n / 4] } else { self.scales[n / 8] }
+    }
+
+    /// What the bits of a token's number `n` mean.
+    fn meant(&self, bits: u16, n: usize) -> f32 {
+        match self.dtype {
+            "fp16" => f16::from_bits(bits).to_f32(),
+            "bf16" => bf16::from_bits(bits).to_f32(),
+            _ => meant_by_fp8(bits as u8) * self.scale(n),
         }
     }
+
+    /// The bits of a number as it is here, if it was computed in another type.
+    fn own(&self, bits: u16, n: usize, computed: &Self) -> u16 {
+        if self.dtype == computed.dtype {
+            return bits;
+        }
+        let exact = computed.meant(bits, n);
+        let limited = |largest: f32| exact.clamp(-largest, largest);
+        match self.dtype {
+            "fp16" if exact.is_finite() => f16::from_f32(limited(65_504.0)).to_bits(),
+            "fp16" => f16::from_f32(exact).to_bits(),
+            "bf16" => bf16::from_f32(exact).to_bits(),
+            _ => nearest_fp8(exact / self.scale(n)).into(),
+        }
+    }
+
+    /// Whether a number computed there is too large for the type here.
+    fn is_too_large(&self, bits: u16, n: usize, computed: &Self) -> bool {
+        let exact = computed.meant(bits, n);
+        match self.dtype {
+            // What is nearer to the largest than to what would be the next is not.
+            "fp16" => exact.is_finite() && exact.abs() >= 65_520.0,
+            "fp8_e4m3" => (exact / self.scale(n)).abs() > 464.0,
+            _ => false,
+        }
+    }
+}
+
+/// By the definition of e4m3.
+fn meant_by_fp8(bits: u8) -> f32 {
+    let (exponent, fraction) = (i32::from(bits >> 3 & 15), f32::from(bits & 7) / 8.0);
+    let magnitude = match (exponent, bits & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => fraction * 2.0_f32.powi(-6),
+        _ => (1.0 + fraction) * 2.0_f32.powi(exponent - 7),
+    };
+    if bits >> 7 == 1 { -magnitude } else { magnitude }
+}
+
+/// Of all numbers the nearest, of two as near the even one.
+fn nearest_fp8(exact: f32) -> u8 {
+    let sign = u8::from(exact.is_sign_negative()) << 7;
+    if exact.is_nan() {
+        return 0x7F | sign;
+    }
+    let magnitude = f64::from(exact.abs().min(448.0));
+    let distance = |bits: &u8| (f64::from(meant_by_fp8(*bits)) - magnitude).abs();
+    let nearer = |a: &u8, b: &u8| distance(a).total_cmp(&distance(b)).then((a % 2).cmp(&(b % 2)));
+    (0..0x7F).min_by(nearer).unwrap() | sign
 }
 
 /// Its tokens.
@@ -162,8 +237,7 @@ struct Worker {
 
 impl Worker {
     fn open(form: Form, change: impl FnOnce(&mut Settings)) -> Self {
-        let bytes = (form.tokens * TOKEN_BYTES) as u64;
-        let mut settings = engine::without_device(bytes, SLOTS);
+        let mut settings = engine::without_device(form.block_bytes() as u64, SLOTS);
         engine::add_peers(&mut settings, "");
         settings.peers.nixl = PeerNixl::Off;
         settings.peers.lease_share = 1.0;
@@ -186,7 +260,7 @@ impl Worker {
     fn compute(&self, prompt: &Prompt, most: usize) -> usize {
         let chain = self.form.chain(prompt);
         let fill = |at: usize, slot: &mut [u8]| {
-            slot.copy_from_slice(&self.form.block(prompt, at, self.form.dtype));
+            slot.copy_from_slice(&self.form.block(prompt, at, &self.form));
             Ok::<_, Error>(())
         };
         self.blocks.put(&chain[..most.min(chain.len())], fill).unwrap()
@@ -194,9 +268,9 @@ impl Worker {
 
     /// How many leading blocks it has, each of which is what it would have computed, or was in
     /// another type.
-    fn check(&self, prompt: &Prompt, computed: &str) -> usize {
+    fn check(&self, prompt: &Prompt, computed: Form) -> usize {
         let check = |at: usize, block: &[u8]| {
-            let expected = self.form.block(prompt, at, computed);
+            let expected = self.form.block(prompt, at, &computed);
             assert!(block == expected, "a wrong block at {at} of {:?}", self.form);
             Ok::<_, Error>(())
         };
@@ -291,7 +365,7 @@ fn random_chains_come_from_any_form_to_any_other() {
         let held = reader.has(&prompt);
         let read = reader.read(&prompt, there, &addresses[case.there]);
         prop_assert_eq!(read, Ok(leased.saturating_sub(held)));
-        prop_assert_eq!(reader.check(&prompt, "bf16"), leased.max(held));
+        prop_assert_eq!(reader.check(&prompt, there), leased.max(held));
         Ok(())
     });
     ran.unwrap();
@@ -317,7 +391,7 @@ fn process() {
         let prompt = Prompt::new(number(1) as u64, number(2), 48);
         match words[0] {
             "compute" => say(&worker.compute(&prompt, usize::MAX).to_string()),
-            "check" => say(&worker.check(&prompt, "bf16").to_string()),
+            "check" => say(&worker.check(&prompt, form).to_string()),
             "read" => {
                 say(&worker.read(&prompt, FORMS[number(3)], words[4]).unwrap_or(0).to_string());
             }
@@ -397,20 +471,19 @@ fn pair(there: Form, here: Form, change: impl FnOnce(&mut Settings)) -> (Worker,
 #[test]
 fn what_cannot_be_converted_is_refused_with_both_names() {
     let other_axes = form(16, "kv,slot,head,channel,byte");
-    let other_type = Form { dtype: "fp8_e4m3", ..form(16, NHD) };
     let other_tokens = form(24, NHD);
     for (there, what, both) in [
         (other_axes, "layouts", ["slot", "token"]),
-        (other_type, "dtype", ["fp8_e4m3", "bf16"]),
+        (fp8(6, form(16, NHD)), "dtype", ["fp8_e4m3", "bf16"]),
         (other_tokens, "block_tokens", ["24", "16"]),
-        (Form { dtype: "fp16", ..form(16, NHD) }, "dtype", ["fp16", "bf16"]),
+        (of_type("fp16", form(16, NHD)), "dtype", ["fp16", "bf16"]),
     ] {
         let (holder, reader) = pair(there, FORMS[0], |_| ());
         let prompt = Prompt::new(1, 200, 0);
         holder.compute(&prompt, usize::MAX);
         let why = reader.read(&prompt, there, &holder.address()).unwrap_err();
         assert!(why.contains(what) && both.iter().all(|one| why.contains(one)), "{why}");
-        assert_eq!(reader.check(&prompt, "bf16"), 0);
+        assert_eq!(reader.check(&prompt, there), 0);
     }
 }
 
@@ -438,36 +511,102 @@ fn blocks_of_other_names_come_under_our_own() {
     assert_eq!(peers.pull(lease).wait().unwrap().copied, ours.len());
     assert_eq!((reader.has(&prompt), reader.blocks.manager().matches(&ours).longest()), (0, 12));
     let is_own = |at: usize, block: &[u8]| {
-        assert!(block == reader.form.block(&prompt, at, "bf16"));
+        assert!(block == reader.form.block(&prompt, at, &holder.form));
         Ok::<_, Error>(())
     };
     assert_eq!(reader.blocks.get(&ours, is_own).unwrap(), 12);
 }
 
 #[test]
-fn numbers_of_the_other_type_are_converted_when_asked() {
-    for (there, here, saturates) in [("bf16", "fp16", true), ("fp16", "bf16", false)] {
-        for (tokens, way) in [(16, true), (64, false)] {
-            let (there, here) =
-                (Form { dtype: there, ..form(32, NHD) }, Form { dtype: here, ..form(tokens, HND) });
-            let (holder, reader) = pair(there, here, |settings| {
-                settings.peers.convert_types = true;
-                settings.peers.shared_memory = way;
-            });
-            let prompt = Prompt::new(3, 320, 0);
-            holder.compute(&prompt, usize::MAX);
-            assert_eq!(reader.read(&prompt, there, &holder.address()), Ok(320 / tokens));
-            assert_eq!(reader.check(&prompt, there.dtype), 320 / tokens);
-            let too_large =
-                (0..320).flat_map(|token| (0..TOKEN_BYTES / 2).map(move |n| (token, n)));
-            let too_large = too_large.filter(|&(token, n)| {
-                let exact = bf16::from_bits(prompt.number(token, n)).to_f32();
-                exact.is_finite() && exact.abs() > f16::MAX.to_f32()
-            });
-            let expected = if saturates { too_large.count() as u64 } else { 0 };
-            let counted = metric(&reader.registry, "kvbm_peer_saturated_numbers_total", &[]);
-            assert_eq!(counted, expected);
-            [&holder, &reader].into_iter().for_each(Worker::is_whole);
-        }
+fn fp8_without_scales_or_with_others_is_refused_and_said() {
+    let [bare, scaled] = [fp8(0, form(16, NHD)), fp8(6, form(16, NHD))];
+    let others = Form { scales: &SCALES[6..], ..scaled };
+    for (there, here, what) in [
+        (bare, form(16, NHD), ["dtype is", "gives no scales", "127.0.0.1"]),
+        (form(16, NHD), bare, ["dtype is", "gives no scales", "127.0.0.1"]),
+        (bare, scaled, ["scales is", "0 of them", "6 of them"]),
+        (scaled, others, ["scales is", "0.5, as number 0", "1000000000, as number 0"]),
+    ] {
+        let (holder, reader) = pair(there, here, |settings| settings.peers.convert_types = true);
+        let prompt = Prompt::new(1, 200, 0);
+        holder.compute(&prompt, usize::MAX);
+        let why = reader.read(&prompt, there, &holder.address()).unwrap_err();
+        assert!(what.iter().all(|one| why.contains(one)), "{why}");
+        assert_eq!(reader.has(&prompt), 0);
     }
+}
+
+#[test]
+fn numbers_of_the_other_type_are_converted_when_asked() {
+    let [of_bf16, of_f16] = ["bf16", "fp16"].map(|dtype| of_type(dtype, form(32, NHD)));
+    let [by_layer, by_head] = [6, 12].map(|scales| fp8(scales, form(32, NHD)));
+    let pairs = [
+        (of_bf16, of_f16, true),
+        (of_f16, of_bf16, false),
+        (by_layer, of_bf16, false),
+        (by_head, of_f16, true),
+        (of_bf16, by_head, true),
+        (of_f16, by_layer, true),
+    ];
+    for ((there, here, saturates), (tokens, way)) in
+        pairs.iter().flat_map(|pair| [(16, true), (64, false)].map(|how| (*pair, how)))
+    {
+        let here = Form { tokens, order: HND, ..here };
+        let (holder, reader) = pair(there, here, |settings| {
+            settings.peers.convert_types = true;
+            settings.peers.shared_memory = way;
+        });
+        let prompt = Prompt::new(3, 320, 0);
+        holder.compute(&prompt, usize::MAX);
+        assert_eq!(reader.read(&prompt, there, &holder.address()), Ok(320 / tokens));
+        assert_eq!(reader.check(&prompt, there), 320 / tokens);
+        let all = (0..320).flat_map(|token| (0..TOKEN_NUMBERS).map(move |n| (token, n)));
+        let too_large =
+            all.filter(|&(token, n)| here.is_too_large(prompt.number(token, n), n, &there));
+        let too_large = too_large.count() as u64;
+        assert_eq!(too_large > 0, saturates, "{there:?} {here:?}");
+        let counted = metric(&reader.registry, "kvbm_peer_saturated_numbers_total", &[]);
+        assert_eq!(counted, too_large, "{there:?} {here:?}");
+        [&holder, &reader].into_iter().for_each(Worker::is_whole);
+    }
+}
+
+/// `KVBM_PEER_CASES` says how many.
+#[test]
+fn numbers_of_the_other_type_come_from_any_form_to_any_other() {
+    let cases = std::env::var("KVBM_PEER_CASES").map_or(60, |cases| cases.parse().unwrap());
+    let forms = [
+        of_type("bf16", form(16, NHD)),
+        of_type("bf16", form(64, MIXED)),
+        of_type("fp16", form(32, HND)),
+        of_type("fp16", form(16, MIXED)),
+        fp8(6, form(16, NHD)),
+        fp8(6, form(64, HND)),
+        fp8(6, form(32, MIXED)),
+    ];
+    let holders = forms.map(|form| Worker::open(form, |_| ()));
+    let addresses = holders.each_ref().map(Worker::address);
+    let readers = forms.map(|form| {
+        Worker::open(form, |settings| {
+            settings.peers.addresses = Some(addresses.join(","));
+            settings.peers.convert_types = true;
+            settings.peers.shared_memory = form.tokens == 16;
+        })
+    });
+    let case = (0..forms.len(), 0..forms.len(), any::<u64>(), 0..TOKENS, 0..TOKENS);
+    let mut runner =
+        TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() });
+    let ran = runner.run(&case, |(there, here, seed, length, computed)| {
+        let (holder, reader) = (&holders[there], &readers[here]);
+        let prompt = Prompt::new(seed, length, 0);
+        holder.compute(&prompt, computed / holder.form.tokens);
+        let leased = holder.has(&prompt) * holder.form.tokens / reader.form.tokens;
+        let held = reader.has(&prompt);
+        let read = reader.read(&prompt, holder.form, &addresses[there]);
+        prop_assert_eq!(read, Ok(leased.saturating_sub(held)));
+        prop_assert_eq!(reader.check(&prompt, holder.form), leased.max(held));
+        Ok(())
+    });
+    ran.unwrap();
+    holders.iter().chain(&readers).for_each(Worker::is_whole);
 }

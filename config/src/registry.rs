@@ -753,8 +753,8 @@ pub(crate) static KEYS: &[SettingKey] = &[
         "peers.convert_types",
         Flag(|s| &mut s.peers.convert_types),
         &[own("DYN_KVBM_PEERS_CONVERT_TYPES")],
-        "Read the blocks of workers whose numbers are bfloat16 where these are float16, or the other way round, and convert \
-         them: they are rounded.",
+        "Read the blocks of workers whose numbers are of another type, and convert them: between bfloat16, float16 and FP8 \
+         (e4m3). They are rounded.",
     ),
     key(
         "peers.nixl",

@@ -96,6 +96,7 @@ pub(crate) fn fingerprint(values: &Bound<'_, PyDict>, block_tokens: u64) -> PyRe
             "model" => made.model = value.extract()?,
             "weights" => made.weights = value.extract()?,
             "dtype" => made.dtype = value.extract()?,
+            "scales" => made.scales = value.extract()?,
             "layouts" => made.layouts = layouts(&value)?,
             "tensor_world" => made.ranks.tensor_world = value.extract()?,
             "tensor_rank" => made.ranks.tensor_rank = value.extract()?,

@@ -4,7 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 from kvbm_rs.errors import InvalidError
-from kvbm_rs.vllm.connector.config import _check_parallel, _dtype, _groups, _positions, _settings, _weights
+from kvbm_rs.vllm.connector.config import (
+    _check_parallel,
+    _dtype,
+    _fp8,
+    _groups,
+    _order,
+    _positions,
+    _scales,
+    _settings,
+    _weights,
+)
 from kvbm_rs.weights import model_name, weights_at, weights_of
 
 
@@ -134,3 +144,39 @@ def test_what_workers_make_of_the_configuration_is_not_counted():
 
     assert of_cache("auto", "uint8") == of_cache("fp8", "uint8") != of_cache("fp8_e5m2", "uint8")
     assert of_cache("auto", "bfloat16") != of_cache("auto", "uint8")
+
+
+def test_an_fp8_cache_differs_from_one_of_16_bits_in_its_type_alone():
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+
+    def of(number: torch.dtype, mode: KVQuantMode, asked: str, groups: int = 1):
+        cache = SimpleNamespace(cache_dtype=asked, kv_cache_layout="LBNHC")
+        vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(dtype=torch.bfloat16),
+            cache_config=cache,
+            attention_config=SimpleNamespace(backend="TRITON_ATTN"),
+        )
+        spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=number, kv_quant_mode=mode)
+        return vllm_config, SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * groups)
+
+    fp8 = (torch.uint8, KVQuantMode.FP8_PER_TENSOR)
+    half = of(torch.bfloat16, KVQuantMode.NONE, "auto")
+    said = _fp8(*of(*fp8, "fp8"))
+    assert said.replace("torch.float8_e4m3fn", "torch.bfloat16") == f"{_dtype(*half)}, as {_order(half[0])}"
+    assert [_fp8(*half), _fp8(*of(*fp8, "fp8_e5m2")), _fp8(*of(*fp8, "fp8", groups=2))] == [None] * 3
+    assert _fp8(*of(torch.uint8, KVQuantMode.FP8_PER_TOKEN_HEAD, "fp8_per_token_head")) is None
+
+
+def test_scales_are_those_of_whole_layers():
+    import torch
+
+    def layer(keys, values):
+        return SimpleNamespace(_k_scale=torch.tensor(keys), _v_scale=torch.tensor(values))
+
+    columns, rows = "layer,head,kv(channel,token|token,channel),byte", "layer,token,head,byte"
+    assert _scales([layer(0.5, 0.25), layer(1.0, 2.0)], columns) == [0.5, 0.25, 1.0, 2.0]
+    # Where keys and values are one axis, they have one scale or none.
+    assert _scales([layer(0.5, 0.5), layer(1.0, 1.0)], rows) == [0.5, 1.0]
+    for layers in ([layer(0.5, 0.25)], [layer([0.5, 1.0], [0.5, 1.0])], [None], [SimpleNamespace()]):
+        assert _scales(layers, rows) is None

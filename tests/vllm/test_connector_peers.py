@@ -132,6 +132,22 @@ def test_what_one_engine_computed_another_one_goes_on_with(model, said):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("computes", ["fp8", "auto"])
+def test_engines_of_fp8_and_bfloat16_go_on_with_what_the_other_computed(model, computes):
+    def of(cache: str) -> dict:
+        return {"options": {"dtype": "bfloat16", "kv_cache_dtype": cache}, "peers.convert_types": True}
+
+    other = {"fp8": "auto", "auto": "fp8"}[computes]
+    with worker(model, role="kv_producer", **of(computes)) as first, worker(model, role="kv_both", **of(other)) as alone:
+        with worker(model, probe(first, "peer")[1], role="kv_consumer", **of(other)) as second:
+            went_on = decode(second, 0, prefill(first, 0))
+            assert went_on["scheduled"] == SERVED
+            # What is rounded says the same, as long as nothing is near a tie.
+            assert went_on["said"] == decode(alone, 0, {})["said"]
+            assert is_at_rest(first) and is_at_rest(second)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_what_is_lost_before_it_is_read_is_computed_or_an_error(model, said, policy):
     # What comes again after ten others is kept for no longer, and not refused either.

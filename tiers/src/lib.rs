@@ -51,6 +51,7 @@ pub mod error;
 mod fields;
 mod files;
 mod fork;
+pub mod fp8;
 pub mod frame;
 pub mod geometry;
 pub mod huge;

@@ -1,6 +1,7 @@
 //! What the bytes of a block depend on besides its tokens.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 
 use serde::{Deserialize, Serialize};
 
@@ -22,8 +23,14 @@ pub struct Fingerprint {
     /// Which weights these are: a revision, or a digest of the files. Adapters that are merged into
     /// them count.
     pub weights: String,
-    /// Type of the numbers in the cache, with their scales if it is quantised: `bf16`, `fp8_e4m3`.
+    /// Type of the numbers in the cache: `bf16`, `fp8_e4m3`.
     pub dtype: String,
+    /// What each number of `fp8_e4m3` is multiplied by: a scale for the keys of each layer and one for
+    /// its values, or for each head of these, in this order: layers, keys before values, heads. There
+    /// are as many as the one layout has layers, times its axes `kv` and `head`, where it has them, and
+    /// 2,048 at most. Empty: not told, and such blocks are not converted for
+    /// [`Peers`](crate::Peers) of another type.
+    pub scales: Vec<f32>,
     /// How a block lies in memory, by cache group: that of group 0 first.
     pub layouts: Vec<KvLayout>,
     /// The part of the model that this process has.
@@ -101,6 +108,11 @@ pub struct Hashing {
     pub seed: Vec<u8>,
 }
 
+/// Scales that a fingerprint has at most: it is sent to peers.
+pub(crate) const MAX_SCALES: usize = 2_048;
+/// What a scale may be: numbers times it are finite in binary32.
+pub(crate) const SCALES: RangeInclusive<f32> = 1e-30..=1e30;
+
 /// Comes first in every encoding. Another order or meaning of the fields needs another version.
 const VERSION: &[u8] = b"kvbm fingerprint 1";
 
@@ -120,7 +132,7 @@ impl Fingerprint {
     fn encoded(&self, epoch: u64) -> Vec<u8> {
         // Named one by one, so that a new field cannot be forgotten here.
         #[rustfmt::skip]
-        let Self { model, weights, dtype, layouts, ranks, block_tokens, rope, engine, engine_version, hashing, epoch: _ } =
+        let Self { model, weights, dtype, scales, layouts, ranks, block_tokens, rope, engine, engine_version, hashing, epoch: _ } =
             self;
         let Hashing { algorithm, seed } = hashing;
         let mut encoding = FingerprintEncoding::default();
@@ -136,6 +148,11 @@ impl Fingerprint {
             .for_each(|text| encoding.bytes(text.as_bytes()));
         encoding.bytes(seed);
         encoding.number(epoch);
+        // Without any it is what it was before there were scales.
+        if !scales.is_empty() {
+            encoding
+                .numbers(&scales.iter().map(|scale| scale.to_bits().into()).collect::<Vec<_>>());
+        }
         encoding.0
     }
 
@@ -145,7 +162,7 @@ impl Fingerprint {
         // Named one by one, as above.
         let [ours, theirs] = [self, other].map(|fingerprint| {
             #[rustfmt::skip]
-            let Self { model, weights, dtype, layouts, ranks, block_tokens, rope, engine, engine_version, hashing, epoch: _ } =
+            let Self { model, weights, dtype, scales: _, layouts, ranks, block_tokens, rope, engine, engine_version, hashing, epoch: _ } =
                 fingerprint;
             [
                 ("model", model.clone()),
@@ -162,7 +179,17 @@ impl Fingerprint {
             ]
         });
         let differs = ours.into_iter().zip(theirs).find(|(ours, theirs)| ours != theirs);
-        differs.map(|((field, ours), (_, theirs))| (field, [ours, theirs]))
+        let differs = differs.map(|((field, ours), (_, theirs))| (field, [ours, theirs]));
+        // There may be many: the first one that differs is named.
+        differs.or_else(|| Some(("scales", scale_difference([&self.scales, &other.scales])?)))
+    }
+
+    /// Whether there are as many scales as layers, keys and values, and perhaps heads ask for.
+    fn takes_scales(&self) -> bool {
+        let [layout] = &self.layouts[..] else { return false };
+        let [layers, kv, heads] = ["layer", "kv", "head"].map(|name| layout.extent(name));
+        let each = layers.saturating_mul(kv);
+        [each, each.saturating_mul(heads)].contains(&(self.scales.len() as u64))
     }
 
     /// Refuses impossible values.
@@ -181,11 +208,31 @@ impl Fingerprint {
             self.layouts.iter().find(|held| held.shape.len() != held.strides.len())
         {
             format!("a layout of the fingerprint needs a stride for each dimension: {layout:?}")
+        } else if self.scales.len() > MAX_SCALES {
+            format!("a fingerprint has {MAX_SCALES} scales at most, not {}", self.scales.len())
+        } else if let Some(scale) = self.scales.iter().find(|scale| !SCALES.contains(scale)) {
+            format!("a scale of a fingerprint is from {SCALES:?}, not {scale}")
+        } else if !self.scales.is_empty() && !self.takes_scales() {
+            format!(
+                "{} scales are not one for the keys and one for the values of each layer or head, of one cache group: {:?}",
+                self.scales.len(),
+                self.layouts
+            )
         } else {
             return Ok(());
         };
         Err(Error::invalid(problem))
     }
+}
+
+/// How two lists of scales differ, if they do.
+fn scale_difference([ours, theirs]: [&[f32]; 2]) -> Option<[String; 2]> {
+    let both = [ours, theirs];
+    if ours.len() != theirs.len() {
+        return Some(both.map(|scales| format!("{} of them", scales.len())));
+    }
+    let at = ours.iter().zip(theirs).position(|(a, b)| a.to_bits() != b.to_bits())?;
+    Some(both.map(|scales| format!("{}, as number {at}", scales[at])))
 }
 
 impl fmt::Display for Fingerprint {
@@ -204,6 +251,14 @@ pub(crate) struct AxisOrders<'a> {
 }
 
 impl KvLayout {
+    /// How long the axis of this name is; 1: there is none.
+    fn extent(&self, name: &str) -> u64 {
+        let orders = self.orders();
+        let at = orders.keys.iter().position(|axis| *axis == name);
+        let named = at.and_then(|at| self.shape.get(at).copied());
+        named.unwrap_or(if name == "layer" { self.layers.into() } else { 1 })
+    }
+
     /// What `order` says.
     pub(crate) fn orders(&self) -> AxisOrders<'_> {
         let both = || {
@@ -302,6 +357,7 @@ mod tests {
         let rest = (vec(layout(), 0..3), any::<f64>(), any::<u32>(), vec(any::<u8>(), 0..4));
         (words, numbers, rest).prop_map(|(words, numbers, rest)| {
             let (model, weights, dtype, scaling, engine, engine_version, algorithm) = words;
+            let scales = Vec::new();
             let (tensor_world, tensor, pipeline_world, pipeline, block_tokens, epoch) = numbers;
             let (layouts, theta, dimensions, seed) = rest;
             let tensor_rank = tensor.index(tensor_world as usize) as u32;
@@ -313,6 +369,7 @@ mod tests {
                 model,
                 weights,
                 dtype,
+                scales,
                 layouts,
                 ranks,
                 block_tokens,
@@ -332,6 +389,7 @@ mod tests {
         |of| of.model.push('x'),
         |of| of.weights.push('x'),
         |of| of.dtype.push('x'),
+        |of| of.scales.push(1.0),
         |of| of.layouts.push(KvLayout::default()),
         |of| of.layouts.iter_mut().for_each(|layout| layout.layers ^= 1),
         |of| of.layouts.iter_mut().for_each(|layout| layout.order.push('x')),
@@ -421,7 +479,17 @@ mod tests {
             ..Fingerprint::default()
         };
         good.validate(16).unwrap();
-        let bad: [(Change, &str); 5] = [
+        for (order, scales) in
+            [("kv,token", 6), ("layer,token", 2), ("kv,head", 6), ("kv,head", 96)]
+        {
+            let mut scaled = Fingerprint { scales: vec![0.5; scales], ..good.clone() };
+            (scaled.layouts[0].layers, scaled.layouts[0].order) = (3, order.to_owned());
+            scaled.validate(16).unwrap();
+        }
+        let bad: [(Change, &str); 8] = [
+            (|of| of.scales = vec![1.0; 3], "3 scales are not one for"),
+            (|of| of.scales = vec![0.0], "from 1e-30..=1e30, not 0"),
+            (|of| of.scales = vec![1.0; 2_049], "2048 scales at most, not 2049"),
             (|of| of.model.clear(), "names its model"),
             (|of| of.weights.clear(), "names its model"),
             (|of| of.block_tokens = 32, "blocks of 32 tokens"),

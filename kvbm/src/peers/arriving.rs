@@ -105,6 +105,8 @@ pub(super) struct ConvertedSlots<'a, 'f> {
     /// Counts numbers that were too large for their new type.
     saturated: &'a mut u64,
     block: Vec<u8>,
+    /// Its numbers in our type, where that takes another size.
+    made: Vec<u8>,
     kept: usize,
     until: usize,
 }
@@ -120,7 +122,7 @@ impl<'a, 'f> ConvertedSlots<'a, 'f> {
         let wanted = Some(filling.kept() + filling.left()).filter(|_| filling.left() > 0);
         let until = wanted.map_or(0, |wanted| conversion.needed_there(wanted).min(leased));
         let (until, block) = (until.max(kept), vec![0; block_bytes]);
-        Self { filling, conversion, saturated, block, kept, until }
+        Self { filling, conversion, saturated, block, made: Vec::new(), kept, until }
     }
 }
 
@@ -147,7 +149,8 @@ impl Arriving for ConvertedSlots<'_, '_> {
     }
 
     fn keep(&mut self) -> Result<(), PeerFault> {
-        *self.saturated += self.conversion.convert_numbers(&mut self.block);
+        let (theirs, too_large) = self.conversion.convert_numbers(&mut self.block, &mut self.made);
+        *self.saturated += too_large;
         let block = self.kept;
         self.kept += 1;
         for (at, part) in self.conversion.parts_of(block) {
@@ -156,7 +159,7 @@ impl Arriving for ConvertedSlots<'_, '_> {
                 continue;
             }
             let Some(slot) = self.filling.next() else { break };
-            let put = self.conversion.put(part, &self.block, slot);
+            let put = self.conversion.put(part, theirs, slot);
             put.ok_or(BrokenLink::Unexpected("a block has another size than its layout"))?;
             if self.conversion.is_last(part) {
                 self.filling.written();

@@ -1,11 +1,13 @@
 //! Workers of one model whose blocks are not the same bytes: they have more or fewer tokens, their
-//! axes another order, or their numbers another type of 16 bits. What comes from such a peer is made
-//! what it would be here, once it is verified.
+//! axes another order, or their numbers another type. What comes from such a peer is made what it would
+//! be here, once it is verified.
 
 use kvbm_tiers::transform::{Transform, View};
 
-use super::numbers::HalfTypes;
+use super::fp8::Fp8Conversion;
+use super::numbers::{HalfTypes, NumberTypes};
 use super::protocol::Member;
+use super::scales::ScaledRows;
 use crate::names::fingerprint::KvLayout;
 
 /// Blocks of a peer, made into ours.
@@ -17,7 +19,15 @@ pub(super) struct Conversion {
     cut: usize,
     /// How each of the joined ones goes into ours, or each of ours comes out of the peer's.
     parts: Vec<Vec<Transform>>,
-    types: Option<HalfTypes>,
+    /// Before that, while all lies as it does there.
+    numbers: Option<NumberConversion>,
+}
+
+/// How numbers get another type.
+#[derive(Debug)]
+enum NumberConversion {
+    Halves(HalfTypes),
+    Fp8(Fp8Conversion),
 }
 
 impl Conversion {
@@ -28,7 +38,7 @@ impl Conversion {
             return None;
         }
         let [dtype, their_dtype] = both.map(|member| &*member.fingerprint.dtype);
-        let types = HalfTypes::between(their_dtype, dtype);
+        let types = NumberTypes::between(their_dtype, dtype);
         let [tokens, their_tokens] = both.map(|member| member.fingerprint.block_tokens);
         let [layout, their_layout] = both.map(|member| member.fingerprint.layouts.first());
         let has_other_order = layout.zip(their_layout).is_some_and(|(a, b)| a.order != b.order);
@@ -36,17 +46,23 @@ impl Conversion {
             return None;
         }
         let (joined, cut) = ratio(tokens, their_tokens)?;
-        let [ours, theirs] = [BlockLayout::of(ours)?, BlockLayout::of(theirs)?];
+        let [their_number, number] = types.map_or([1, 1], NumberTypes::bytes);
+        let there = BlockLayout::of(theirs, their_number)?;
+        let numbers = match types {
+            Some(types) => Some(NumberConversion::new(types, both, &there)?),
+            None => None,
+        };
+        let (ours, theirs) = (BlockLayout::of(ours, number)?, there.resized(their_number, number)?);
         let parts = (0..joined.max(cut)).map(|part| {
             let (skipped, skipped_there) = if cut > 1 { (0, part) } else { (part, 0) };
             theirs.transforms([skipped_there, skipped], tokens.min(their_tokens), &ours)
         });
-        Some(Self { joined, cut, parts: parts.collect::<Option<_>>()?, types })
+        Some(Self { joined, cut, parts: parts.collect::<Option<_>>()?, numbers })
     }
 
     /// Whether numbers may come out rounded.
     pub(super) const fn changes_types(&self) -> bool {
-        self.types.is_some()
+        self.numbers.is_some()
     }
 
     /// Leading blocks of the peer's chain that `ours` of ours have whole.
@@ -77,16 +93,45 @@ impl Conversion {
         self.cut > 1 || part + 1 == self.joined
     }
 
-    /// Makes the numbers of a peer's block ours; returns how many were too large for that, and are
-    /// the largest there is.
-    pub(super) fn convert_numbers(&self, block: &mut [u8]) -> u64 {
-        self.types.map_or(0, |types| types.convert(block))
+    /// Makes the numbers of a peer's block ours, in place or in `made`; returns where they are, and how
+    /// many were too large for that, and are the largest there is.
+    pub(super) fn convert_numbers<'a>(
+        &self,
+        block: &'a mut [u8],
+        made: &'a mut Vec<u8>,
+    ) -> (&'a [u8], u64) {
+        match &self.numbers {
+            None => (block, 0),
+            Some(NumberConversion::Halves(types)) => {
+                let too_large = types.convert(block);
+                (block, too_large)
+            }
+            Some(NumberConversion::Fp8(conversion)) => {
+                made.resize(conversion.made_bytes(block.len()), 0);
+                let too_large = conversion.convert(block, made);
+                (made, too_large)
+            }
+        }
     }
 
     /// Puts a part of a peer's block into ours. `None`: one of them has another size.
     pub(super) fn put(&self, part: usize, theirs: &[u8], ours: &mut [u8]) -> Option<()> {
         let transforms = self.parts.get(part)?;
         transforms.iter().try_for_each(|one| one.apply(theirs, ours, &[(0, 0)]).ok())
+    }
+}
+
+impl NumberConversion {
+    /// Of blocks that lie as they do `there`. `None`: the worker whose numbers are FP8 does not give
+    /// their scales.
+    fn new(types: NumberTypes, [ours, theirs]: [&Member; 2], there: &BlockLayout) -> Option<Self> {
+        let scales = match types {
+            NumberTypes::Halves(types) => return Some(Self::Halves(types)),
+            NumberTypes::FromFp8(_) => &theirs.fingerprint.scales,
+            NumberTypes::ToFp8(_) => &ours.fingerprint.scales,
+        };
+        let rows = ScaledRows::of(there, types.bytes()[0], scales.len())?;
+        Some(Self::Fp8(Fp8Conversion::new(types, scales, rows)?))
     }
 }
 
@@ -103,37 +148,45 @@ fn ratio(ours: u64, theirs: u64) -> Option<(usize, usize)> {
 }
 
 /// How a block lies in the host tier: dense, in the order of its axes.
-struct BlockLayout {
+pub(super) struct BlockLayout {
     bytes: usize,
     /// Of what no axis goes into.
-    row_bytes: usize,
+    pub(super) row_bytes: usize,
     /// Of keys and of values, which are the same two axes unless the order says so.
-    keys: Axes,
+    pub(super) keys: Axes,
     values: Axes,
     /// Whether the two have orders of their own.
     is_split: bool,
 }
 
 /// From the outermost on.
-type Axes = Vec<Axis>;
+pub(super) type Axes = Vec<Axis>;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Axis {
-    name: String,
-    extent: usize,
+pub(super) struct Axis {
+    pub(super) name: String,
+    pub(super) extent: usize,
     /// Bytes from one to the next.
-    stride: usize,
+    pub(super) stride: usize,
 }
 
 impl BlockLayout {
-    /// `None`: its fingerprint does not say how a block's bytes lie, or not of all of them.
-    fn of(member: &Member) -> Option<Self> {
+    /// Of numbers of so many bytes, which rows have whole. `None`: its fingerprint does not say how a
+    /// block's bytes lie, or not of all of them.
+    fn of(member: &Member, number_bytes: usize) -> Option<Self> {
         let [layout] = &member.fingerprint.layouts[..] else { return None };
         let is_ordered = layout.strides.is_sorted_by(|outer, inner| outer >= inner);
-        let row_bytes = usize::try_from(*layout.strides.last()?).ok().filter(|&row| row > 0)?;
+        let mut row_bytes = usize::try_from(*layout.strides.last()?).ok().filter(|&row| row > 0)?;
         let bytes = usize::try_from(member.block_bytes).ok().filter(|_| is_ordered)?;
         let orders = layout.orders();
-        let extents = extents(layout, &orders.keys)?;
+        let mut extents = extents(layout, &orders.keys)?;
+        if !row_bytes.is_multiple_of(number_bytes) {
+            // The innermost axis goes into numbers, whatever it is called.
+            let is_one = orders.keys.last() == orders.values.last();
+            let (_, extent) = extents.last_mut().filter(|_| is_one)?;
+            let numbers = row_bytes.checked_mul(*extent)? / number_bytes;
+            (row_bytes, *extent) = (number_bytes, numbers);
+        }
         let axes =
             |order: &[&str]| dense(order, &extents, row_bytes).filter(|(_, all)| *all == bytes);
         let ((keys, _), (values, _)) = (axes(&orders.keys)?, axes(&orders.values)?);
@@ -141,6 +194,28 @@ impl BlockLayout {
         let has_tokens = keys.iter().any(|axis| axis.name == "token" && axis.extent == tokens);
         let is_split = orders.keys != orders.values;
         has_tokens.then_some(Self { bytes, row_bytes, keys, values, is_split })
+    }
+
+    /// The same layout of numbers that have `to` bytes instead of `from`.
+    fn resized(mut self, from: usize, to: usize) -> Option<Self> {
+        let axes = self.keys.iter_mut().chain(&mut self.values);
+        let strides = axes.map(|axis| &mut axis.stride);
+        for bytes in strides.chain([&mut self.bytes, &mut self.row_bytes]) {
+            *bytes = (*bytes / from).checked_mul(to)?;
+        }
+        Some(self)
+    }
+
+    /// All of it, or first its keys and then its values where these are ordered otherwise.
+    pub(super) fn planes(&self) -> Option<Vec<BlockPlane>> {
+        if !self.is_split {
+            return Some(vec![BlockPlane { axes: self.keys.clone(), offset: 0 }]);
+        }
+        let plane = |at: usize| {
+            let (axes, stride) = without_kv([&self.keys, &self.values][at])?;
+            Some(BlockPlane { axes, offset: at * stride })
+        };
+        [0, 1].into_iter().map(plane).collect()
     }
 
     /// Copies `tokens` tokens of a block of this layout to one of another, behind as many times so
@@ -174,6 +249,13 @@ impl BlockLayout {
         };
         Some(vec![plane([&self.keys, &to.keys], 0)?, plane([&self.values, &to.values], 1)?])
     }
+}
+
+/// What lies in one order.
+pub(super) struct BlockPlane {
+    pub(super) axes: Axes,
+    /// Bytes before it.
+    pub(super) offset: usize,
 }
 
 /// Bytes from keys to values, and the other axes.
@@ -271,7 +353,7 @@ impl PairedAxes {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::hint::black_box;
     use std::time::Duration;
 
@@ -383,6 +465,71 @@ mod tests {
         }
     }
 
+    /// Of a block of numbers in a row.
+    pub(in crate::peers) fn fp8_rows(numbers: usize, number_bytes: usize) -> ScaledRows {
+        let extents =
+            [("layer", 1), ("kv", 1), ("head", 1), ("channel", 1), ("byte", number_bytes)];
+        let layout = BlockLayout::of(&worker_of(&extents, ORDERS[0], numbers), number_bytes);
+        ScaledRows::of(&layout.unwrap(), number_bytes, 1).unwrap()
+    }
+
+    /// Number `n` of a block, by its axes.
+    fn scale_of(of: &Member, n: usize, scales: usize) -> usize {
+        let [layer, kv, head] = ["layer", "kv", "head"].map(|name| digit(of, n, name));
+        let each = 2 * layer + kv;
+        if scales == 6 { each } else { 4 * each + head }
+    }
+
+    /// Where the number at an address of a block is along an axis. Keys come first in it, or values: by
+    /// the orders of both.
+    fn digit(of: &Member, address: usize, name: &str) -> usize {
+        let layout = &of.fingerprint.layouts[0];
+        let tokens = of.fingerprint.block_tokens as usize;
+        let orders = layout.orders();
+        let along = |order: &[&str]| {
+            let mut axes = order.to_vec();
+            if !axes.contains(&"layer") {
+                axes.insert(0, "layer");
+            }
+            let (mut rest, mut found) = (address, 0);
+            for axis in axes.iter().rev().filter(|axis| **axis != "byte") {
+                let extent = extent(axis, tokens);
+                if *axis == name {
+                    found = rest % extent;
+                }
+                rest /= extent;
+            }
+            found
+        };
+        if name != "kv" && digit(of, address, "kv") == 1 {
+            along(&orders.values)
+        } else {
+            along(&orders.keys)
+        }
+    }
+
+    #[test]
+    fn each_number_has_the_scale_of_its_place() {
+        for (order, number_bytes) in ORDERS.iter().flat_map(|order| [(order, 1), (order, 2)]) {
+            let mut extents = EXTENTS;
+            extents[4].1 = number_bytes;
+            let of = worker_of(&extents, order, 16);
+            let layout = BlockLayout::of(&of, number_bytes).unwrap();
+            for scales in [6, 24] {
+                let rows = ScaledRows::of(&layout, number_bytes, scales).unwrap();
+                let mut found = vec![None; of.block_bytes as usize / number_bytes];
+                rows.each(|first, count, scale| {
+                    for of in &mut found[first..first + count] {
+                        assert_eq!(of.replace(scale), None, "twice");
+                    }
+                });
+                let expected = (0..found.len()).map(|n| Some(scale_of(&of, n, scales)));
+                assert!(found.iter().copied().eq(expected), "{order} {scales}");
+            }
+            assert!(ScaledRows::of(&layout, number_bytes, 12).is_none());
+        }
+    }
+
     #[test]
     fn prefixes_are_as_long_as_their_tokens() {
         let between = |ours, theirs| {
@@ -425,7 +572,8 @@ mod tests {
     const MEASURED_BYTES: usize = 64 << 20;
     const ROUNDS: usize = 7;
 
-    /// Of memcpy, in turns; a block is converted as it comes, from the caches of this thread.
+    /// Of memcpy of as many numbers of 16 bits, in turns; a block is converted as it comes, from the
+    /// caches of this thread.
     fn measured(there: &Member, here: &Member) -> f64 {
         let conversion = Conversion::between(here, there).unwrap();
         let [bytes, our_bytes] = [there, here].map(|member| member.block_bytes as usize);
@@ -434,28 +582,32 @@ mod tests {
         let number = |_| {
             let number = 8.0 * random.f32() - 4.0;
             match &*there.fingerprint.dtype {
-                "fp16" => f16::from_f32(number).to_le_bytes(),
-                _ => bf16::from_f32(number).to_le_bytes(),
+                "fp8_e4m3" => vec![random.u8(..)],
+                "fp16" => f16::from_f32(number).to_le_bytes().to_vec(),
+                _ => bf16::from_f32(number).to_le_bytes().to_vec(),
             }
         };
-        let source: Vec<_> = (0..MEASURED_BYTES / 2).flat_map(number).collect();
-        let mut made = vec![0; MEASURED_BYTES];
+        let mut source: Vec<_> = (0..MEASURED_BYTES / 2).flat_map(number).collect();
+        let numbers = source.len();
+        // As much is copied either way.
+        source.resize(MEASURED_BYTES, 0);
+        let (mut made, copied) = (vec![0; MEASURED_BYTES], MEASURED_BYTES / (numbers / bytes));
         let mut ratios: Vec<_> = (0..ROUNDS)
             .map(|_| {
                 let began = now();
-                made.chunks_mut(bytes).zip(source.chunks(bytes)).for_each(|(to, from)| {
+                made.chunks_mut(copied).zip(source.chunks(copied)).for_each(|(to, from)| {
                     to.copy_from_slice(black_box(from));
                 });
                 let plain = began.elapsed();
-                let mut block = vec![0; bytes];
+                let (mut block, mut other) = (vec![0; bytes], Vec::new());
                 let mut converted = Duration::ZERO;
-                for (at, from) in source.chunks(bytes).enumerate() {
+                for (at, from) in source[..numbers].chunks(bytes).enumerate() {
                     block.copy_from_slice(from);
                     let began = now();
-                    conversion.convert_numbers(&mut block);
+                    let (theirs, _) = conversion.convert_numbers(&mut block, &mut other);
                     for (position, part) in conversion.parts_of(at) {
                         let ours = &mut made[position * our_bytes..][..our_bytes];
-                        conversion.put(part, black_box(&block), ours).unwrap();
+                        conversion.put(part, black_box(theirs), ours).unwrap();
                     }
                     converted += began.elapsed();
                 }
@@ -474,8 +626,11 @@ mod tests {
         let of = |order, tokens| worker_of(&LLAMA, order, tokens);
         let (nhd, hnd) = (ORDERS[0], ORDERS[1]);
         let of_type = |dtype: &str| {
-            let mut member = of(nhd, 32);
+            let mut extents = LLAMA;
+            extents[4].1 = if dtype == "fp8_e4m3" { 1 } else { 2 };
+            let mut member = worker_of(&extents, nhd, 32);
             member.fingerprint.dtype = dtype.to_owned();
+            member.fingerprint.scales = vec![0.03; 16];
             member
         };
         let figures = [
@@ -488,6 +643,10 @@ mod tests {
             ("other order of layers", of(nhd, 32), of("kv,token,layer,head,channel,byte", 32)),
             ("bf16 to fp16", of_type("bf16"), of_type("fp16")),
             ("fp16 to bf16", of_type("fp16"), of_type("bf16")),
+            ("fp8_e4m3 to bf16", of_type("fp8_e4m3"), of_type("bf16")),
+            ("fp8_e4m3 to fp16", of_type("fp8_e4m3"), of_type("fp16")),
+            ("bf16 to fp8_e4m3", of_type("bf16"), of_type("fp8_e4m3")),
+            ("fp16 to fp8_e4m3", of_type("fp16"), of_type("fp8_e4m3")),
         ];
         for (name, there, here) in figures {
             let of_memcpy = (100.0 * measured(&there, &here)).round() / 100.0;

@@ -10,6 +10,7 @@ use ring::rand::{SecureRandom, SystemRandom};
 use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::conversion::Conversion;
+use super::numbers::NumberTypes;
 use super::protocol::{
     BrokenLink, Challenge, Hello, Join, Member, Nonce, Proof, ToHolder, ToReader, receive, send,
 };
@@ -219,7 +220,22 @@ fn difference(ours: &Member, theirs: &Member, converts_types: bool) -> Option<St
     let bytes = both.map(|member| member.block_bytes.to_string());
     let other_bytes = (bytes[0] != bytes[1]).then_some(("block_bytes", bytes));
     let (what, [a, b]) = differs.or(other_bytes)?;
-    Some(format!("{what} is {a:?} at {}, {b:?} at {}", ours.name, theirs.name))
+    let hint = if what == "dtype" { scales_missing(both) } else { String::new() };
+    Some(format!("{what} is {a:?} at {}, {b:?} at {}{hint}", ours.name, theirs.name))
+}
+
+/// What keeps numbers of FP8 from being converted.
+fn scales_missing([ours, theirs]: [&Member; 2]) -> String {
+    let [to, from] = [ours, theirs].map(|member| &*member.fingerprint.dtype);
+    let unscaled = match NumberTypes::between(from, to) {
+        Some(NumberTypes::FromFp8(_)) => theirs,
+        Some(NumberTypes::ToFp8(_)) => ours,
+        _ => return String::new(),
+    };
+    if !unscaled.fingerprint.scales.is_empty() {
+        return String::new();
+    }
+    format!("; {} gives no scales (Fingerprint::scales)", unscaled.name)
 }
 
 /// What a member would be if its blocks were `ours`.
@@ -227,6 +243,7 @@ fn converted(theirs: &Member, ours: &Member) -> Member {
     let mut member = Member { block_bytes: ours.block_bytes, ..theirs.clone() };
     let fingerprint = &mut member.fingerprint;
     fingerprint.dtype.clone_from(&ours.fingerprint.dtype);
+    fingerprint.scales.clone_from(&ours.fingerprint.scales);
     fingerprint.layouts.clone_from(&ours.fingerprint.layouts);
     fingerprint.block_tokens = ours.fingerprint.block_tokens;
     member

@@ -22,7 +22,9 @@
 //! | `chain_names` | what a prompt's blocks are called, here and there |
 //! | `following` | brings what a peer has and what it comes to have meanwhile |
 //! | `conversion` | blocks of other numbers of tokens, orders or types, made into ours |
-//! | `numbers` | numbers of 16 bits as those of another type |
+//! | `numbers` | types of numbers, and those of 16 bits as those of another type |
+//! | `fp8` | numbers of 8 bits as those of 16, and back |
+//! | `scales` | which numbers of a block have which scale |
 //! | `arriving` | where blocks go as they come |
 //! | `loading` | loads onto the device from what a peer holds |
 //! | `neighbour` | the memory of workers on the same host |
@@ -39,6 +41,7 @@ mod conversion;
 mod counting;
 pub(crate) mod discovery;
 mod following;
+mod fp8;
 mod greeting;
 mod holder;
 mod link;
@@ -51,6 +54,7 @@ mod probes;
 mod protocol;
 mod ranks;
 mod reader;
+mod scales;
 mod sealed;
 mod shares;
 mod slices;

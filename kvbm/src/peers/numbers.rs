@@ -1,33 +1,90 @@
-//! Numbers of 16 bits as the other type of 16 bits: IEEE's binary16 and bfloat16, rounded to the
-//! nearest, of two as near the even one.
+//! Which type numbers have, by the words of a `dtype`; and those of 16 bits as the other type of 16
+//! bits: IEEE's binary16 and bfloat16, rounded to the nearest, of two as near the even one.
 
 use half::{bf16, f16};
 
 /// Numbers that are converted together.
 const AT_ONCE: usize = 64;
-/// From here on a number is rounded to an infinity in binary16.
-const TOO_LARGE: f32 = 65_520.0;
 /// All bits but the sign.
 const MAGNITUDE: u16 = 0x7FFF;
 /// How far apart the exponents of one number are, which count from another origin in each type.
 const BIAS: u16 = 127 - 15;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum HalfType {
+pub(super) enum HalfType {
     F16,
     Bf16,
 }
 
+/// The type of a cache's numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NumberType {
+    Half(HalfType),
+    /// e4m3, each number of which stands for itself times a scale.
+    Fp8,
+}
+
 /// The words for them: ours, and those of engines.
-const WORDS: [(&str, HalfType); 5] = [
-    ("fp16", HalfType::F16),
-    ("f16", HalfType::F16),
-    ("float16", HalfType::F16),
-    ("bf16", HalfType::Bf16),
-    ("bfloat16", HalfType::Bf16),
+const WORDS: [(&str, NumberType); 8] = [
+    ("fp16", NumberType::Half(HalfType::F16)),
+    ("f16", NumberType::Half(HalfType::F16)),
+    ("float16", NumberType::Half(HalfType::F16)),
+    ("bf16", NumberType::Half(HalfType::Bf16)),
+    ("bfloat16", NumberType::Half(HalfType::Bf16)),
+    ("fp8_e4m3", NumberType::Fp8),
+    ("fp8_e4m3fn", NumberType::Fp8),
+    ("float8_e4m3fn", NumberType::Fp8),
 ];
 
 /// The type that numbers have, and the one that they get.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NumberTypes {
+    Halves(HalfTypes),
+    FromFp8(HalfType),
+    ToFp8(HalfType),
+}
+
+impl NumberTypes {
+    /// By the `dtype` of fingerprints. `None`: they are of one type, or differ in more than that.
+    pub(super) fn between(from: &str, to: &str) -> Option<Self> {
+        let [(from, around), (to, also_around)] = [told(from)?, told(to)?];
+        if around != also_around {
+            return None;
+        }
+        match (from, to) {
+            (NumberType::Half(from), NumberType::Half(to)) => {
+                (from != to).then_some(Self::Halves(HalfTypes { from, to }))
+            }
+            (NumberType::Fp8, NumberType::Half(to)) => Some(Self::FromFp8(to)),
+            (NumberType::Half(from), NumberType::Fp8) => Some(Self::ToFp8(from)),
+            (NumberType::Fp8, NumberType::Fp8) => None,
+        }
+    }
+
+    /// Bytes of a number, before and after.
+    pub(super) const fn bytes(self) -> [usize; 2] {
+        match self {
+            Self::Halves(_) => [2, 2],
+            Self::FromFp8(_) => [1, 2],
+            Self::ToFp8(_) => [2, 1],
+        }
+    }
+}
+
+impl HalfType {
+    /// The number of this type that is nearest; and whether it is too large for that: then it is the
+    /// largest of its sign.
+    pub(super) fn nearest(self, exact: f32) -> (u16, bool) {
+        let [made, infinity, largest] = match self {
+            Self::F16 => [f16::from_f32(exact), f16::INFINITY, f16::MAX].map(f16::to_bits),
+            Self::Bf16 => [bf16::from_f32(exact), bf16::INFINITY, bf16::MAX].map(bf16::to_bits),
+        };
+        let is_too_large = made & MAGNITUDE == infinity && exact.is_finite();
+        (if is_too_large { largest | made & !MAGNITUDE } else { made }, is_too_large)
+    }
+}
+
+/// Two types of 16 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct HalfTypes {
     from: HalfType,
@@ -35,12 +92,6 @@ pub(super) struct HalfTypes {
 }
 
 impl HalfTypes {
-    /// By the `dtype` of fingerprints. `None`: they are of one type, or differ in more than that.
-    pub(super) fn between(from: &str, to: &str) -> Option<Self> {
-        let [(from, around), (to, also_around)] = [told(from)?, told(to)?];
-        (from != to && around == also_around).then_some(Self { from, to })
-    }
-
     /// Converts all numbers of `block`. Returns how many are too large: such a number is the largest
     /// of its sign. Infinities and what is no number stay so.
     pub(super) fn convert(self, block: &mut [u8]) -> u64 {
@@ -85,47 +136,44 @@ impl HalfTypes {
 
     /// Returns 1 if it is too large.
     fn convert_any(self, pair: &mut [u8; 2]) -> u64 {
-        match self.from {
-            HalfType::F16 => {
-                *pair = bf16::from_f32(f16::from_le_bytes(*pair).to_f32()).to_le_bytes();
-                0
-            }
-            HalfType::Bf16 => {
-                let exact = bf16::from_le_bytes(*pair).to_f32();
-                let is_too_large = exact.abs() >= TOO_LARGE && exact.is_finite();
-                let largest = f16::MAX.to_f32().copysign(exact);
-                *pair = f16::from_f32(if is_too_large { largest } else { exact }).to_le_bytes();
-                is_too_large.into()
-            }
-        }
+        let exact = match self.from {
+            HalfType::F16 => f16::from_le_bytes(*pair).to_f32(),
+            HalfType::Bf16 => bf16::from_le_bytes(*pair).to_f32(),
+        };
+        let (made, is_too_large) = self.to.nearest(exact);
+        *pair = made.to_le_bytes();
+        is_too_large.into()
     }
 }
 
-/// The one type of 16 bits that a `dtype` names, as often as it likes, and what it says beside.
-fn told(dtype: &str) -> Option<(HalfType, String)> {
-    let (mut found, mut around) = (None, String::new());
-    for word in dtype.split_inclusive(|letter: char| !letter.is_ascii_alphanumeric()) {
-        let name = word.trim_end_matches(|letter: char| !letter.is_ascii_alphanumeric());
+/// The one type that a `dtype` names, as often as it likes, and what it says beside. With FP8 it may
+/// also name that of 16 bits in which the model computes.
+fn told(dtype: &str) -> Option<(NumberType, String)> {
+    let (mut named, mut around) = (Vec::new(), String::new());
+    let is_between = |letter: char| !letter.is_ascii_alphanumeric() && letter != '_';
+    for word in dtype.split_inclusive(is_between) {
+        let name = word.trim_end_matches(is_between);
         match WORDS.iter().find(|(known, _)| *known == name) {
-            Some((_, of)) if found.is_some_and(|other| other != *of) => return None,
             Some((_, of)) => {
-                found = Some(*of);
-                around += "16 bits";
+                named.push(*of);
+                around += "number";
                 around += &word[name.len()..];
             }
             None => around += word,
         }
     }
-    found.map(|of| (of, around))
+    let of = named.iter().find(|of| **of == NumberType::Fp8).or(named.first())?;
+    let is_one = *of == NumberType::Fp8 || named.iter().all(|other| other == of);
+    is_one.then_some((*of, around))
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     /// What the bits of a number mean, by the definition of IEEE 754: a sign, an exponent, and the bits
     /// of a significand. `None`: it is no finite number.
-    fn value(bits: u16, significand_bits: u32) -> Option<f64> {
+    pub(in crate::peers) fn value(bits: u16, significand_bits: u32) -> Option<f64> {
         let exponent_bits = 15 - significand_bits;
         let exponent = i32::from(bits & 0x7FFF) >> significand_bits;
         let fraction =
@@ -139,12 +187,12 @@ mod tests {
         Some(if bits >> 15 == 1 { -magnitude } else { magnitude })
     }
 
-    const F16_BITS: u32 = 10;
-    const BF16_BITS: u32 = 7;
+    pub(in crate::peers) const F16_BITS: u32 = 10;
+    pub(in crate::peers) const BF16_BITS: u32 = 7;
 
     /// The nearest of all numbers to a magnitude, of two as near the even one; and whether it is too
     /// large for any.
-    fn nearest(magnitude: f64, all: &[f64]) -> (u16, bool) {
+    pub(in crate::peers) fn nearest(magnitude: f64, all: &[f64]) -> (u16, bool) {
         let above = all.partition_point(|of| *of < magnitude);
         let last = all.len() - 1;
         if above > last {
@@ -192,7 +240,10 @@ mod tests {
 
     #[test]
     fn every_number_is_rounded_to_the_nearest() {
-        let of = |from, to| HalfTypes::between(from, to).unwrap();
+        let of = |from, to| match NumberTypes::between(from, to) {
+            Some(NumberTypes::Halves(types)) => types,
+            other => panic!("{from} to {to}: {other:?}"),
+        };
         assert_eq!(each_number_is_the_nearest(of("fp16", "bf16"), [F16_BITS, BF16_BITS]), 0);
         let large = each_number_is_the_nearest(of("bf16", "fp16"), [BF16_BITS, F16_BITS]);
         // Those from 65,536 on: bfloat16 has 112 exponents there, of 128 numbers each, and two signs.
@@ -201,7 +252,13 @@ mod tests {
 
     #[test]
     fn types_are_told_by_their_words() {
-        let types = HalfTypes::between;
+        let types = NumberTypes::between;
+        let (f16, bf16) = (HalfType::F16, HalfType::Bf16);
+        assert_eq!(types("fp8_e4m3", "bf16"), Some(NumberTypes::FromFp8(bf16)));
+        // As an engine says in which type it computes, and in which it caches.
+        let [half, fp8] =
+            ["torch.float16", "torch.float8_e4m3fn"].map(|of| format!("torch.float16 {of} x"));
+        assert_eq!(types(&half, &fp8), Some(NumberTypes::ToFp8(f16)));
         assert!(types("torch.float16 None", "torch.bfloat16 None").is_some());
         assert!(
             types("torch.float16 torch.float16, as x", "torch.bfloat16 torch.bfloat16, as x")
@@ -210,7 +267,9 @@ mod tests {
         for (from, to) in [
             ("fp16", "fp16"),
             ("fp16", "fp32"),
-            ("fp8_e4m3", "bf16"),
+            ("fp8_e4m3", "fp8_e4m3fn"),
+            ("fp8_e5m2", "bf16"),
+            ("fp8_e4m3fnuz", "bf16"),
             ("bf16 fp16", "fp16 fp16"),
             ("torch.float16, as x", "torch.bfloat16, as y"),
             ("", ""),

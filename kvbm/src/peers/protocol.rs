@@ -27,7 +27,7 @@ use crate::names::hash::BlockHash;
 use crate::traces::TraceParent;
 
 /// What both sides must agree on. Raise it with every change of a message.
-pub(super) const VERSION: u16 = 7;
+pub(super) const VERSION: u16 = 8;
 /// `kvbp`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbp");
 
@@ -478,7 +478,9 @@ pub fn read_in_every_way(bytes: &[u8]) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::greeting::tests::member;
     use super::*;
+    use crate::names::fingerprint::MAX_SCALES;
 
     fn request(probes: usize) -> ToHolder {
         let probe = |n| Probe::new(n << 14, BlockHash::from_u128(u128::MAX - n as u128));
@@ -491,6 +493,15 @@ mod tests {
             group: u8::MAX,
             wait_ms: MAX_WAIT_MS,
         })
+    }
+
+    #[test]
+    fn a_member_with_all_scales_leaves_room_in_a_request() {
+        let mut member = member("a", 1);
+        member.fingerprint.scales = vec![1.0; MAX_SCALES];
+        let join = ToHolder::Join(Box::new(Join { proof: Some([255; 32]), member }));
+        let bytes = postcard::to_allocvec(&join).unwrap();
+        assert!(bytes.len() <= MAX_REQUEST / 4 * 3, "{}", bytes.len());
     }
 
     #[test]

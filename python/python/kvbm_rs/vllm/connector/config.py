@@ -180,6 +180,9 @@ class Config:
         self._hash = vllm_config.cache_config.prefix_caching_hash_algo
         dtype = _dtype(vllm_config, kv_cache_config)
         self.fingerprint = _fingerprint(vllm_config, self, dtype, extra.get("weights"))
+        # What an FP8 cache says of its numbers besides, once the layers are there; and where vLLM puts these.
+        self._fp8 = _fp8(vllm_config, kv_cache_config)
+        self._made = vllm_config.compilation_config.static_forward_context if self._fp8 else {}
 
     @staticmethod
     def _extra(transfer: Any) -> dict[str, Any]:
@@ -200,6 +203,13 @@ class Config:
     def names_of(self, request: "Request", tokens: int) -> list[bytes]:
         """How vLLM names what a request has, at each multiple of `tokens`."""
         return versions.block_hashes(request, tokens, self._hash)
+
+    def scaled_fingerprint(self) -> dict[str, Any]:
+        """With the scales of an FP8 cache, by which a peer of another type takes its blocks. Only a worker can say it, which has
+        the model."""
+        order = self.fingerprint["layouts"][0][1]
+        scales = self._fp8 and _scales([self._made.get(name) for name in self.groups[0].layers], order)
+        return self.fingerprint | ({"dtype": self._fp8, "scales": scales} if scales else {})
 
     def others(self, memories: list[EngineMemory]) -> list[CacheGroup]:
         """The groups beside the first, with the memory of each."""
@@ -411,6 +421,10 @@ def _shadow_elements(config: Config, vllm_config: "VllmConfig", cache: "KVCacheC
     raise InvalidError(f"transfer.shadow_share: hits can be computed again and compared with {wanted}: set it to 0")
 
 
+# As vLLM's `KVQuantMode` has them, which 0.29 does not.
+_UNQUANTISED, _FP8 = 0, 1
+
+
 def _dtype(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str:
     """Of the model's numbers, and of those in its cache. Workers set `cache_dtype` when they make the model, and the scheduler does not
     hear of it: both find the same in the specs, but for which form of FP8 it is."""
@@ -422,6 +436,31 @@ def _dtype(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str:
             said += (f"{spec.mamba_type} {shape} {of}" for shape, of in zip(spec.shapes, spec.dtypes))
     said += ["e5m2"] if "e5m2" in vllm_config.cache_config.cache_dtype else []
     return " ".join(said)
+
+
+def _fp8(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
+    """The type of a cache of FP8 that has scales for whole layers, in the words that one of 16 bits has: then the two differ in
+    nothing else."""
+    if len(kv_cache_config.kv_cache_groups) != 1 or current_platform.is_fp8_fnuz():
+        return None
+    spec, asked = _spec(kv_cache_config.kv_cache_groups[0]), vllm_config.cache_config.cache_dtype
+    if getattr(spec, "kv_quant_mode", None) != _FP8 or "e5m2" in asked or getattr(spec, "cache_dtype_str", None):
+        return None
+    said = f"{vllm_config.model_config.dtype} {torch.float8_e4m3fn} {_UNQUANTISED} None"
+    return f"{said}, as {_order(vllm_config)}"
+
+
+def _scales(layers: list[Any], order: str) -> list[float] | None:
+    """For the keys of each layer and for its values, or for both where they are no axis of a block. `None`: layers do not say it,
+    or differ more."""
+    try:
+        scales = [[layer._k_scale.item(), layer._v_scale.item()] for layer in layers]
+    except (AttributeError, RuntimeError):
+        # One of another kind, or with a scale for each head.
+        return None
+    if "kv" in order:
+        return [scale for both in scales for scale in both]
+    return [keys for keys, _ in scales] if all(keys == values for keys, values in scales) else None
 
 
 def _fingerprint(vllm_config: "VllmConfig", config: Config, dtype: str, weights: str | None) -> dict[str, Any]:

@@ -187,7 +187,7 @@ class Scheduler:
             config.settings,
             memories[0],
             block_tokens=config.block_tokens,
-            fingerprint=config.fingerprint,
+            fingerprint=own.fingerprint if own else config.fingerprint,
             ranks=None if config.is_alone else config.ranks(),
             groups=config.others(memories[1:]),
         )

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -21,10 +22,12 @@ _adopted: dict[str, "Adopted"] = {}
 
 @dataclass(frozen=True)
 class Adopted:
-    """What the only worker of an engine adopted, by cache group: tensors, one for each layer, and the memory that they are."""
+    """What the only worker of an engine adopted, by cache group: tensors, one for each layer, and the memory that they are; and
+    what it says that blocks are."""
 
     tensors: list[list[torch.Tensor]]
     memories: list[EngineMemory]
+    fingerprint: dict[str, Any]
 
 
 def adopted(engine: str) -> Adopted:
@@ -166,7 +169,7 @@ class Worker:
             for tensors, group in zip(self._tensors, config.groups)
         ]
         if config.is_alone:
-            _adopted[config.engine] = Adopted(self._tensors, memories)
+            _adopted[config.engine] = Adopted(self._tensors, memories, config.scaled_fingerprint())
         elif not config.is_shared or _number() == 0:
             rank = _stage() * config.slices + _number()
             # The leader comes later: the worker must go on.
