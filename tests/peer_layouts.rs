@@ -54,7 +54,7 @@ const fn of_type(dtype: &'static str, of: Form) -> Form {
     Form { dtype, ..of }
 }
 
-/// Of FP8 with so many scales.
+/// Of FP8 with that many scales.
 fn fp8(scales: usize, of: Form) -> Form {
     Form { dtype: "fp8_e4m3", scales: &SCALES[..scales], ..of }
 }

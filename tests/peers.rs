@@ -166,11 +166,14 @@ fn has_nixl() -> bool {
 fn by(way: &str) -> String {
     let (memory, nixl) = match way {
         "memory" => (true, "off"),
-        "nixl" => (false, "required"),
+        "nixl" | "nixl over tcp" => (false, "required"),
         "auto" => (false, "auto"),
         _ => (false, "off"),
     };
-    format!("peers.shared_memory = {memory}\npeers.nixl = {nixl:?}")
+    // Else the kernel copies, and reads over TCP fail.
+    let over_tcp = "nixl.ucx.engine_config = \"TLS=tcp,PROTO_EMULATION_ENABLE=y\"";
+    let ucx = if way.ends_with("over tcp") { over_tcp } else { "" };
+    format!("peers.shared_memory = {memory}\npeers.nixl = {nixl:?}\n{ucx}")
 }
 
 struct Worker {

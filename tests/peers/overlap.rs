@@ -182,7 +182,8 @@ impl LeftOver {
 #[test]
 #[ignore = "it measures: tests/peers.sh has it"]
 fn what_is_left_behind_the_last_step_or_layer() {
-    for way in ["memory", "tcp", "nixl"].into_iter().filter(|way| *way != "nixl" || has_nixl()) {
+    let is_here = |way: &&str| !way.starts_with("nixl") || has_nixl();
+    for way in ["memory", "tcp", "nixl", "nixl over tcp"].into_iter().filter(is_here) {
         let pair = Pair::open(way);
         // First contact, and memory that is touched for the first time.
         pair.whole(0);
@@ -191,10 +192,7 @@ fn what_is_left_behind_the_last_step_or_layer() {
         let whole = times(&|n| pair.whole(n));
         let tail = times(&|n| pair.tail(100 + n, whole));
         LeftOver { whole, tail, notification }.tell("steps", way, STEPS);
-        // NIXL reads whole blocks.
-        if way != "nixl" {
-            let tail = times(&|n| pair.tail_of_layers(200 + n, whole));
-            LeftOver { whole, tail, notification }.tell("layers", way, LAYERS.get().into());
-        }
+        let tail = times(&|n| pair.tail_of_layers(200 + n, whole));
+        LeftOver { whole, tail, notification }.tell("layers", way, LAYERS.get().into());
     }
 }

@@ -100,7 +100,7 @@ pub use media_layer::MediaLayer;
 pub use memcpy::MemcpyBackend;
 pub use memory::{DeviceRegion, Memory, Space};
 pub use peers::{
-    OneSided, PeerMemory, ReadDone, SharedMemory, SlotReads, TierPlace, UnmetReader,
+    OneSided, PeerMemory, ReadDone, SharedMemory, SlotRead, SlotReads, TierPlace, UnmetReader,
     receive_memory, send_memory,
 };
 pub use sealed::Sealed;

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
+use kvbm_tiers::checksum::RunningChecksum;
 use kvbm_tiers::{CopyError, DramRegion, Frame, Memory, ReadDone, Tier};
 use tokio::sync::oneshot;
 
@@ -168,12 +169,39 @@ impl<'a> FillingSlots<'a> {
         (frames, done)
     }
 
+    /// [`lend`](Self::lend), of some bytes of slots that are not filled then either: those from the
+    /// `at`-th behind the filled ones on, which are behind all that are lent. `sums`, one a slot,
+    /// are the checksums of the bytes before, and those that come back go on from there.
+    pub(crate) fn lend_parts(
+        &mut self,
+        at: usize,
+        bytes: Range<usize>,
+        sums: Vec<u32>,
+    ) -> (Vec<Frame>, ReadDone) {
+        let memory = self.memory.cloned();
+        let (frames, back) = self.lend_from(self.filled + at, sums.len());
+        let done: ReadDone = Box::new(move |frames, result| {
+            let sum = |(frame, sum)| {
+                let mut running = RunningChecksum::after(sum);
+                running.add(memory.as_ref()?.read(frame)?.get(bytes.clone())?);
+                Some(running.value())
+            };
+            let result = result.map(|()| frames.iter().zip(sums).map(sum).collect());
+            back(frames, result);
+        });
+        (frames, done)
+    }
+
     /// [`lend`](Self::lend), to what says itself which blocks were written.
     pub(crate) fn lend_unsummed(&mut self, count: usize) -> (Vec<Frame>, FramesBack) {
+        let first = self.lent.back().map_or(self.filled, |lent| lent.slots.end);
+        self.lend_from(first, count)
+    }
+
+    fn lend_from(&mut self, first: usize, count: usize) -> (Vec<Frame>, FramesBack) {
         let Some((reserved, _)) = self.slots.as_mut() else {
             return (Vec::new(), Box::new(|_, _| {}));
         };
-        let first = self.lent.back().map_or(self.filled, |lent| lent.slots.end);
         let out: usize = self.lent.iter().map(|lent| lent.slots.len()).sum();
         let at = first - out;
         let frames: Vec<_> =

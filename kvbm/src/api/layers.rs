@@ -163,9 +163,7 @@ impl LayeredPut {
 impl Drop for LayeredPut {
     fn drop(&mut self) {
         if let Some(writing) = self.writing.take() {
-            let blocks = Arc::clone(&writing.blocks);
             drop(writing.publish(&self.core, false));
-            blocks.end(false);
             self.core.wake_followers();
         }
     }
@@ -178,6 +176,9 @@ impl Writing {
         filling.return_frames(self.writer.finish());
         if is_whole {
             filling.keep_all();
+        } else {
+            // Before others have the slots: who finds their bytes there learns why.
+            self.blocks.end(false);
         }
         filling.publish()
     }

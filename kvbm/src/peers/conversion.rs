@@ -171,7 +171,7 @@ pub(super) struct Axis {
 }
 
 impl BlockLayout {
-    /// Of numbers of so many bytes, which rows have whole. `None`: its fingerprint does not say how a
+    /// Of numbers of that many bytes, which rows have whole. `None`: its fingerprint does not say how a
     /// block's bytes lie, or not of all of them.
     fn of(member: &Member, number_bytes: usize) -> Option<Self> {
         let [layout] = &member.fingerprint.layouts[..] else { return None };

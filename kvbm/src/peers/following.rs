@@ -12,6 +12,7 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 use super::chain_names::ChainNames;
+use super::link::Patience;
 use super::reader::{OnPart, Pulled, Reader};
 use crate::error::{Error, ErrorKind, Result};
 use crate::names::hash::Chain;
@@ -58,8 +59,8 @@ impl Reader {
         let (mut copied, mut refused, mut since) = (0, None, Instant::now());
         loop {
             // What it takes to reach the peer and to bring what lies here is no wait for blocks.
-            let left = patience.saturating_sub(since.elapsed());
-            let leasing = self.lease(peer.to_owned(), names.clone(), info, left);
+            let wait = Patience { left: patience.saturating_sub(since.elapsed()), whole: patience };
+            let leasing = self.lease(peer.to_owned(), names.clone(), info, wait);
             let Some(leased) = cancelled.run_until_cancelled(leasing).await else { break };
             let came = match leased {
                 Ok(lease) => {

@@ -57,6 +57,8 @@ pub(super) struct PeerLink {
     pub(super) needs_nixl: bool,
     /// In the book, if it is there.
     pub(super) open: Option<OpenAtPeer>,
+    /// An answer may be on its way.
+    pub(super) is_asked: bool,
 }
 
 /// What a reader wants of a chain.
@@ -73,13 +75,22 @@ pub(super) struct Wanted<'a> {
     pub(super) epoch: EpochDigest,
     pub(super) tenant: Option<u32>,
     /// How long the holder may wait for the first of them, if it has none yet.
-    pub(super) wait: Duration,
+    pub(super) wait: Patience,
     /// How long it waits for blocks, at most.
     pub(super) limit: Duration,
     /// What the holder's part is to be a part of.
     pub(super) trace: Option<TraceParent>,
     /// For blocks that lie sealed there. `None`: no key is given.
     pub(super) seal: Option<&'a HostSeal>,
+}
+
+/// How long something is waited for that comes bit by bit.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Patience {
+    /// From now on, for the next bit.
+    pub(super) left: Duration,
+    /// From each bit to the next.
+    pub(super) whole: Duration,
 }
 
 /// What a lease names: the blocks behind the first `before`, by their checksums, or with ranks by the
@@ -191,6 +202,7 @@ impl PeerLink {
             nixl: None,
             needs_nixl: false,
             open: None,
+            is_asked: false,
         })
     }
 
@@ -223,8 +235,11 @@ impl PeerLink {
 
     /// Asks the holder something.
     pub(super) async fn exchange(&mut self, message: &ToHolder) -> Result<ToReader, BrokenLink> {
+        self.is_asked = true;
         send(&mut self.stream, message).await?;
-        receive(&mut self.stream).await
+        let answer = receive(&mut self.stream).await?;
+        self.is_asked = false;
+        Ok(answer)
     }
 
     /// Leases what is there: two messages if that is all that is wanted or nothing, else four.
@@ -277,7 +292,7 @@ impl PeerLink {
                 takes_layers: self.takes_layers(wanted),
             },
             group: wanted.group,
-            wait_ms: wanted.wait.as_millis().min(MAX_WAIT_MS.into()) as u16,
+            wait_ms: wanted.wait.left.as_millis().min(MAX_WAIT_MS.into()) as u16,
         };
         self.exchange(&ToHolder::Lease(request)).await
     }
@@ -293,7 +308,9 @@ impl PeerLink {
         came: &mut ReadByNixl,
         cancelled: &CancellationToken,
     ) -> Result<(), PeerFault> {
-        if Instant::now() >= until {
+        // A lease of nothing may have been waited for that long, and each request for layers renews
+        // one of these.
+        if filling.left() > 0 && named.layers.is_none() && Instant::now() >= until {
             return Err(PeerFault::Ended(LeaseEnd::Expired));
         }
         let (mut saturated, conversion) = (0, self.conversion.clone());
@@ -301,7 +318,7 @@ impl PeerLink {
         let blocks = (leased, self.holder.block_bytes as usize);
         let arriving = async {
             if let Some(layers) = named.layers {
-                return self.bring_layers(named, layers, filling).await;
+                return self.bring_layers(named, layers, filling, came).await;
             }
             match (conversion, intake) {
                 (Some(_), Some(_)) => Err(CopyError::refused(NOT_CONVERTED).into()),

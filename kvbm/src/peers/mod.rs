@@ -86,6 +86,7 @@ use tracing::Instrument;
 use self::discovery::{PeerAddress, PeerAnnouncement, PeerList, PeerSource, PeerWatch};
 use self::greeting::{Credentials, PeerProofs, PeerSecret, random};
 use self::holder::{Holder, LeasedBlocks};
+use self::link::Patience;
 use self::neighbour::Neighbours;
 use self::nixl::{NixlHolders, agent_name};
 use self::protocol::Member;
@@ -488,7 +489,7 @@ impl Peers {
         let (reader, peer) = (Arc::clone(&self.reader), peer.to_owned());
         let names = chain.into();
         self.start_on_thread(async move |cancelled| {
-            let leased = reader.lease(peer, names, info, Duration::ZERO);
+            let leased = reader.lease(peer, names, info, Patience::default());
             tokio::select! {
                 leased = leased => leased,
                 () = cancelled.cancelled() => Err(Error::unavailable("the request for a lease was cancelled")),
@@ -552,8 +553,7 @@ impl Peers {
         if let Some(PeerThread { stop, thread }) = self.thread.lock().take() {
             drop(stop);
             drop(thread.join());
-            self.reader.waiting.lock().clear();
-            self.reader.others.iter().for_each(|reader| reader.waiting.lock().clear());
+            self.reader.forget_links();
             self.reader.nixl.iter().for_each(NixlHolders::close);
         }
     }

@@ -11,7 +11,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use kvbm_tiers::checksum::checksum;
-use kvbm_tiers::{Frame, OneSided, SetupError, SlotId, SlotReads, TierPlace};
+use kvbm_tiers::{Frame, OneSided, SetupError, SlotId, SlotRead, SlotReads, TierPlace};
 use serde::{Deserialize, Serialize};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout, timeout_at};
@@ -19,7 +19,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::link::{NamedBlocks, PeerFault, PeerLink};
 use super::parts;
 use super::protocol::{BrokenLink, LeaseEnd, Member, ToHolder, ToReader, shortened};
-use crate::api::filling::FillingSlots;
+use crate::api::filling::{BlockSums, FillingSlots};
 use crate::sync::Mutex;
 
 /// Metadata of an agent has hundreds of bytes, and some thousands on a host with many devices.
@@ -280,6 +280,16 @@ pub(super) async fn read(
     came: &mut ReadByNixl,
 ) -> Result<(), PeerFault> {
     let brought = read_parts(reads, named, until, filling, came).await;
+    ended(reads, until, filling, brought).await
+}
+
+/// All slots are back, or lost until they come.
+async fn ended(
+    reads: &dyn SlotReads,
+    until: Instant,
+    filling: &mut FillingSlots<'_>,
+    brought: Result<(), PeerFault>,
+) -> Result<(), PeerFault> {
     let until = until.max(Instant::now() + GRACE);
     if brought.is_ok() || timeout_at(until, filling.regain_all()).await.is_ok() {
         return brought;
@@ -307,24 +317,87 @@ async fn read_parts(
             let from = slots_of(named, &part)?.to_vec();
             let (to, done) = filling.lend(part.len());
             came.descriptors += descriptors(&from, &to);
-            reads.read(from, to, done);
+            reads.read(SlotRead { from, to, bytes: None }, done);
         }
         if filling.lent() == 0 {
             return Ok(());
         }
-        let sums = match timeout_at(until, filling.regain()).await {
-            Ok(Some(Ok(sums))) => sums,
-            Ok(Some(Err(error))) => return Err(PeerFault::Nixl(error.to_string())),
-            Ok(None) => return Err(PeerFault::Nixl("its slots do not come back".to_owned())),
-            Err(_) => return Err(PeerFault::Ended(LeaseEnd::Expired)),
-        };
-        for sum in sums {
+        for sum in regained(filling, until).await? {
             let expected = named.checksums.get(filling.kept() - named.before).copied();
             if expected.is_none() || sum != expected {
                 return Err(PeerFault::Wrong);
             }
             filling.keep();
             came.blocks += 1;
+        }
+    }
+}
+
+/// The checksums of what was lent first.
+async fn regained(
+    filling: &mut FillingSlots<'_>,
+    until: Instant,
+) -> Result<Vec<Option<u32>>, PeerFault> {
+    let back: Option<BlockSums> = timeout_at(until, filling.regain())
+        .await
+        .map_err(|_| PeerFault::Ended(LeaseEnd::Expired))?;
+    let sums = back.ok_or_else(|| PeerFault::Nixl("its slots do not come back".to_owned()))?;
+    sums.map_err(|error| PeerFault::Nixl(error.to_string()))
+}
+
+/// Successive layers of blocks.
+pub(super) struct LayerBytes<'a> {
+    /// Where they lie in each block.
+    pub(super) bytes: Range<usize>,
+    /// Where each block lies at the holder, and the checksum up to there.
+    pub(super) slots: &'a [SlotId],
+    pub(super) expected: &'a [[u8; 4]],
+}
+
+/// Reads layers of all blocks that are wanted into their slots. `sums` are the checksums of the
+/// layers before, and of these then: of all blocks, or as they were.
+pub(super) async fn read_layers(
+    reads: &dyn SlotReads,
+    layers: LayerBytes<'_>,
+    until: Instant,
+    (filling, sums): (&mut FillingSlots<'_>, &mut Vec<u32>),
+    came: &mut ReadByNixl,
+) -> Result<(), PeerFault> {
+    let brought = read_layer_parts(reads, layers, until, (&mut *filling, &*sums), came).await;
+    match brought {
+        Ok(summed) => {
+            *sums = summed;
+            Ok(())
+        }
+        Err(fault) => ended(reads, until, filling, Err(fault)).await,
+    }
+}
+
+async fn read_layer_parts(
+    reads: &dyn SlotReads,
+    LayerBytes { bytes, slots, expected }: LayerBytes<'_>,
+    until: Instant,
+    (filling, sums): (&mut FillingSlots<'_>, &[u32]),
+    came: &mut ReadByNixl,
+) -> Result<Vec<u32>, PeerFault> {
+    let mut parts = parts(0..sums.len(), (READ_BYTES / bytes.len().max(1)).max(1));
+    let mut summed = Vec::with_capacity(sums.len());
+    loop {
+        while filling.lent() < READS
+            && let Some(part) = parts.next()
+        {
+            let from = slots.get(part.clone()).ok_or(PeerFault::Wrong)?.to_vec();
+            let before = sums[part.clone()].to_vec();
+            let (to, done) = filling.lend_parts(part.start, bytes.clone(), before);
+            came.descriptors += from.len();
+            reads.read(SlotRead { from, to, bytes: Some(bytes.clone()) }, done);
+        }
+        if filling.lent() == 0 {
+            return Ok(summed);
+        }
+        for sum in regained(filling, until).await? {
+            let expected = expected.get(summed.len()).map(|crc| u32::from_le_bytes(*crc));
+            summed.push(sum.filter(|_| sum == expected).ok_or(PeerFault::Wrong)?);
         }
     }
 }
@@ -346,4 +419,4 @@ fn descriptors(from: &[SlotId], to: &[Frame]) -> usize {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -18,7 +18,7 @@ use tracing::Instrument;
 use super::book::{OpenAtPeer, PeerBook, PeerUse};
 use super::discovery::PeerList;
 use super::greeting::Credentials;
-use super::link::{NamedBlocks, PeerFault, PeerLink, Wanted};
+use super::link::{NamedBlocks, Patience, PeerFault, PeerLink, Wanted};
 use super::neighbour::Neighbours;
 use super::nixl::{NixlHolders, ReadByNixl};
 use super::protocol::{BrokenLink, LeaseEnd, ReadEnd};
@@ -178,7 +178,7 @@ impl Reader {
         peer: String,
         names: ChainNames,
         info: RequestInfo,
-        wait: Duration,
+        wait: Patience,
     ) -> Result<PeerLease> {
         let span = spans::of_lease(&peer, &info);
         let trace = TraceParent::of(&span);
@@ -193,7 +193,7 @@ impl Reader {
         peer: String,
         ChainNames { here: chain, there }: ChainNames,
         info: RequestInfo,
-        wait: Duration,
+        wait: Patience,
         trace: Option<TraceParent>,
     ) -> Result<PeerLease> {
         let address = self.known.borrow().get(&peer).map(str::to_owned);
@@ -309,7 +309,8 @@ impl Reader {
             match self.lease_over(&mut link, wanted).await {
                 // The peer has another process now, or ended the connection.
                 Err(PeerFault::Link(BrokenLink::Closed(_))) => {
-                    self.waiting.lock().remove(address);
+                    let gone = self.waiting.lock().remove(address);
+                    drop(gone);
                 }
                 leased => return self.keep_refused(address, link, leased),
             }
@@ -337,7 +338,7 @@ impl Reader {
             nixl.equip(link).await?;
         }
         // Its time counts from here: the first contact by NIXL takes a while.
-        in_time(self.limit + wanted.wait, link.lease(wanted)).await
+        in_time(self.limit + wanted.wait.left, link.lease(wanted)).await
     }
 
     /// A peer that answered that it gives no lease may give another.
@@ -365,22 +366,35 @@ impl Reader {
 
     pub(super) fn keep(&self, address: &str, link: PeerLink) {
         let known = self.known.borrow();
+        let is_gone = |address: &String| !known.iter().any(|(_, known)| known == address);
         let mut waiting = self.waiting.lock();
-        waiting.retain(|address, _| known.iter().any(|(_, known)| known == address));
+        let gone: Vec<_> = waiting.extract_if(|address, _| is_gone(address)).collect();
         let links = waiting.entry(address.to_owned()).or_default();
         if links.len() < MAX_WAITING {
             links.push(WaitingLink { link, since: Instant::now() });
         }
+        // With a link a mapping may end, or an agent of NIXL: others need not wait for that.
+        drop(waiting);
+        drop(gone);
     }
 
     /// Lets go of connections that were not used for long, and so of neighbours' memory.
     pub(super) fn tidy(&self) {
         self.others.iter().for_each(Self::tidy);
+        let is_old = |waiting: &mut WaitingLink| waiting.since.elapsed() >= MAX_WAIT;
         let mut waiting = self.waiting.lock();
-        waiting.retain(|_, links| {
-            links.retain(|waiting| waiting.since.elapsed() < MAX_WAIT);
-            !links.is_empty()
-        });
+        let old = waiting.values_mut().flat_map(|links| links.extract_if(.., is_old));
+        let old: Vec<_> = old.collect();
+        waiting.retain(|_, links| !links.is_empty());
+        drop(waiting);
+        drop(old);
+    }
+
+    /// Lets go of all of them.
+    pub(super) fn forget_links(&self) {
+        self.others.iter().for_each(Self::forget_links);
+        let links = std::mem::take(&mut *self.waiting.lock());
+        drop(links);
     }
 
     /// Brings what a lease names into the host tier.
@@ -443,17 +457,25 @@ impl Reader {
     }
 
     /// Blocks are there once those before them are, which others may bring. An error says why that
-    /// is not waited for any longer.
+    /// is not waited for any longer. `lease`: others bring all that it names.
     async fn await_others(
         &self,
         published: Transfer<Transferred>,
+        lease: Option<(&mut PeerLink, &NamedBlocks)>,
         cancelled: &CancellationToken,
     ) -> Result<Result<Transferred>, PeerFault> {
+        let patience = async {
+            if let Some((link, named)) = lease {
+                // Layers take as long as the peer's engine does, and then they are here soon.
+                let _ = link.await_layers(named).await;
+            }
+            sleep(self.limit).await;
+        };
         tokio::select! {
             biased;
             told = published => Ok(told),
             () = cancelled.cancelled() => Err(PeerFault::Cancelled),
-            () = sleep(self.limit) => Err(PeerFault::Awaited),
+            () = patience => Err(PeerFault::Awaited),
         }
     }
 
@@ -511,7 +533,8 @@ impl Reader {
             nixl.look_back(&mut lease.link, brought.as_ref().err()).await;
         }
         let published = filling.publish().ok_or_else(Error::closed)?;
-        match self.await_others(published, cancelled).await {
+        let of_others = (brought.is_ok() && copied == 0).then_some((&mut lease.link, &lease.named));
+        match self.await_others(published, of_others, cancelled).await {
             Ok(told) => {
                 let Transferred { lease: held, blocks, .. } = told?;
                 Ok(PulledPart { held, blocks, copied, fault: brought.err() })
@@ -633,7 +656,7 @@ impl Reader {
         };
         let info = RequestInfo { request: None, has_asked: true, ..lease.info };
         let peer = lease.peer.clone();
-        let leasing = group.lease_traced(peer, names.into(), info, Duration::ZERO, None);
+        let leasing = group.lease_traced(peer, names.into(), info, Patience::default(), None);
         let leased = tokio::select! {
             biased;
             () = cancelled.cancelled() => return Ok(Some(PeerFault::Cancelled.to_string())),
@@ -659,7 +682,10 @@ impl Reader {
     /// Ends a lease at its holder, which hears how. The connection waits for its next use unless
     /// something of this one may be left in it.
     async fn release(&self, lease: PeerLease, fault: Option<&PeerFault>) {
-        let PeerLease { mut link, address, named, .. } = lease;
+        let PeerLease { mut link, address, .. } = lease;
+        if link.is_asked {
+            return;
+        }
         let end = match fault {
             None => ReadEnd::Whole,
             Some(fault) if fault.is_wrong() => ReadEnd::Wrong,
@@ -673,10 +699,7 @@ impl Reader {
                 | PeerFault::Ranks(_)
                 | PeerFault::Seal(_),
             ) => ReadEnd::GivenUp,
-            // An answer may be on its way, of layers.
-            Some(PeerFault::Cancelled) if link.memory.is_some() && named.layers.is_none() => {
-                ReadEnd::GivenUp
-            }
+            Some(PeerFault::Cancelled) if link.memory.is_some() => ReadEnd::GivenUp,
             Some(_) => return,
         };
         if timeout(self.limit, link.release(end)).await.is_ok_and(|sent| sent.is_ok()) {

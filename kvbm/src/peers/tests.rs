@@ -28,7 +28,7 @@ use super::discovery::{PeerAddress, PeerList};
 use super::greeting::tests::member;
 use super::greeting::{Credentials, PeerProofs, PeerSecret};
 use super::holder::{Holder, LeasedBlocks};
-use super::link::PeerLink;
+use super::link::{Patience, PeerLink};
 use super::reader::{PeerLease, Reader};
 use super::slices::HostBytes;
 use crate::api::blocking::Blocks;
@@ -365,7 +365,7 @@ impl Pair {
             return;
         }
         let info = RequestInfo::default();
-        let leased = self.reader.lease("there".to_owned(), chain.into(), info, Duration::ZERO);
+        let leased = self.reader.lease("there".to_owned(), chain.into(), info, Patience::default());
         let leased = leased.await;
         self.said = leased.as_ref().err().map(ToString::to_string);
         self.lease = leased.ok();

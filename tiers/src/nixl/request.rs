@@ -1,5 +1,6 @@
 //! Transfers: prepared lists of segments, and requests that move some of them.
 
+use std::any::Any;
 use std::ffi::{CStr, c_int};
 use std::fmt;
 use std::ptr::{NonNull, null_mut};
@@ -148,7 +149,7 @@ impl SegmentList {
         self.handle.as_ptr()
     }
 
-    fn peer(&self) -> Option<&RemotePeer> {
+    fn peer(&self) -> Option<&Arc<RemotePeer>> {
         match &self.owner {
             ListOwner::Own(_) => None,
             ListOwner::Peer(peer) => Some(peer),
@@ -183,6 +184,15 @@ pub enum Direction {
     Write,
 }
 
+impl Direction {
+    const fn op(self) -> sys::XferOp {
+        match self {
+            Self::Read => sys::XFER_READ,
+            Self::Write => sys::XFER_WRITE,
+        }
+    }
+}
+
 /// A transfer of some segments of two lists, one to one, of equal lengths. It may be started again
 /// when it has ended.
 ///
@@ -190,17 +200,20 @@ pub enum Direction {
 /// for the rest of the process, since nothing can stop the hardware.
 pub struct NixlRequest {
     /// `None` only while dropping.
-    held: Option<HeldLists>,
+    held: Option<HeldRequest>,
     direction: Direction,
     state: RequestState,
     /// From its start to its end.
     span: Span,
 }
 
-struct HeldLists {
+struct HeldRequest {
     handle: NonNull<XferReqS>,
-    near: Arc<SegmentList>,
-    far: Arc<SegmentList>,
+    agent: Agent,
+    /// Whose the far end is, if it is not this agent's.
+    peer: Option<Arc<RemotePeer>>,
+    /// What its segments are part of.
+    _ends: [Arc<dyn Any + Send + Sync>; 2],
 }
 
 // SAFETY: a request is used by one thread at a time, through `&mut`; which one does not matter to
@@ -213,6 +226,15 @@ enum RequestState {
     InFlight,
     /// It failed in a way that does not tell whether anything still moves.
     Unknown,
+}
+
+/// A range of this agent's memory, and one of a peer's.
+#[derive(Clone, Copy, Debug)]
+pub struct RangePair {
+    /// Of this agent's.
+    pub near: RegisteredRange,
+    /// Of the peer's.
+    pub far: RegisteredRange,
 }
 
 /// Some segments of a list, by their positions in it.
@@ -258,17 +280,13 @@ impl NixlRequest {
             .transpose()
             .map_err(|error| refused(&error.to_string()))?;
         let args = args.as_ref().map_or(null_mut(), OptArgs::as_ptr);
-        let op = match direction {
-            Direction::Read => sys::XFER_READ,
-            Direction::Write => sys::XFER_WRITE,
-        };
         let mut handle = null_mut();
         // SAFETY: agent, lists and arguments live, and the indices, as many as said, are positions
         // in the lists.
         let status = unsafe {
             (agent.api().make_xfer_req)(
                 agent.handle(),
-                op,
+                direction.op(),
                 near.list.handle.as_ptr(),
                 near.indices.as_ptr(),
                 near.indices.len(),
@@ -279,19 +297,57 @@ impl NixlRequest {
                 args,
             )
         };
-        match NonNull::new(handle).filter(|_| status == sys::SUCCESS) {
-            Some(handle) => {
-                let (near, far) = (Arc::clone(near.list), Arc::clone(far.list));
-                let held = HeldLists { handle, near, far };
-                Ok(Self {
-                    held: Some(held),
-                    direction,
-                    state: RequestState::Idle,
-                    span: Span::none(),
-                })
-            }
-            None => Err(refused(status_name(status))),
+        let handle = made(status, handle)?;
+        let (agent, peer) = (agent.clone(), far.list.peer().cloned());
+        let ends: [Arc<dyn Any + Send + Sync>; 2] =
+            [Arc::clone(near.list) as _, Arc::clone(far.list) as _];
+        Ok(Self::idle(direction, HeldRequest { handle, agent, peer, _ends: ends }))
+    }
+
+    /// Moves ranges of registered memory to or from ranges of a peer's, which no list names.
+    ///
+    /// # Errors
+    /// `Refused`: there are none, a range is not part of what was registered, the two of a pair are
+    /// not of one length, or the peer is known to another agent.
+    pub fn of_ranges(
+        direction: Direction,
+        near: &Arc<Registration>,
+        far: &Arc<RemotePeer>,
+        pairs: &[RangePair],
+    ) -> Result<Self, CopyError> {
+        let agent = near.backend().agent();
+        if pairs.is_empty() || agent.handle() != far.agent().handle() {
+            return Err(refused("its ranges fit no agent"));
         }
+        let list = |kind, of: fn(&RangePair) -> RegisteredRange| {
+            let mut list = XferList::new(agent, kind)?;
+            pairs.iter().try_for_each(|pair| list.push(of(pair)))?;
+            Ok(list)
+        };
+        let lists = list(near.kind(), |pair| pair.near)
+            .and_then(|near| Ok((near, list(sys::MEM_DRAM, |pair| pair.far)?)));
+        let (nears, fars) = lists.map_err(|error: SetupError| refused(&error.to_string()))?;
+        let mut handle = null_mut();
+        // SAFETY: agent, peer and lists live; the library looks the ranges up.
+        let status = unsafe {
+            (agent.api().create_xfer_req)(
+                agent.handle(),
+                direction.op(),
+                nears.handle,
+                fars.handle,
+                far.c_name().as_ptr(),
+                &raw mut handle,
+                null_mut(),
+            )
+        };
+        let handle = made(status, handle)?;
+        let (agent, peer) = (agent.clone(), Some(Arc::clone(far)));
+        let ends: [Arc<dyn Any + Send + Sync>; 2] = [Arc::clone(near) as _, Arc::clone(far) as _];
+        Ok(Self::idle(direction, HeldRequest { handle, agent, peer, _ends: ends }))
+    }
+
+    const fn idle(direction: Direction, held: HeldRequest) -> Self {
+        Self { held: Some(held), direction, state: RequestState::Idle, span: Span::none() }
     }
 
     /// Starts the transfer.
@@ -380,7 +436,7 @@ impl NixlRequest {
 
     /// It ended badly. Bytes of a peer that is gone may still be arriving.
     fn fail(&mut self, status: Status) -> CopyError {
-        let peer = self.held.as_ref().and_then(|held| held.far.peer());
+        let peer = self.held.as_ref().and_then(|held| held.peer.as_deref());
         let may_move =
             status == sys::ERROR_NOT_FOUND || peer.is_some() && self.direction == Direction::Read;
         let error = match peer {
@@ -399,12 +455,12 @@ impl NixlRequest {
     /// Forgets a request that may be under way, whose agent is destroyed next. Until then its bytes
     /// may move.
     pub(super) fn release_unended(mut self) {
-        self.held.take().into_iter().for_each(HeldLists::release);
+        self.held.take().into_iter().for_each(HeldRequest::release);
     }
 
     fn parts(&self) -> (&Agent, *mut XferReqS) {
         let Some(held) = &self.held else { unreachable!("taken in drop only") };
-        (&held.near.agent, held.handle.as_ptr())
+        (&held.agent, held.handle.as_ptr())
     }
 }
 
@@ -431,9 +487,9 @@ impl Drop for NixlRequest {
     }
 }
 
-impl HeldLists {
+impl HeldRequest {
     fn release(self) {
-        let agent = &self.near.agent;
+        let agent = &self.agent;
         // SAFETY: the request is ours, and released once: this takes it.
         let released =
             unsafe { (agent.api().release_xfer_req)(agent.handle(), self.handle.as_ptr()) };
@@ -492,6 +548,12 @@ fn span(direction: Direction) -> Span {
         post_us = Empty,
         transfer_us = Empty
     )
+}
+
+/// The request that was made, if one was.
+fn made(status: Status, handle: *mut XferReqS) -> Result<NonNull<XferReqS>, CopyError> {
+    let handle = NonNull::new(handle).filter(|_| status == sys::SUCCESS);
+    handle.ok_or_else(|| refused(status_name(status)))
 }
 
 fn refused(why: &str) -> CopyError {

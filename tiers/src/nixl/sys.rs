@@ -182,6 +182,10 @@ functions! {
     ) -> Status;
     release_xfer_dlist_handle(agent: *mut AgentS, handle: *mut XferDlistHandleS) -> Status;
 
+    create_xfer_req(
+        agent: *mut AgentS, op: XferOp, local: *mut XferDlistS, remote: *mut XferDlistS, remote_name: *const c_char,
+        request: *mut *mut XferReqS, args: *mut OptArgsS
+    ) -> Status;
     make_xfer_req(
         agent: *mut AgentS, op: XferOp, local: *mut XferDlistHandleS, local_indices: *const c_int,
         local_count: usize, remote: *mut XferDlistHandleS, remote_indices: *const c_int, remote_count: usize,

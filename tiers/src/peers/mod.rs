@@ -22,7 +22,7 @@ mod peer_memory;
 mod shared_memory;
 
 pub use handover::{receive_memory, send_memory};
-pub use one_sided::{OneSided, ReadDone, SlotReads, TierPlace, UnmetReader};
+pub use one_sided::{OneSided, ReadDone, SlotRead, SlotReads, TierPlace, UnmetReader};
 pub use peer_memory::PeerMemory;
 pub use shared_memory::SharedMemory;
 

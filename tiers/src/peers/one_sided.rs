@@ -2,6 +2,7 @@
 //! part: what a library that does them offers.
 
 use std::fmt;
+use std::ops::Range;
 
 use crate::copy::{CopyError, SlotId};
 use crate::error::SetupError;
@@ -73,6 +74,17 @@ pub trait UnmetReader: Send {
     ) -> Result<Box<dyn SlotReads>, SetupError>;
 }
 
+/// Slots of a holder to read, and slots of the host tier here to read them into, one to one.
+#[derive(Debug)]
+pub struct SlotRead {
+    /// The holder's.
+    pub from: Vec<SlotId>,
+    /// Those here.
+    pub to: Vec<Frame>,
+    /// Which bytes of each. `None`: all.
+    pub bytes: Option<Range<usize>>,
+}
+
 /// Told once, when nothing writes the frames any more: the frames, and whether all of them are
 /// written.
 pub type ReadDone = Box<dyn FnOnce(Vec<Frame>, Result<(), CopyError>) + Send>;
@@ -83,12 +95,12 @@ pub type ReadDone = Box<dyn FnOnce(Vec<Frame>, Result<(), CopyError>) + Send>;
 /// began, or when nothing of it can move any more. If the library cannot say so, they never come
 /// back: their slots may not be used again.
 pub trait SlotReads: fmt::Debug + Send + Sync {
-    /// Reads the slots `from` of the holder into the slots of `to`, one to one, by a thread of its
-    /// own. What arrives may be anything: the holder can write its slots meanwhile.
+    /// Reads slots by a thread of its own. What arrives may be anything: the holder can write its
+    /// slots meanwhile.
     ///
     /// A read that fails ends all reads at this holder. `done` runs in a thread that others wait
     /// for.
-    fn read(&self, from: Vec<SlotId>, to: Vec<Frame>, done: ReadDone);
+    fn read(&self, read: SlotRead, done: ReadDone);
 
     /// Ends all reads that have not ended, as failed, in a thread of its own; later ones are
     /// refused.

@@ -26,7 +26,7 @@ use crate::peers::protocol::{
 };
 use crate::table::RequestInfo;
 
-/// What an answer brings of several layers. A whole layer comes in one, whatever it has.
+/// What follows an answer of several layers. A whole layer comes in one, whatever it has.
 const ANSWER_BYTES: usize = 4 << 20;
 /// What is gathered before it is sent.
 const GATHERED_BYTES: usize = 256 << 10;
@@ -141,17 +141,18 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
             return self.end_void(true).await;
         }
         let (until, left) = (held.until, saved.slots.written().saturating_sub(request.first));
-        let is_published = saved.is_published();
-        // Blocks before them may still be on their way here.
-        let landed = is_published == Some(true) && self.until_resident(limit).await;
-        if is_published == Some(false) {
-            if let Some(held) = self.held.take() {
-                held.end(PeerLeaseEnd::Void);
+        match saved.is_published() {
+            Some(false) => {
+                if let Some(held) = self.held.take() {
+                    held.end(PeerLeaseEnd::Void);
+                }
+                return self.send(&ToReader::Ended(LeaseEnd::Unfinished)).await;
             }
-            return self.send(&ToReader::Ended(LeaseEnd::Unfinished)).await;
-        }
-        if request.first == all && landed {
-            return self.send(&ToReader::Landed).await;
+            // Blocks before them may still be on their way here.
+            Some(true) if self.until_resident(limit).await && request.first == all => {
+                return self.send(&ToReader::Landed).await;
+            }
+            _ => {}
         }
         let sent = timeout_at(until, self.send_layers(&saved, request, left)).await;
         sent.unwrap_or(Err(BrokenLink::Late))
@@ -189,7 +190,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
         let Some(held) = &self.held else { return Ok(()) };
         let (named, blocks) = (held.named.clone(), behind(saved, &held.named));
         let layer_bytes = saved.slots.bytes_of(0).len() * blocks.len();
-        let most = (ANSWER_BYTES / layer_bytes.max(1)).min(MAX_BLOCKS as usize / blocks.len());
+        let most = if wants_bytes { ANSWER_BYTES / layer_bytes.max(1) } else { usize::MAX };
+        let most = most.min(MAX_BLOCKS as usize / blocks.len());
         let count = usize::from(left).min(most.max(1)) as u16;
         let layers = first..first + count;
         let sums = layers.clone().flat_map(|layer| saved.slots.checksums(layer, blocks.clone()));

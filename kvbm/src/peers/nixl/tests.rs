@@ -1,18 +1,21 @@
 //! Two workers in simulated time, between which a double of NIXL does what it is told.
 
+use std::sync::mpsc::channel;
+use std::thread;
 use std::time::Duration;
 
-use kvbm_tiers::{CopyError, DramRegion, PeerMemory, ReadDone, Tier, UnmetReader};
+use kvbm_tiers::checksum::RunningChecksum;
+use kvbm_tiers::{CopyError, DramRegion, PeerMemory, ReadDone, SlotRead, Tier, UnmetReader};
 
 use super::super::holder::LeasedBlocks;
-use super::super::reader::PeerLease;
+use super::super::reader::{MAX_WAIT, PeerLease};
 use super::super::tests::{Fault, Pair, SLOTS, TTL, chain, simulated};
 use super::*;
 use crate::names::hash::BlockHash;
 
 /// What becomes of reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reads {
+pub(in crate::peers) enum Reads {
     Whole,
     /// They last until they are ended.
     Hang,
@@ -24,12 +27,14 @@ enum Reads {
 }
 
 /// Stands for the library of both workers.
-struct NixlDouble {
+pub(in crate::peers) struct NixlDouble {
     there: Arc<DramRegion>,
     here: Arc<DramRegion>,
     reads: Mutex<Reads>,
     agents: std::sync::atomic::AtomicU32,
     kept: Mutex<Vec<(Vec<Frame>, ReadDone)>>,
+    /// Called when an agent is dropped.
+    on_end: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
 impl std::fmt::Debug for NixlDouble {
@@ -90,13 +95,19 @@ impl std::fmt::Debug for DoubleReads {
 }
 
 impl SlotReads for DoubleReads {
-    fn read(&self, from: Vec<SlotId>, mut to: Vec<Frame>, done: ReadDone) {
+    fn read(&self, SlotRead { from, mut to, bytes }: SlotRead, done: ReadDone) {
         let reads = *self.double.reads.lock();
         match reads {
             Reads::Whole => {
                 let there = PeerMemory::map(self.double.there.shareable().unwrap()).unwrap();
+                let here = &self.double.here;
                 for (from, to) in from.into_iter().zip(&mut to) {
-                    there.copy_into(from, &self.double.here, to).unwrap();
+                    let Some(bytes) = bytes.clone() else {
+                        there.copy_into(from, here, to).unwrap();
+                        continue;
+                    };
+                    let part = &mut here.write(to).unwrap()[bytes.clone()];
+                    there.copy_part(from, bytes, part, &mut RunningChecksum::after(0)).unwrap();
                 }
                 done(to, Ok(()));
             }
@@ -124,6 +135,14 @@ impl SlotReads for DoubleReads {
     }
 }
 
+impl Drop for DoubleReads {
+    fn drop(&mut self) {
+        if let Some(on_end) = self.double.on_end.lock().take() {
+            on_end();
+        }
+    }
+}
+
 impl NixlDouble {
     fn between(pair: &Pair) -> Arc<Self> {
         let memory = |worker: &super::super::tests::Worker| {
@@ -135,14 +154,15 @@ impl NixlDouble {
             reads: Mutex::new(Reads::Whole),
             agents: 0.into(),
             kept: Mutex::default(),
+            on_end: Mutex::default(),
         })
     }
 
-    fn set(&self, reads: Reads) {
+    pub(in crate::peers) fn set(&self, reads: Reads) {
         *self.reads.lock() = reads;
     }
 
-    fn end_kept(&self) {
+    pub(in crate::peers) fn end_kept(&self) {
         let kept = std::mem::take(&mut *self.kept.lock());
         let ended = || Err(CopyError::refused("this test ended it"));
         kept.into_iter().for_each(|(frames, done)| done(frames, ended()));
@@ -153,7 +173,7 @@ impl NixlDouble {
     }
 }
 
-async fn pair() -> (Pair, Arc<NixlDouble>) {
+pub(in crate::peers) async fn pair() -> (Pair, Arc<NixlDouble>) {
     let mut pair = Pair::new().await;
     let double = NixlDouble::between(&pair);
     pair.there.nixl = Some(Arc::new(Shared(Arc::clone(&double))));
@@ -161,12 +181,12 @@ async fn pair() -> (Pair, Arc<NixlDouble>) {
     (pair, double)
 }
 
-fn lost(pair: &Pair) -> (u32, u32) {
+pub(in crate::peers) fn lost(pair: &Pair) -> (u32, u32) {
     let counts = pair.here.manager().admin().counts(Tier::Host);
     (counts.filling, counts.lost)
 }
 
-fn came_by(pair: &Pair, way: &str) -> u64 {
+pub(in crate::peers) fn came_by(pair: &Pair, way: &str) -> u64 {
     pair.here.manager().host_tier().unwrap().0.metrics().peers().received_by(way)
 }
 
@@ -309,6 +329,39 @@ fn slots_reused_after_a_lease_are_not_taken_for_its() {
             pair.there.manager().admin().evict(Tier::Host, SLOTS as usize);
         }
         assert_eq!(lost(&pair), (0, 0));
+    });
+}
+
+/// The end of an agent takes a while.
+#[test]
+fn what_links_hold_ends_outside_of_their_lock() {
+    simulated(async {
+        for forgets in [false, true] {
+            let (mut pair, double) = pair().await;
+            pair.there.compute(&chain(0, 4));
+            pair.lease(&chain(0, 4), Fault::None).await;
+            assert_eq!(pair.pull().await, 4);
+            tokio::time::sleep(MAX_WAIT).await;
+            let (ending, ends) = channel();
+            let (locked, is_locked) = channel();
+            let (told, was_free) = channel();
+            *double.on_end.lock() = Some(Box::new(move || {
+                ending.send(()).unwrap();
+                told.send(is_locked.recv_timeout(Duration::from_secs(10)).is_ok()).unwrap();
+            }));
+            let (reader, runtime) = (&pair.reader, tokio::runtime::Handle::current());
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    let _in_simulated_time = runtime.enter();
+                    if forgets { reader.forget_links() } else { reader.tidy() }
+                });
+                ends.recv().unwrap();
+                drop(reader.waiting.lock());
+                locked.send(()).unwrap();
+            });
+            assert!(was_free.recv().unwrap(), "it is locked meanwhile");
+            pair.heals().await;
+        }
     });
 }
 

@@ -5,6 +5,7 @@ use kvbm_tiers::layers::bytes_of_layer;
 use super::following::{PATIENCE, follow, pair};
 use super::*;
 use crate::api::layers::LayeredPut;
+use crate::peers::nixl::tests::{self as nixl, NixlDouble, Reads, came_by, lost};
 use crate::peers::reader::Pulled;
 
 pub(super) const LAYERS: u16 = 4;
@@ -41,17 +42,32 @@ impl Worker {
     }
 }
 
-/// Over the connection, and from a neighbour's memory.
-async fn pairs() -> [Pair; 2] {
-    let mut neighbours = Pair { are_neighbours: true, ..Pair::new().await };
-    assert!(neighbours.connect(Fault::None).await);
-    [pair().await, neighbours]
+/// Over the connection, from a neighbour's memory, and by NIXL.
+async fn pairs() -> Vec<Pair> {
+    let mut pairs = unconnected().await;
+    for pair in &mut pairs {
+        assert!(pair.connect(Fault::None).await);
+    }
+    pairs
+}
+
+async fn unconnected() -> Vec<Pair> {
+    let mut pairs = vec![Pair::new().await];
+    pairs.push(Pair { are_neighbours: true, ..Pair::new().await });
+    pairs.push(nixl::pair().await.0);
+    pairs
+}
+
+async fn with_nixl() -> (Pair, Arc<NixlDouble>) {
+    let (mut pair, double) = nixl::pair().await;
+    assert!(pair.connect(Fault::None).await);
+    (pair, double)
 }
 
 #[test]
 fn layers_come_as_they_are_written_and_blocks_when_whole() {
     simulated(async {
-        for mut pair in pairs().await {
+        for (mut pair, way) in pairs().await.into_iter().zip(["tcp", "shared_memory", "nixl"]) {
             let wanted = chain(0, 12);
             let meanwhile = async {
                 let put = pair.there.compute_layers(&wanted, LAYERS).await;
@@ -63,6 +79,7 @@ fn layers_come_as_they_are_written_and_blocks_when_whole() {
             };
             let Pulled { blocks, copied, fault, .. } = follow(&pair, &wanted, meanwhile).await;
             assert_eq!((blocks, copied, fault), (12, 12, None));
+            assert_eq!(came_by(&pair, way), 12);
             let asked = pair.there.counted("kvbm_peer_leases_total", &[("direction", "sent")]);
             assert!(asked <= 2, "{asked} leases");
             pair.heals().await;
@@ -221,7 +238,8 @@ fn a_layer_unlike_its_checksum_leaves_nothing() {
 #[test]
 fn layers_are_waited_for_as_long_as_blocks() {
     simulated(async {
-        for mut pair in pairs().await {
+        for mut pair in unconnected().await {
+            assert!(pair.connect(Fault::None).await);
             let wanted = chain(0, 12);
             let meanwhile = async {
                 let put = pair.there.compute_layers(&wanted, 2).await;
@@ -280,5 +298,224 @@ fn a_reader_that_is_cancelled_amid_layers_leaves_nothing() {
             assert_eq!(pulled.unwrap().blocks, 0);
             pair.heals().await;
         }
+    });
+}
+
+/// It waits for the first layer as long as for blocks, and then for each as long again.
+#[test]
+fn each_layer_has_the_whole_patience() {
+    // The holder answers once before the save begins.
+    let (patience, begins) = (TTL * 8 / 5, TTL * 6 / 5);
+    simulated(async {
+        for mut pair in unconnected().await {
+            assert!(pair.connect(Fault::None).await);
+            let (wanted, info, never) =
+                (chain(0, 12), RequestInfo::default(), CancellationToken::new());
+            let meanwhile = async {
+                sleep(begins).await;
+                let mut put = pair.there.begin_layers(&wanted);
+                sleep(LAYER).await;
+                for layer in 0..LAYERS {
+                    pair.there.compute_layer(&mut put, &wanted, layer);
+                    sleep(patience / 2).await;
+                }
+                put.finish().unwrap();
+            };
+            let following = pair.reader.follow("there", (&wanted).into(), info, patience, &never);
+            let Pulled { blocks, fault, .. } = tokio::join!(following, meanwhile).0.unwrap();
+            assert_eq!((blocks, fault), (12, None));
+            let (wanted, before) = (chain(3, 12), Instant::now());
+            let meanwhile = async {
+                sleep(begins).await;
+                let put = pair.there.begin_layers(&wanted);
+                sleep(patience).await;
+                drop(put);
+            };
+            let following = async {
+                let names = (&wanted).into();
+                let pulled = pair.reader.follow("there", names, info, patience, &never).await;
+                (pulled, before.elapsed())
+            };
+            let ((pulled, took), ()) = tokio::join!(following, meanwhile);
+            assert!(pulled.unwrap().fault.unwrap().contains("does not come in time"));
+            assert!(took >= patience && took <= patience + LAYER, "{took:?}");
+            pair.heals().await;
+        }
+    });
+}
+
+#[test]
+fn a_second_reader_waits_while_the_first_gets_layers() {
+    simulated(async {
+        for mut pair in unconnected().await {
+            // A connection and a lease each.
+            pair.leased = Arc::new(LeasedBlocks::new(SLOTS as usize));
+            assert!(pair.connect(Fault::None).await);
+            let first = pair.reader.waiting.lock().remove(ADDRESS).unwrap();
+            assert!(pair.connect(Fault::None).await);
+            pair.reader.waiting.lock().get_mut(ADDRESS).unwrap().extend(first);
+            let wanted = chain(0, 12);
+            let computing = async {
+                let mut put = pair.there.begin_layers(&wanted);
+                for layer in 0..LAYERS {
+                    // All together longer than a peer is waited for.
+                    sleep(PATIENCE * 7 / 8).await;
+                    pair.there.compute_layer(&mut put, &wanted, layer);
+                }
+                put.finish().unwrap();
+            };
+            let second = async {
+                sleep(LAYER).await;
+                follow(&pair, &wanted, async {}).await
+            };
+            let (first, second) = tokio::join!(follow(&pair, &wanted, computing), second);
+            assert_eq!((first.blocks, first.copied, first.fault), (12, 12, None));
+            assert_eq!((second.blocks, second.copied, second.fault), (12, 0, None));
+            pair.heals().await;
+        }
+    });
+}
+
+/// The answer is late, and the slots have another owner by then.
+#[test]
+fn layers_given_up_while_they_are_copied_are_not_wrong() {
+    let mut given_up = 0;
+    for at in (0..2 * BLOCK).step_by(13) {
+        simulated(async {
+            for mut pair in unconnected().await.into_iter().skip(1) {
+                if !pair.connect(Fault::Pause(at)).await {
+                    return;
+                }
+                let wanted = chain(0, 12);
+                let others = |at| BlockHash::from_u128(1 << 90 | u128::from(at));
+                let meanwhile = async {
+                    drop(pair.there.compute_layers(&wanted, 2).await);
+                    pair.there.compute(&(0..SLOTS).map(others).collect::<Vec<_>>());
+                };
+                let (never, info) = (CancellationToken::new(), RequestInfo::default());
+                let following =
+                    pair.reader.follow("there", (&wanted).into(), info, PATIENCE, &never);
+                let (pulled, ()) = tokio::join!(following, meanwhile);
+                let fault = pulled.ok().and_then(|pulled| pulled.fault).unwrap_or_default();
+                given_up += u32::from(fault.contains("given up"));
+                for ended in ["received", "sent"] {
+                    let wrong = [("direction", ended), ("end", "wrong")];
+                    assert_eq!(pair.here.counted("kvbm_peer_leases_total", &wrong), 0, "{at}");
+                    assert_eq!(pair.there.counted("kvbm_peer_leases_total", &wrong), 0, "{at}");
+                }
+                pair.heals().await;
+            }
+        });
+    }
+    assert!(given_up > 20, "{given_up}");
+}
+
+/// How often a reader of a prompt of one layer gives way.
+async fn turns(blocks: usize) -> u32 {
+    let mut pair = Pair { are_neighbours: true, ..Pair::new().await };
+    assert!(pair.connect(Fault::None).await);
+    let (wanted, never, info) =
+        (chain(0, blocks), CancellationToken::new(), RequestInfo::default());
+    let mut following =
+        Box::pin(pair.reader.follow("there", (&wanted).into(), info, PATIENCE, &never));
+    let mut turns = 0;
+    let following = std::future::poll_fn(|context| {
+        turns += 1;
+        following.as_mut().poll(context)
+    });
+    let computing = async {
+        let one = 1.try_into().unwrap();
+        let mut put = pair.there.blocks.put_in_layers(info, &wanted, one).unwrap();
+        sleep(LAYER).await;
+        put.write(|at, part| {
+            part.copy_from_slice(&pair.there.content(wanted[at]));
+            Ok::<_, Error>(())
+        })
+        .unwrap();
+        put.finish().unwrap();
+    };
+    assert_eq!(tokio::join!(following, computing).0.unwrap().blocks, blocks);
+    turns
+}
+
+#[test]
+fn a_reader_gives_way_within_a_big_layer() {
+    simulated(async {
+        let [small, big] = [turns(3).await, turns(12).await];
+        assert!(big >= small + 2, "{small}, {big}");
+    });
+}
+
+#[test]
+fn layers_that_hang_end_with_their_agent() {
+    simulated(async {
+        let (mut pair, double) = with_nixl().await;
+        let wanted = chain(0, 12);
+        let meanwhile = async {
+            let mut put = pair.there.compute_layers(&wanted, 2).await;
+            double.set(Reads::Hang);
+            pair.there.compute_layer(&mut put, &wanted, 2);
+            sleep(TTL / 2).await;
+            assert_eq!(pair.here.filling(), 12, "NIXL may still write them");
+            sleep(TTL).await;
+        };
+        let Pulled { blocks, fault, .. } = follow(&pair, &wanted, meanwhile).await;
+        assert_eq!((blocks, fault.is_some(), lost(&pair)), (0, true, (0, 0)));
+        double.set(Reads::Whole);
+        pair.heals().await;
+    });
+}
+
+#[test]
+fn slots_of_layers_that_stay_away_are_lost_until_they_return() {
+    simulated(async {
+        for is_cancelled in [false, true] {
+            let (mut pair, double) = with_nixl().await;
+            let (wanted, cancelled) = (chain(0, 12), CancellationToken::new());
+            let info = RequestInfo::default();
+            let following =
+                pair.reader.follow("there", (&wanted).into(), info, PATIENCE, &cancelled);
+            let meanwhile = async {
+                let mut put = pair.there.compute_layers(&wanted, 2).await;
+                double.set(Reads::NeverEnd);
+                pair.there.compute_layer(&mut put, &wanted, 2);
+                sleep(LAYER).await;
+                if is_cancelled {
+                    cancelled.cancel();
+                }
+                sleep(2 * TTL).await;
+                assert_eq!(lost(&pair), (0, 12));
+                drop(put);
+            };
+            let (pulled, ()) = tokio::join!(following, meanwhile);
+            assert_eq!(pulled.unwrap().blocks, 0);
+            assert_eq!(pair.here.manager().admin().audit(), []);
+            double.end_kept();
+            assert_eq!(lost(&pair), (0, 0));
+            double.set(Reads::Whole);
+            pair.heals().await;
+        }
+    });
+}
+
+#[test]
+fn where_nixl_fails_amid_layers_the_rest_comes_by_tcp() {
+    simulated(async {
+        let (mut pair, double) = with_nixl().await;
+        let wanted = chain(0, 12);
+        let meanwhile = async {
+            let mut put = pair.there.compute_layers(&wanted, 2).await;
+            double.set(Reads::Fail);
+            for layer in 2..LAYERS {
+                pair.there.compute_layer(&mut put, &wanted, layer);
+                sleep(LAYER).await;
+            }
+            put.finish().unwrap();
+        };
+        let Pulled { blocks, fault, .. } = follow(&pair, &wanted, meanwhile).await;
+        assert_eq!((blocks, fault, pair.here.check(&wanted)), (12, None, 12));
+        assert_eq!((came_by(&pair, "nixl"), came_by(&pair, "tcp")), (0, 12));
+        double.set(Reads::Whole);
+        pair.heals().await;
     });
 }

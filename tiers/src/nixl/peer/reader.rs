@@ -2,6 +2,7 @@
 
 use std::ffi::c_int;
 use std::fmt;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::Poll;
@@ -17,10 +18,10 @@ use crate::copy::{CopyError, CopyErrorKind, SlotId};
 use crate::dram::DramRegion;
 use crate::error::SetupError;
 use crate::frame::Frame;
-use crate::nixl::agent::{AgentWatch, BackendHandle};
+use crate::nixl::agent::{AgentWatch, BackendHandle, RemotePeer};
 use crate::nixl::registration::{RegisteredRange, Registration};
-use crate::nixl::request::{Direction, ListedSegments, NixlRequest, SegmentList};
-use crate::peers::{ReadDone, SlotReads, TierPlace, UnmetReader};
+use crate::nixl::request::{Direction, ListedSegments, NixlRequest, RangePair, SegmentList};
+use crate::peers::{ReadDone, SlotRead, SlotReads, TierPlace, UnmetReader};
 
 /// Destroying an agent takes 30 to 300 ms, and a second on a busy machine.
 const MAX_END: Duration = Duration::from_secs(5);
@@ -76,7 +77,8 @@ impl UnmetAgent {
         let near = SegmentList::near(&registration, ranges(own))?;
         let far = SegmentList::of_peer(&holder, ranges(place))?;
         let agent = backend.agent().watch();
-        let live = LiveReader { flights: Vec::new(), near, far, agent };
+        let parts = PartPlaces { registration, holder, own, theirs: place };
+        let live = LiveReader { flights: Vec::new(), near, far, parts, agent };
         let shared = Arc::new(SharedReader {
             live: Mutex::new(Some(live)),
             is_over: AtomicBool::new(false),
@@ -136,8 +138,8 @@ struct AgentReads {
 }
 
 impl SlotReads for AgentReads {
-    fn read(&self, from: Vec<SlotId>, to: Vec<Frame>, done: ReadDone) {
-        let order = ReadOrder::new(from, to, done);
+    fn read(&self, read: SlotRead, done: ReadDone) {
+        let order = ReadOrder::new(read, done);
         // What no thread receives is told of its end as it is dropped.
         let _ = self.posts.send((Arc::clone(&self.shared), order));
     }
@@ -166,12 +168,14 @@ impl Drop for AgentReads {
 /// Slots to be read, and where to.
 pub(super) struct ReadOrder {
     from: Vec<SlotId>,
+    /// `None`: all.
+    bytes: Option<Range<usize>>,
     arriving: Arriving,
 }
 
 impl ReadOrder {
-    pub(super) fn new(from: Vec<SlotId>, frames: Vec<Frame>, done: ReadDone) -> Self {
-        Self { from, arriving: Arriving { frames, done: Some(done) } }
+    pub(super) fn new(SlotRead { from, to, bytes }: SlotRead, done: ReadDone) -> Self {
+        Self { from, bytes, arriving: Arriving { frames: to, done: Some(done) } }
     }
 }
 
@@ -309,22 +313,23 @@ struct LiveReader {
     flights: Vec<ReadFlight>,
     near: Arc<SegmentList>,
     far: Arc<SegmentList>,
+    parts: PartPlaces,
     agent: AgentWatch,
 }
 
 impl LiveReader {
     fn post(&mut self, order: ReadOrder, memory: &DramRegion) -> Posted {
-        let ReadOrder { from, mut arriving } = order;
+        let ReadOrder { from, bytes, mut arriving } = order;
         // This also forgets the checksums of what was there.
         if !arriving.frames.iter_mut().all(|frame| memory.write(frame).is_some()) {
             return Posted::Refused(arriving, CopyError::refused("a slot of other memory"));
         }
-        let index = |slot: SlotId| c_int::try_from(slot.0).unwrap_or(-1);
-        let near: Vec<_> = arriving.frames.iter().map(|frame| index(frame.slot())).collect();
-        let far: Vec<_> = from.into_iter().map(index).collect();
-        let near = ListedSegments { list: &self.near, indices: &near };
-        let far = ListedSegments { list: &self.far, indices: &far };
-        let mut request = match NixlRequest::new(Direction::Read, near, far, None) {
+        let to: Vec<_> = arriving.frames.iter().map(Frame::slot).collect();
+        let request = match bytes {
+            None => self.request(&from, &to),
+            Some(bytes) => self.parts.request(&from, &to, &bytes),
+        };
+        let mut request = match request {
             Ok(request) => request,
             Err(why) => return Posted::Refused(arriving, why),
         };
@@ -340,6 +345,15 @@ impl LiveReader {
                 posted.map_or_else(Posted::Failed, |()| Posted::UnderWay)
             }
         }
+    }
+
+    /// Of whole slots.
+    fn request(&self, from: &[SlotId], to: &[SlotId]) -> Result<NixlRequest, CopyError> {
+        let index = |slot: &SlotId| c_int::try_from(slot.0).unwrap_or(-1);
+        let [near, far] = [to, from].map(|slots| slots.iter().map(index).collect::<Vec<_>>());
+        let near = ListedSegments { list: &self.near, indices: &near };
+        let far = ListedSegments { list: &self.far, indices: &far };
+        NixlRequest::new(Direction::Read, near, far, None)
     }
 
     fn look(&mut self) -> Found {
@@ -360,11 +374,11 @@ impl LiveReader {
 
     /// Ends everything, whatever is under way.
     fn destroy(self, why: &CopyError) {
-        let Self { mut flights, near, far, agent } = self;
+        let Self { mut flights, near, far, parts, agent } = self;
         // In the library's order: requests, lists, registrations, agent.
         let requests = flights.iter_mut().filter_map(|flight| flight.request.take());
         requests.for_each(NixlRequest::release_unended);
-        drop((near, far));
+        drop((near, far, parts));
         if !agent.is_gone() {
             // Its frames go nowhere.
             return tracing::error!("a NIXL agent is still in use: its slots stay as they are");
@@ -372,6 +386,40 @@ impl LiveReader {
         let arriving = flights.iter_mut().filter_map(|flight| flight.arriving.take());
         arriving.for_each(|arriving| arriving.end(Err(why.clone())));
     }
+}
+
+/// Where slots lie on both sides, for reads of parts of them: lists of all parts would take too
+/// much.
+struct PartPlaces {
+    registration: Arc<Registration>,
+    holder: Arc<RemotePeer>,
+    own: TierPlace,
+    theirs: TierPlace,
+}
+
+impl PartPlaces {
+    fn request(
+        &self,
+        from: &[SlotId],
+        to: &[SlotId],
+        bytes: &Range<usize>,
+    ) -> Result<NixlRequest, CopyError> {
+        let pair = |(&from, &to)| {
+            let (near, far) = (part(self.own, to, bytes)?, part(self.theirs, from, bytes)?);
+            Some(RangePair { near, far })
+        };
+        let pairs: Option<Vec<_>> = from.iter().zip(to).map(pair).collect();
+        let pairs = pairs.filter(|pairs| pairs.len() == from.len() && from.len() == to.len());
+        let pairs =
+            pairs.ok_or_else(|| CopyError::refused("a part of a slot that is not there"))?;
+        NixlRequest::of_ranges(Direction::Read, &self.registration, &self.holder, &pairs)
+    }
+}
+
+fn part(place: TierPlace, slot: SlotId, bytes: &Range<usize>) -> Option<RegisteredRange> {
+    let is_there = slot.0 < place.slots && bytes.end as u64 <= place.stride && !bytes.is_empty();
+    let address = place.base + u64::from(slot.0) * place.stride + bytes.start as u64;
+    is_there.then_some(RegisteredRange { address: address as usize, bytes: bytes.len(), device: 0 })
 }
 
 /// A read under way. Its frames stay out for ever if it is lost before its end.

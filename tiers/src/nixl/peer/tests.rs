@@ -3,6 +3,7 @@
 //! on a network.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -19,7 +20,7 @@ use crate::dram::DramRegion;
 use crate::frame::{Frame, FramePool};
 use crate::nixl::agent::Agent;
 use crate::nixl::tests::library;
-use crate::peers::{OneSided, SlotReads, TierPlace, UnmetReader};
+use crate::peers::{OneSided, SlotRead, SlotReads, TierPlace, UnmetReader};
 use crate::testing::{fill_pattern, has_pattern, host};
 
 const BLOCK: usize = 1 << 20;
@@ -74,9 +75,19 @@ impl Here {
 type Ended = (Vec<Frame>, Result<(), CopyError>);
 
 fn read(reads: &dyn SlotReads, from: Vec<u32>, to: Vec<Frame>) -> Receiver<Ended> {
+    read_bytes(reads, from, to, None)
+}
+
+fn read_bytes(
+    reads: &dyn SlotReads,
+    from: Vec<u32>,
+    to: Vec<Frame>,
+    bytes: Option<Range<usize>>,
+) -> Receiver<Ended> {
     let (told, ended) = channel();
     let done = Box::new(move |frames, result| told.send((frames, result)).unwrap());
-    reads.read(from.into_iter().map(SlotId).collect(), to, done);
+    let from = from.into_iter().map(SlotId).collect();
+    reads.read(SlotRead { from, to, bytes }, done);
     ended
 }
 
@@ -122,6 +133,58 @@ fn every_byte_comes_by_shared_memory() {
 #[test]
 fn every_byte_comes_over_tcp() {
     every_byte_comes(TCP);
+}
+
+/// Of each block the bytes in the middle, and no others.
+fn parts_of_blocks_come(ucx: &str) {
+    if library().is_none() {
+        return;
+    }
+    let (there, mut here) = (Arc::new(host(SLOTS, BLOCK)), Here::new(ucx));
+    let _theirs = filled(&there, 0);
+    let holder = peers(&there, ucx);
+    let (metadata, place) = holder.place().unwrap();
+    let reads = here.meet(&holder.name, &metadata, place);
+    let from: Vec<u32> = (3..23).rev().chain([40, 41]).collect();
+    let (middle, mut frames) = (BLOCK / 3..BLOCK / 2 + 1, here.frames(from.len()));
+    for bad in [BLOCK - 1..BLOCK + 1, 7..7] {
+        let ended = read_bytes(&*reads, from.clone(), frames, Some(bad));
+        let result;
+        (frames, result) = ended.recv_timeout(LIMIT).unwrap();
+        assert_eq!(result.unwrap_err().kind(), CopyErrorKind::Refused);
+    }
+    for bad in [vec![SLOTS; 22], vec![7]] {
+        let ended = read_bytes(&*reads, bad, frames, Some(middle.clone()));
+        let result;
+        (frames, result) = ended.recv_timeout(LIMIT).unwrap();
+        assert_eq!(result.unwrap_err().kind(), CopyErrorKind::Refused);
+    }
+    let ended = read_bytes(&*reads, from.clone(), frames, Some(middle.clone()));
+    let (frames, result) = ended.recv_timeout(LIMIT).unwrap();
+    result.unwrap();
+    let pattern = |number: usize| {
+        let mut block = vec![0; BLOCK];
+        fill_pattern(number, &mut block);
+        block
+    };
+    for (frame, from) in frames.iter().zip(from) {
+        let (came, mut expected) = (here.memory.read(frame).unwrap(), pattern(from as usize));
+        assert!(came[middle.clone()] == expected[middle.clone()], "slot {from}");
+        expected = pattern(500 + frame.slot().0 as usize);
+        assert!(came[..middle.start] == expected[..middle.start]);
+        assert!(came[middle.end..] == expected[middle.end..]);
+    }
+    assert!(!reads.is_over());
+}
+
+#[test]
+fn parts_of_blocks_come_by_shared_memory() {
+    parts_of_blocks_come(ANY);
+}
+
+#[test]
+fn parts_of_blocks_come_over_tcp() {
+    parts_of_blocks_come(TCP);
 }
 
 #[test]
@@ -357,7 +420,8 @@ fn what_a_post_costs() {
     for _ in 0..POSTS {
         let (told, ended) = channel();
         let done = Box::new(move |frames, result| told.send((frames, result)).unwrap());
-        let order = ReadOrder::new(from.clone(), frames, done);
+        let read = SlotRead { from: from.clone(), to: frames, bytes: None };
+        let order = ReadOrder::new(read, done);
         let began = clock_gettime(ClockId::ThreadCPUTime);
         agent.post(order);
         let took = clock_gettime(ClockId::ThreadCPUTime) - began;
