@@ -43,7 +43,7 @@ struct Piece {
     u64 from, to, bytes;
 };
 
-// Copies `count` pieces, each by a warp: enough small pieces are under way at once for few groups to fill a link.
+// Copies `count` pieces, each by a warp: so many small pieces are under way at once that few groups fill a link.
 // Gathers and scatters between device memory and host memory that is registered, or within device memory.
 extern "C" __global__ void kvbm_copy_pieces(const Piece *pieces, u32 count) {
     const u32 warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
@@ -147,7 +147,7 @@ static __device__ u32 product(u32 a, u32 b) {
     return sum;
 }
 
-// What a remainder is multiplied with, by how many bytes follow.
+// What a remainder is multiplied with when so many bytes follow.
 static __device__ u32 power_of_bytes(u64 bytes) {
     u32 power = 0x80000000u, square = 0x00800000u;
     for (; bytes; bytes >>= 1) {
