@@ -538,15 +538,15 @@ fn fp8_without_scales_or_with_others_is_refused_and_said() {
 
 #[test]
 fn numbers_of_the_other_type_are_converted_when_asked() {
-    let [of_bf16, of_f16] = ["bf16", "fp16"].map(|dtype| of_type(dtype, form(32, NHD)));
+    let [brain, half] = ["bf16", "fp16"].map(|dtype| of_type(dtype, form(32, NHD)));
     let [by_layer, by_head] = [6, 12].map(|scales| fp8(scales, form(32, NHD)));
     let pairs = [
-        (of_bf16, of_f16, true),
-        (of_f16, of_bf16, false),
-        (by_layer, of_bf16, false),
-        (by_head, of_f16, true),
-        (of_bf16, by_head, true),
-        (of_f16, by_layer, true),
+        (brain, half, true),
+        (half, brain, false),
+        (by_layer, brain, false),
+        (by_head, half, true),
+        (brain, by_head, true),
+        (half, by_layer, true),
     ];
     for ((there, here, saturates), (tokens, way)) in
         pairs.iter().flat_map(|pair| [(16, true), (64, false)].map(|how| (*pair, how)))

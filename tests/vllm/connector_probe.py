@@ -228,6 +228,21 @@ def load_times(engine, prompt: list[int], rounds: int) -> dict:
     return {"load": load, "memcpy": plain, "ratios": [one / other for one, other in zip(load, plain)]}
 
 
+def first_block(engine, prompt: list[int]) -> list[list[float]]:
+    """Of each layer the numbers of a prompt's first block, which the host tier has."""
+    import torch
+
+    from kvbm_rs import Chain
+
+    scheduler = _connector(engine)._scheduler
+    lease = scheduler.manager.lease(Chain(_hashes(engine, prompt)[:1], salt=scheduler._weights))
+    # A slot that nobody uses.
+    assert scheduler.manager.load_into(lease, [(0, 0, [1])]).wait(10.0).arrived == 1
+    (tensors,) = _worker()._tensors
+    types = [torch.float8_e4m3fn if tensor.dtype == torch.uint8 else tensor.dtype for tensor in tensors]
+    return [tensor[1].flatten().view(kind).float().tolist() for tensor, kind in zip(tensors, types)]
+
+
 def _hashes(engine, prompt) -> list[bytes]:
     """Hashes of the full blocks of a prompt, as the engine makes them."""
     found = []

@@ -487,14 +487,14 @@ pub(super) mod tests {
         let tokens = of.fingerprint.block_tokens as usize;
         let orders = layout.orders();
         let along = |order: &[&str]| {
-            let mut axes = order.to_vec();
-            if !axes.contains(&"layer") {
-                axes.insert(0, "layer");
+            let mut names = order.to_vec();
+            if !names.contains(&"layer") {
+                names.insert(0, "layer");
             }
             let (mut rest, mut found) = (address, 0);
-            for axis in axes.iter().rev().filter(|axis| **axis != "byte") {
-                let extent = extent(axis, tokens);
-                if *axis == name {
+            for along in names.iter().rev().filter(|along| **along != "byte") {
+                let extent = extent(along, tokens);
+                if *along == name {
                     found = rest % extent;
                 }
                 rest /= extent;

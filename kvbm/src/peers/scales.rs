@@ -47,12 +47,12 @@ impl ScaledRows {
         let numbers = |bytes: usize| bytes / number_bytes;
         let plane = |(at, BlockPlane { axes, offset }): (usize, BlockPlane)| {
             let mut row = numbers(layout.row_bytes);
-            let scaled = axes.iter().map(|axis| ScaledAxis {
+            let with_steps = axes.iter().map(|axis| ScaledAxis {
                 extent: axis.extent,
                 stride: numbers(axis.stride),
                 scales: step(&axis.name),
             });
-            let axes = outside_row(scaled.collect(), &mut row);
+            let axes = outside_row(with_steps.collect(), &mut row);
             Plane { offset: numbers(offset), scale: at * of_heads, row, axes }
         };
         Some(Self { planes: layout.planes()?.into_iter().enumerate().map(plane).collect() })
@@ -76,8 +76,8 @@ fn outside_row(mut axes: Vec<ScaledAxis>, row: &mut usize) -> Vec<ScaledAxis> {
 }
 
 fn walk(axes: &[ScaledAxis], at: usize, scale: usize, tell: &mut impl FnMut(usize, usize)) {
-    let Some((axis, inside)) = axes.split_first() else { return tell(at, scale) };
-    for n in 0..axis.extent {
-        walk(inside, at + n * axis.stride, scale + n * axis.scales, tell);
+    let Some((outer, inside)) = axes.split_first() else { return tell(at, scale) };
+    for n in 0..outer.extent {
+        walk(inside, at + n * outer.stride, scale + n * outer.scales, tell);
     }
 }
