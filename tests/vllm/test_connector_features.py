@@ -180,7 +180,13 @@ def test_a_producer_loads_where_no_step_under_way_writes(role):
     scheduler = object.__new__(Scheduler)
     scheduler.manager = SimpleNamespace(load_into=lambda lease, slots: begun.append(slots) or load)
     scheduler._config = SimpleNamespace(
-        is_producer=role == "kv_producer", block_tokens=32, groups=[SimpleNamespace(index=0)], layerwise=False, is_windowed=False, is_shared=False
+        is_producer=role == "kv_producer",
+        block_tokens=32,
+        groups=[SimpleNamespace(index=0)],
+        layerwise=False,
+        saves_layers=False,
+        is_windowed=False,
+        is_shared=False,
     )
     scheduler._pool = SimpleNamespace(null_block=SimpleNamespace(block_id=0))
     scheduler._adapters = SimpleNamespace(look_again=lambda: None)
@@ -253,7 +259,7 @@ def test_what_steps_compute_of_withdrawn_tokens_is_not_kept():
     scheduler = Scheduler.__new__(Scheduler)
     scheduler._step, scheduler._ended, scheduler._layered, scheduler._loading = 0, 0, [], {}
     scheduler._due, scheduler._filling = {}, deque()
-    scheduler._config = SimpleNamespace(block_tokens=BLOCK, step_tokens=1)
+    scheduler._config = SimpleNamespace(block_tokens=BLOCK, step_tokens=1, saves_layers=False)
     scheduler._adapters = Adapters(None)
     request = SimpleNamespace(num_tokens=4 * BLOCK, num_computed_tokens=4 * BLOCK)
     known = _Request(1, request, None, None, b"")
@@ -368,6 +374,7 @@ def test_a_preempted_request_has_computed_nothing():
     scheduler._step, scheduler._requests, scheduler._loading, scheduler._layered = 1, {"one": known}, {}, []
     scheduler._ended, scheduler._computing, scheduler._due, scheduler._filling = 1, 1, {}, deque()
     scheduler._adapters = SimpleNamespace(look_again=lambda: None)
+    scheduler._config = SimpleNamespace(saves_layers=False)
     nothing = SimpleNamespace(
         preempted_req_ids={"one"},
         scheduled_new_reqs=[],
