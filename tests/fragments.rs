@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use kvbm::blocking::Blocks;
 use kvbm::{
-    BlockHash, CacheGroup, ChainHasher, ChainNames, EngineMemory, Fence, Fingerprint, GroupKind,
-    GroupSlots, Hashing, HostFence, KvLayout, Manager, Options, Peers, Rank, RankGroup,
-    RankOptions, Ranks, RequestId, RequestInfo, Rope, SaveRequest, SlotId,
+    BlockHash, CacheGroup, ChainHasher, ChainNames, EngineMemory, Fence, Fingerprint,
+    FollowRequest, GroupKind, GroupSlots, Hashing, HostFence, KvLayout, Manager, Options, Peers,
+    Rank, RankGroup, RankOptions, Ranks, RequestId, RequestInfo, Rope, SaveRequest, SlotId,
 };
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tiers::{DeviceRegion, Part, SegmentMap, Space};
@@ -63,10 +63,11 @@ async fn peers(manager: Manager, chain: Vec<BlockHash>, slots: Vec<SlotId>) -> T
     let named = [GroupSlots::full(0, &slots[..lease.blocks()])];
     let loaded = manager.load_into(lease, &named, &Fence::Done).await?;
 
-    let (peer, info, patience) = ("127.0.0.1/6890", RequestInfo::default(), Duration::from_secs(5));
-    let pulled = peers.follow(peer, &chain, info, patience).await?;
+    let patience = Duration::from_secs(5);
+    let asked = FollowRequest { patience, ..FollowRequest::new("127.0.0.1/6890", &chain) };
+    let pulled = peers.follow(asked.clone()).await?;
     let named = [GroupSlots::full(0, &slots)];
-    let loaded = manager.follow_into(peer, &chain, info, patience, &named, &Fence::Done).await?;
+    let loaded = manager.follow_into(asked, &named, &Fence::Done).await?;
     Ok(())
 }
 

@@ -1,13 +1,15 @@
 //! An engine loads what a peer holds into its own slots: every byte is right, and what does not come
 //! is a miss.
 
+use std::fs::{self, OpenOptions};
 use std::net::SocketAddr;
+use std::os::unix::fs::FileExt;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use kvbm::{
-    BlockHash, EngineMemory, ErrorKind, Fence, GroupSlots, KvPlace, Loaded, Manager, NewEpoch,
-    Options, PeerLease, RequestInfo, Result, SaveRequest, SlotId, Tier, Transfer,
+    BlockHash, EngineMemory, ErrorKind, Fence, FollowRequest, GroupSlots, KvPlace, Loaded, Manager,
+    NewEpoch, Options, PeerLease, RequestInfo, Result, SaveRequest, SlotId, Tier, Transfer,
 };
 use kvbm_settings::PeerNixl;
 use kvbm_tests::engine::{
@@ -87,14 +89,20 @@ impl Worker {
     fn follow(&self, peer: SocketAddr, chain: &[BlockHash]) -> Transfer<Loaded> {
         let slots = last_slots(chain.len());
         let named = [GroupSlots::full(0, &slots)];
-        let (name, info) = (peer.to_string().replace(':', "/"), RequestInfo::default());
-        self.manager.follow_into(&name, chain, info, LIMIT, &named, &Fence::Done)
+        let name = peer_name(&peer.to_string());
+        let asked = FollowRequest { patience: LIMIT, ..FollowRequest::new(&name, chain) };
+        self.manager.follow_into(asked, &named, &Fence::Done)
     }
 
-    /// Waits until this number of blocks is in the host tier.
-    fn wait_for(&self, blocks: u32) {
-        let resident = || self.manager.admin().counts(Tier::Host).resident;
-        wait_until(LIMIT, "blocks do not come", || resident() == blocks);
+    /// Waits until this number of blocks has come from peers.
+    fn wait_for(&self, blocks: u64) {
+        wait_until(LIMIT, "blocks do not come", || self.received() == blocks);
+    }
+
+    fn received(&self) -> u64 {
+        let by = |way| [("direction", "received"), ("way", way)];
+        let came = |way| metric(&self.registry, "kvbm_peer_blocks_total", &by(way));
+        came("shared_memory") + came("tcp")
     }
 
     fn check(&self, load: Transfer<Loaded>, chain: &[BlockHash], weights: usize) -> Loaded {
@@ -106,6 +114,27 @@ impl Worker {
         }
         loaded
     }
+}
+
+/// Flips a bit of a block where it lies in a host tier, without its worker.
+fn spoil(hash: BlockHash, weights: usize) {
+    let memory =
+        OpenOptions::new().read(true).write(true).open("/proc/self/mem").expect("it is ours");
+    let maps = fs::read_to_string("/proc/self/maps").expect("it can be read");
+    let mut block = vec![0; BLOCK];
+    for map in maps.lines().filter(|map| map.contains(" rw-s ") && map.contains("/memfd:")) {
+        let range = map.split(' ').next().and_then(|range| range.split_once('-')).expect("a range");
+        let [start, end] = [range.0, range.1].map(|at| u64::from_str_radix(at, 16).expect("hex"));
+        for start in (start..end).step_by(BLOCK) {
+            let is_read = memory.read_exact_at(&mut block, start).is_ok();
+            if is_read && has_pattern(pattern(hash, weights), &block) {
+                let at = BLOCK / 3;
+                let flipped = [block[at] ^ 4];
+                return memory.write_all_at(&flipped, start + at as u64).expect("it is ours");
+            }
+        }
+    }
+    panic!("it lies in no host tier");
 }
 
 fn pattern(hash: BlockHash, weights: usize) -> usize {
@@ -128,16 +157,93 @@ fn an_engine_loads_what_a_peer_holds_into_its_slots() {
         assert_eq!((lease.blocks(), lease.only_there()), (36, 31));
         let loaded = here.load(lease, &prompt, 0);
         assert_eq!((loaded.arrived, loaded.failed, loaded.is_whole), (36, 0, true));
-        assert_eq!((loaded.lease.blocks(Tier::Host), loaded.usable), (36, 36));
+        let in_host = if shared_memory { 5 } else { 36 };
+        assert_eq!((loaded.lease.blocks(Tier::Host), loaded.usable), (in_host, 36));
         assert!(loaded.writers.are_gone());
         drop(loaded);
-        // From here on it is here.
         drop(there);
+        // What came straight the engine saves; from then on it is here.
         let slots = last_slots(36);
+        let saved = save_slots(&here.manager, &prompt[..], 0, &slots, Fence::Done).wait();
+        assert_eq!(saved.expect("the manager is open").copied, 36 - in_host);
+        here.memory.write(slots[35], &vec![0; BLOCK]);
         let again = load_slots(&here.manager, here.manager.lease(&prompt), 0, &slots, &Fence::Done);
-        assert!(again.wait().expect("the manager is open").is_whole);
+        assert!(here.check(again, &prompt, 0).is_whole);
         assert_sound(&here.manager);
     }
+}
+
+#[test]
+fn blocks_that_the_engine_has_do_not_come_again() {
+    let there = Worker::new(0, None, true);
+    let here = Worker::new(0, Some(there.address()), true);
+    let prompt = chain(1, 24);
+    there.compute(&prompt, 0);
+    here.compute(&prompt[..3], 0);
+    let lease = here.lease(there.address(), &prompt).expect("it is there");
+    let slots = last_slots(16);
+    let loaded = here.manager.load_into(lease, &[GroupSlots::full(8, &slots)], &Fence::Done);
+    let loaded = here.check(loaded, &prompt[8..], 0);
+    assert_eq!((loaded.arrived, loaded.usable, here.received()), (16, 24, 16));
+    assert_sound(&here.manager);
+}
+
+#[test]
+fn what_a_neighbour_has_overwritten_is_a_miss_until_it_heals() {
+    let there = Worker::new(0, None, true);
+    let here = Worker::new(0, Some(there.address()), true);
+    let (prompt, other) = (chain(1, 36), chain(2, 36));
+    there.compute(&prompt, 0);
+    here.compute(&prompt[..5], 0);
+    let lease = here.lease(there.address(), &prompt).expect("it is there");
+    spoil(prompt[20], 0);
+    let loaded = here.load(lease, &prompt, 0);
+    assert_eq!((loaded.arrived, loaded.failed, loaded.is_whole), (20, 16, false));
+    assert!(loaded.writers.are_gone());
+    let fault = loaded.fault.expect("it says why");
+    assert!(fault.contains("checksum"), "{fault}");
+    there.manager.reset(NewEpoch::of_weights(1, "new")).expect("a greater number");
+    there.compute(&other, 1);
+    here.manager.reset(NewEpoch::of_weights(1, "new")).expect("a greater number");
+    assert!(here.check(here.follow(there.address(), &other), &other, 1).is_whole);
+    assert_sound(&here.manager);
+}
+
+#[test]
+fn a_neighbour_that_died_gives_what_it_leased() {
+    let there = Worker::new(0, None, true);
+    let address = there.address();
+    let here = Worker::new(0, Some(address), true);
+    let (prompt, other) = (chain(1, 36), chain(2, 36));
+    there.compute(&prompt, 0);
+    let lease = here.lease(address, &prompt).expect("it is there");
+    drop(there);
+    assert!(here.load(lease, &prompt, 0).is_whole, "its memory stays while it is mapped");
+    assert!(here.lease(address, &other).is_err());
+    // Another one comes.
+    let there = Worker::new(address.port(), None, true);
+    there.compute(&other, 0);
+    assert!(here.check(here.follow(address, &other), &other, 0).is_whole);
+    assert_sound(&here.manager);
+}
+
+#[test]
+fn a_reset_amid_a_load_ends_it() {
+    let there = Worker::new(0, None, true);
+    let here = Worker::new(0, Some(there.address()), true);
+    let prompt = chain(1, 24);
+    there.compute(&prompt[..16], 0);
+    let load = here.follow(there.address(), &prompt);
+    here.wait_for(16);
+    here.manager.reset(NewEpoch::of_weights(1, "new")).expect("a greater number");
+    there.compute(&prompt, 0);
+    let loaded = here.check(load, &prompt, 0);
+    assert_eq!((loaded.arrived, loaded.is_whole, loaded.fault.is_some()), (16, false, true));
+    drop(loaded);
+    there.manager.reset(NewEpoch::of_weights(1, "new")).expect("a greater number");
+    there.compute(&prompt, 1);
+    assert!(here.check(here.follow(there.address(), &prompt), &prompt, 1).is_whole);
+    assert_sound(&here.manager);
 }
 
 #[test]
@@ -223,6 +329,32 @@ fn layers_go_into_slots_and_travel_once() {
 }
 
 #[test]
+fn layers_come_behind_what_came_straight() {
+    let there = Worker::new(0, None, true);
+    let here = Worker::new(0, Some(there.address()), true);
+    let prompt = chain(1, 24);
+    there.compute(&prompt[..8], 0);
+    let load = here.follow(there.address(), &prompt);
+    here.wait_for(8);
+    let slots: Vec<_> = (0..24).map(SlotId).collect();
+    there.fill(&prompt, &slots, 0);
+    let named = [GroupSlots::full(0, &slots)];
+    let save = SaveRequest::of(&prompt, &named);
+    let mut saving = there.manager.save_in_layers(&save).expect("there is room");
+    // They pass the host tier, which gets what is before them.
+    wait_until(LIMIT, "it does not follow", || {
+        here.manager.admin().counts(Tier::Host).filling == 16
+    });
+    for _layer in 0..LAYERS {
+        saving.layer_is_ready().expect("it is in memory");
+    }
+    assert_eq!(saving.finish().expect("all layers are written"), 24);
+    assert!(here.check(load, &prompt, 0).is_whole);
+    assert_eq!(here.received(), 8 + 24);
+    assert_sound(&here.manager);
+}
+
+#[test]
 fn a_load_that_follows_is_cancelled_and_gives_all_back() {
     let there = Worker::new(0, None, true);
     let here = Worker::new(0, Some(there.address()), true);
@@ -233,7 +365,7 @@ fn a_load_that_follows_is_cancelled_and_gives_all_back() {
     load.cancel();
     let loaded = here.check(load, &prompt, 0);
     assert_eq!((loaded.arrived + loaded.failed, loaded.is_whole), (24, false));
-    assert!(loaded.arrived <= 16 && loaded.writers.are_gone());
+    assert!(loaded.arrived == 16 && loaded.writers.are_gone());
     drop(loaded);
     assert_sound(&here.manager);
     there.compute(&prompt, 0);
@@ -270,8 +402,8 @@ fn a_senseless_load_from_a_peer_is_refused() {
         let named = [GroupSlots::full(0, &slots)];
         let refused = here.manager.load_into(lease, &named, &Fence::Done).wait().unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::Invalid);
-        let (info, peer) = (RequestInfo::default(), "unlisted");
-        let refused = here.manager.follow_into(peer, &prompt, info, LIMIT, &named, &Fence::Done);
+        let asked = FollowRequest::new("unlisted", &prompt);
+        let refused = here.manager.follow_into(asked, &named, &Fence::Done);
         assert_eq!(refused.wait().unwrap_err().kind(), ErrorKind::Invalid);
     }
     let lease = here.lease(there.address(), &prompt).expect("it is there");

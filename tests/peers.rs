@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm::blocking::Blocks;
-use kvbm::{BlockHash, Error, Manager, Pulled, RequestInfo, Tier};
+use kvbm::{BlockHash, Error, FollowRequest, Manager, Pulled, RequestInfo, Tier};
 use kvbm_settings::{Loader, Settings};
 use kvbm_tests::engine::{self, peer_name};
 use kvbm_tests::process::{Process, role, say};
@@ -100,8 +100,8 @@ fn read(manager: &Manager, peer: &str, chain: &[BlockHash]) -> String {
 
 /// The same of one that a peer computes meanwhile.
 fn follow(manager: &Manager, peer: &str, chain: &[BlockHash]) -> String {
-    let (peers, info) = (manager.peers().unwrap(), RequestInfo::default());
-    told(peers.follow(peer, chain, info, Duration::from_millis(TTL_MS)).wait())
+    let (peers, patience) = (manager.peers().unwrap(), Duration::from_millis(TTL_MS));
+    told(peers.follow(FollowRequest { patience, ..FollowRequest::new(peer, chain) }).wait())
 }
 
 fn told(pulled: Result<Pulled, Error>) -> String {

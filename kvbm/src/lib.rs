@@ -90,8 +90,8 @@ pub use peers::discovery::{
 #[cfg(feature = "testing")]
 pub use peers::read_peer_frame;
 pub use peers::{
-    ChainNames, PeerFaultState, PeerLease, PeerOffer, PeerReport, PeerState, Peers, PeersState,
-    Pulled, look_at_peers,
+    ChainNames, FollowRequest, PeerFaultState, PeerLease, PeerOffer, PeerReport, PeerState, Peers,
+    PeersState, Pulled, look_at_peers,
 };
 pub use scheduler::{Drained, StagingCounts};
 #[cfg(feature = "serve")]

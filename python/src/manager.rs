@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvbm::{
-    Elements, Fence, Options, RankGroup, RequestId, RequestInfo, SaveRequest, ShadowSample,
-    ShadowVerdict, Tier,
+    Elements, Fence, FollowRequest, Options, RankGroup, RequestId, RequestInfo, SaveRequest,
+    ShadowSample, ShadowVerdict, Tier,
 };
 use prometheus::Registry;
 use pyo3::prelude::*;
@@ -83,7 +83,11 @@ impl Manager {
     /// Pins the leading blocks of `chain`, the first `most` at most, that all cache groups can give
     /// back, wherever they are, and counts as their use by `request`. With `again`, which has asked
     /// before, metrics do not count it once more.
-    #[pyo3(signature = (chain, *, most=None, request=None, hints=None, again=false))]
+    ///
+    /// A peer gave the first `from_peer` blocks straight to the engine: metrics count these as found
+    /// in the host tier.
+    #[pyo3(signature = (chain, *, most=None, request=None, hints=None, again=false, from_peer=0))]
+    #[allow(clippy::too_many_arguments, reason = "they have names in Python")]
     fn lease(
         &self,
         py: Python<'_>,
@@ -92,8 +96,10 @@ impl Manager {
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
         again: bool,
+        from_peer: u32,
     ) -> Lease {
-        let info = RequestInfo { has_asked: again, ..request_info(request, hints.map(Bound::get)) };
+        let info = request_info(request, hints.map(Bound::get));
+        let info = RequestInfo { has_asked: again, from_peer, ..info };
         let chain = &chain.hashes[..chain.hashes.len().min(most.unwrap_or(usize::MAX))];
         Lease::new(py.detach(|| self.inner.lease_for(info, chain)))
     }
@@ -175,10 +181,10 @@ impl Manager {
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
     ) -> PyResult<Pull> {
-        let info = request_info(request, hints.map(Bound::get));
-        let (peers, patience) = (self.reading_peers()?, duration(seconds));
-        let names = names(chain, most, there);
-        Ok(Pull(py.detach(|| peers.follow(peer, names, info, patience))))
+        let (peers, info) = (self.reading_peers()?, request_info(request, hints.map(Bound::get)));
+        let (chain, patience) = (names(chain, most, there), duration(seconds));
+        let asked = FollowRequest { peer: peer.to_owned(), chain, info, patience };
+        Ok(Pull(py.detach(|| peers.follow(asked))))
     }
 
     /// `follow`, and what comes goes on into an engine's slots at once: `slots` and `after` are as in
@@ -200,8 +206,9 @@ impl Manager {
     ) -> PyResult<Load> {
         let (after, slots) = (self.fence(after)?, NamedSlots::new(slots));
         let info = request_info(request, hints.map(Bound::get));
-        let (names, patience) = (names(chain, most, there), duration(seconds));
-        let begin = || self.inner.follow_into(peer, names, info, patience, &slots.slots(), &after);
+        let (chain, patience) = (names(chain, most, there), duration(seconds));
+        let asked = FollowRequest { peer: peer.to_owned(), chain, info, patience };
+        let begin = || self.inner.follow_into(asked, &slots.slots(), &after);
         Ok(Load(py.detach(begin)))
     }
 
@@ -226,10 +233,12 @@ impl Manager {
     }
 
     /// Copies what `lease` holds into an engine's slots, which nothing else may use until it has
-    /// ended. What it names at a peer comes by the host tier, and stays there. `slots` has of each cache group its number (0: full attention), the position of the
+    /// ended. What it names at a peer comes by the host tier, and stays there; from a neighbour's
+    /// memory it comes straight to slots that the CPU can write, and is in no tier here before it is
+    /// saved. `slots` has of each cache group its number (0: full attention), the position of the
     /// first block and a slot for each from there on. Of a hybrid model they go to the lease's last
-    /// block: `Lease.wanted` says from where on, or later. Work on a GPU that still uses the slots
-    /// is behind `after`, a `torch.cuda.Event`. The lease is used up.
+    /// block: `Lease.wanted` says from where on, or later. Work on a GPU that still uses the slots is
+    /// behind `after`, a `torch.cuda.Event`. The lease is used up.
     #[pyo3(signature = (lease, slots, *, after=None))]
     fn load_into(
         &self,

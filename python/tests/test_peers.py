@@ -79,6 +79,10 @@ def test_what_a_peer_holds_is_loaded_into_slots(workers: tuple[Worker, Worker, s
     assert loaded is not None
     assert (loaded.arrived, loaded.is_whole) == (6, True)
     assert all(here.has(10 + at, 16 + at) for at in range(6))
+    # It came straight, and is here once it is saved.
+    assert not here.manager.matches(chain(1, 8))
+    saved = here.manager.save_from(chain(1, 6), [(0, 0, range(10, 16))]).wait(10.0)
+    assert saved is not None
     assert here.manager.matches(chain(1, 8)) == {"host": 6}
     with pytest.raises(InvalidError, match="used before"):
         here.manager.pull(lease)
@@ -223,9 +227,10 @@ def test_one_call_moves_blocks_and_calls_back(workers: tuple[Worker, Worker, str
 
     assert moved(name, range(6)).blocks == 6
     assert all(here.has(at, 16 + at) for at in range(6))
+    # They came straight: the tiers get them from the slots.
+    assert moved(range(6), None).blocks == 6
     assert moved(None, range(10, 16)).blocks == 6
     assert all(here.has(10 + at, 16 + at) for at in range(6))
-    assert moved(range(6), None).blocks == 6
     assert moved(name, None).blocks == 6
     done.clear()
     here.manager.transfer_kv_cache("unlisted", None, chain(2, 6), on_done)

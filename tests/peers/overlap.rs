@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use kvbm::blocking::Blocks;
-use kvbm::{BlockHash, Error, RequestInfo, Tier};
+use kvbm::{BlockHash, Error, FollowRequest, RequestInfo, Tier};
 use kvbm_tests::engine::{self, peer_name};
 use kvbm_tests::rig::chain;
 use kvbm_tiers::layers::bytes_of_layer;
@@ -59,8 +59,8 @@ impl Pair {
     /// Brings a prompt as it comes to be there; says when it was here.
     fn follow(&self, prompt: &[BlockHash]) -> Instant {
         let peers = self.here.manager().peers().unwrap();
-        let pulled =
-            peers.follow(&self.peer, prompt, RequestInfo::default(), LIMIT).wait().unwrap();
+        let asked = FollowRequest { patience: LIMIT, ..FollowRequest::new(&self.peer, prompt) };
+        let pulled = peers.follow(asked).wait().unwrap();
         let end = Instant::now();
         assert_eq!((pulled.copied, pulled.fault), (prompt.len(), None));
         end

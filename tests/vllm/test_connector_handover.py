@@ -14,8 +14,8 @@ def comes(here: Worker, number: int, there: Worker, blocks: int = BLOCKS) -> Non
     here.engine.step()
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS, "it waits for a look-up"
     assert here.step_until(request.is_finished)["asked"] == LENGTH - blocks * BLOCK
-    assert here.held(request)["host"] >= blocks
     here.step_until(lambda: not here.scheduler.is_saving())
+    assert here.held(request)["host"] == BLOCKS, "it is saved from the engine's blocks"
 
 
 def test_a_prompt_that_was_computed_comes_without_a_look_up():
@@ -60,7 +60,7 @@ def test_a_request_that_is_taken_back_amid_it_leaves_nothing():
         # It has half of the prompt, and the rest is waited for.
         there.compute(1, BLOCKS // 2)
         request = here.ask(1, there)
-        here.step_until(lambda: here.held(request).get("host") == BLOCKS // 2)
+        here.step_until(lambda: here.count("kvbm_peer_blocks_total", direction="received") == BLOCKS // 2)
         assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         here.engine.finish("asked")
         assert here.is_at_rest()
@@ -88,7 +88,7 @@ def test_the_time_for_room_in_the_engine_does_not_count():
         here.scheduler._requests["asked"].prefilled.started -= 60
         here.engine.finish("other")
         # The rest is waited for.
-        here.step_until(lambda: here.held(request).get("host") == BLOCKS // 2)
+        here.step_until(lambda: here.count("kvbm_peer_blocks_total", direction="received") == BLOCKS // 2)
         there.compute(1, BLOCKS)
         here.step_until(request.is_finished)
         assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
@@ -98,7 +98,7 @@ def test_what_came_before_a_reset_is_computed_again():
     with pair() as (there, here):
         there.compute(1, BLOCKS // 2)
         request = here.ask(1, there)
-        here.step_until(lambda: here.held(request).get("host") == BLOCKS // 2)
+        here.step_until(lambda: here.count("kvbm_peer_blocks_total", direction="received") == BLOCKS // 2)
         assert here.scheduler.reset()
         assert here.step_until(request.is_finished)["asked"] == LENGTH
 
@@ -107,7 +107,7 @@ def test_a_reset_amid_it_leaves_nothing():
     with pair(policy="fail") as (there, here):
         there.compute(1, BLOCKS // 2)
         request = here.ask(1, there)
-        here.step_until(lambda: here.held(request).get("host") == BLOCKS // 2)
+        here.step_until(lambda: here.count("kvbm_peer_blocks_total", direction="received") == BLOCKS // 2)
         assert here.scheduler.reset()
         here.step_until(request.is_finished)
         assert request.status == RequestStatus.FINISHED_ERROR

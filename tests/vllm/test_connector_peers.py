@@ -90,7 +90,12 @@ def test_what_one_engine_computed_another_one_goes_on_with(model, said):
         went_on = decode(second, 0, told)
         assert went_on["said"] == said[0]
         assert went_on["scheduled"] == SERVED
+        # It came straight into the engine's blocks, and is saved from there.
+        second.settle()
         assert probe(second, "matches", prompt=prompt(0, LENGTH)) == {"host": LENGTH // BLOCK}
+        assert second.reset()
+        again = probe(second, "ask", prompt=prompt(0, LENGTH))
+        assert (again["said"], again["scheduled"]) == (said[0], SERVED)
         # Of a prompt that is all full blocks a token is left.
         told = probe(first, "ask", prompt=WHOLE, params=PREFILL, tokens=1)["params"]
         whole = first.generate(WHOLE).said[0]

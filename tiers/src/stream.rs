@@ -16,7 +16,7 @@ use std::arch::x86_64::{
 use crate::geometry::ALIGNMENT;
 
 /// Bytes that are moved together: a cache line.
-const LINE: usize = 64;
+pub(crate) const LINE_BYTES: usize = 64;
 /// How far ahead of the copy the source is fetched. The processor's own prefetching stops at pages.
 const AHEAD_BYTES: usize = 2 << 10;
 
@@ -29,10 +29,10 @@ pub(crate) fn copy(from: &[u8], to: &mut [u8]) {
     assert_eq!(from.len(), to.len(), "blocks of one size");
     // An engine's tensors start anywhere, and an ordinary copy of all of it would take as long
     // again.
-    let head = to.as_ptr().align_offset(LINE).min(to.len());
+    let head = to.as_ptr().align_offset(LINE_BYTES).min(to.len());
     let (from_head, from) = from.split_at(head);
     let (to_head, to) = to.split_at_mut(head);
-    let lines = from.len() / LINE * LINE;
+    let lines = from.len() / LINE_BYTES * LINE_BYTES;
     let (from_lines, from_tail) = from.split_at(lines);
     let (to_lines, to_tail) = to.split_at_mut(lines);
     to_head.copy_from_slice(from_head);
@@ -47,7 +47,9 @@ pub(crate) fn copy(from: &[u8], to: &mut [u8]) {
     reason = "loads need no alignment, and the destination has it"
 )]
 fn copy_lines(from: &[u8], to: &mut [u8]) {
-    for (from, to) in from.as_chunks::<LINE>().0.iter().zip(to.as_chunks_mut::<LINE>().0) {
+    for (from, to) in
+        from.as_chunks::<LINE_BYTES>().0.iter().zip(to.as_chunks_mut::<LINE_BYTES>().0)
+    {
         let (from, to) = (from.as_ptr().cast::<__m128i>(), to.as_mut_ptr().cast::<__m128i>());
         // Word by word, without `map` or a loop: where debug assertions are on these become calls,
         // which take five times as long as the copy. SAFETY: SSE2 is part of x86-64. A prefetch may
@@ -101,12 +103,25 @@ pub(crate) unsafe fn copy_page(
     to: &mut [u8; PAGE_BYTES],
     seen: &mut Page,
 ) {
-    assert!(to.as_ptr().addr().is_multiple_of(LINE), "a slot starts on a page boundary");
+    assert!(to.as_ptr().addr().is_multiple_of(LINE_BYTES), "a slot starts on a page boundary");
     let (to, seen) = (to.as_mut_ptr(), seen.0.as_mut_ptr());
-    for line in (0..PAGE_BYTES).step_by(LINE) {
+    for line in (0..PAGE_BYTES).step_by(LINE_BYTES) {
         fetch(from.wrapping_add((line + AHEAD_BYTES).min(wanted.saturating_sub(1))));
         // SAFETY: the line lies within all three pages, each of which starts at a line.
         unsafe { copy_line_twice(from.add(line), to.add(line), seen.add(line)) };
+    }
+}
+
+/// [`copy_page`], to `seen` alone.
+///
+/// # Safety
+/// As of [`copy_page`].
+pub(crate) unsafe fn read_page(from: *const u8, wanted: usize, seen: &mut Page) {
+    let seen = seen.0.as_mut_ptr();
+    for line in (0..PAGE_BYTES).step_by(LINE_BYTES) {
+        fetch(from.wrapping_add((line + AHEAD_BYTES).min(wanted.saturating_sub(1))));
+        // SAFETY: the line lies within both pages, each of which starts at a line.
+        unsafe { read_line(from.add(line), seen.add(line)) };
     }
 }
 
@@ -116,10 +131,10 @@ pub(crate) unsafe fn copy_page(
 /// From `from` on, a page boundary, lie the pages of a block of `block_bytes` bytes, mapped as long
 /// as this runs.
 pub(crate) unsafe fn copy_block(from: *const u8, block_bytes: usize, to: &mut Vec<u8>) {
-    let (mut past, mut seen) = (Page::default(), Page::default());
+    let mut seen = Page::default();
     for start in (0..block_bytes).step_by(PAGE_BYTES) {
         // SAFETY: the page starts within the block, so it is one of those that the caller names.
-        unsafe { copy_page(from.add(start), usize::MAX, &mut past.0, &mut seen) };
+        unsafe { read_page(from.add(start), usize::MAX, &mut seen) };
         to.extend_from_slice(&seen.0[..PAGE_BYTES.min(block_bytes - start)]);
     }
     finish();
@@ -155,7 +170,7 @@ unsafe fn copy_line_twice(from: *const u8, to: *mut u8, seen: *mut u8) {
 #[expect(clippy::cast_ptr_alignment, reason = "lines are aligned to more")]
 unsafe fn copy_line_twice(from: *const u8, to: *mut u8, seen: *mut u8) {
     let (from, to, seen) = (from.cast::<u64>(), to.cast::<u64>(), seen.cast::<u64>());
-    for word in 0..LINE / size_of::<u64>() {
+    for word in 0..LINE_BYTES / size_of::<u64>() {
         // SAFETY: the word lies within the line; the rest is as the caller promises. Volatile: the
         // compiler must not read again what may have changed.
         unsafe {
@@ -163,6 +178,21 @@ unsafe fn copy_line_twice(from: *const u8, to: *mut u8, seen: *mut u8) {
             to.add(word).write(read);
             seen.add(word).write(read);
         }
+    }
+}
+
+/// # Safety
+/// Both are lines: `from` is mapped, `seen` is the caller's alone.
+#[expect(clippy::cast_ptr_alignment, reason = "lines are aligned to more")]
+unsafe fn read_line(from: *const u8, seen: *mut u8) {
+    let (from, seen) = (from.cast::<u128>(), seen.cast::<u128>());
+    // SAFETY: the words lie within the line; the rest is as the caller promises. Volatile: the
+    // compiler must not read again what may have changed.
+    unsafe {
+        seen.write(from.read_volatile());
+        seen.add(1).write(from.add(1).read_volatile());
+        seen.add(2).write(from.add(2).read_volatile());
+        seen.add(3).write(from.add(3).read_volatile());
     }
 }
 
@@ -204,7 +234,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn all_bytes_arrive_and_no_others(from: Vec<u8>, before in 0..2 * LINE, after in 0..LINE) {
+        fn all_bytes_arrive_and_no_others(from: Vec<u8>, before in 0..2 * LINE_BYTES, after in 0..LINE_BYTES) {
             let mut to = vec![7; before + from.len() + after];
             copy(&from, &mut to[before..before + from.len()]);
             finish();

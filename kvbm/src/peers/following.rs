@@ -12,14 +12,36 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 use super::chain_names::ChainNames;
-use super::link::Patience;
-use super::reader::{OnPart, Pulled, Reader};
+use super::link::PeerFault;
+use super::loading::EngineLoads;
+use super::reader::{Pulled, Reader};
 use crate::error::{Error, ErrorKind, Result};
 use crate::names::hash::Chain;
 use crate::table::RequestInfo;
 
 /// The pause before a peer is asked again that answered at once, and had nothing to lease.
 const PAUSE: Duration = Duration::from_millis(5);
+
+/// A chain that a peer has, or computes now.
+#[derive(Clone, Debug)]
+pub struct FollowRequest {
+    /// The peer's name.
+    pub peer: String,
+    /// What the blocks are called.
+    pub chain: ChainNames,
+    /// The request that wants them.
+    pub info: RequestInfo,
+    /// How long nothing may come before no more is waited for.
+    pub patience: Duration,
+}
+
+impl FollowRequest {
+    /// Of what the peer has by now, and for no request that is known.
+    pub fn new(peer: &str, chain: impl Into<ChainNames>) -> Self {
+        let (info, patience) = (RequestInfo::default(), Duration::ZERO);
+        Self { peer: peer.to_owned(), chain: chain.into(), info, patience }
+    }
+}
 
 /// What has come of a chain, and why the peer gave no further lease of it, if that is the end.
 pub(super) struct Followed {
@@ -31,53 +53,50 @@ impl Reader {
     /// See [`Peers::follow`](super::Peers::follow).
     pub(super) async fn follow(
         &self,
-        peer: &str,
-        names: ChainNames,
-        info: RequestInfo,
-        patience: Duration,
+        asked: FollowRequest,
         cancelled: &CancellationToken,
     ) -> Result<Pulled> {
-        let followed = self.follow_in_parts(peer, names, info, patience, None, cancelled);
-        let Followed { pulled, refused } = followed.await?;
+        let Followed { pulled, refused } = self.follow_in_parts(asked, None, cancelled).await?;
         match refused {
             Some(error) if pulled.copied == 0 => Err(error),
             _ => Ok(pulled),
         }
     }
 
-    /// The same, where that nothing came is no error.
+    /// The same into an engine's slots, if it has any, where that nothing came is no error.
     pub(super) async fn follow_in_parts(
         &self,
-        peer: &str,
-        names: ChainNames,
-        mut info: RequestInfo,
-        patience: Duration,
-        mut on_part: OnPart<'_>,
+        mut asked: FollowRequest,
+        mut loads: Option<&mut EngineLoads<'_>>,
         cancelled: &CancellationToken,
     ) -> Result<Followed> {
-        let chain = &names.here;
+        let patience = asked.patience;
         let (mut copied, mut refused, mut since) = (0, None, Instant::now());
         loop {
             // What it takes to reach the peer and to bring what lies here is no wait for blocks.
-            let wait = Patience { left: patience.saturating_sub(since.elapsed()), whole: patience };
-            let leasing = self.lease(peer.to_owned(), names.clone(), info, wait);
+            let left = patience.saturating_sub(since.elapsed());
+            let held = loads.as_ref().map_or(0, |loads| loads.held());
+            let leasing = self.lease(asked.clone(), left, held);
             let Some(leased) = cancelled.run_until_cancelled(leasing).await else { break };
             let came = match leased {
                 Ok(lease) => {
-                    (info.has_asked, refused) = (true, None);
+                    (asked.info.has_asked, refused) = (true, None);
+                    if loads.as_mut().is_some_and(|loads| loads.begin_again(&lease)) {
+                        self.release(lease, Some(&PeerFault::Behind)).await;
+                        continue;
+                    }
                     let (leased, came) = (lease.blocks(), lease.only_there() > 0);
-                    let each: OnPart<'_> = match &mut on_part {
-                        Some(on_part) => Some(&mut **on_part),
-                        None => None,
+                    let pulled = match &mut loads {
+                        Some(loads) => loads.bring(self, lease, cancelled).await?,
+                        None => self.pull(lease, None, cancelled).await?,
                     };
-                    let pulled = self.pull(lease, each, cancelled).await?;
                     copied += pulled.copied;
                     let is_over = pulled.fault.is_some() || pulled.blocks < leased;
-                    if is_over || pulled.blocks == chain.len() {
+                    if is_over || pulled.blocks == asked.chain.here.len() {
                         return Ok(Followed { pulled: Pulled { copied, ..pulled }, refused: None });
                     }
-                    if let Some(on_part) = &mut on_part {
-                        on_part(pulled.lease);
+                    if let Some(loads) = &mut loads {
+                        loads.go_on(pulled.lease);
                     }
                     came
                 }
@@ -98,8 +117,9 @@ impl Reader {
                 sleep(PAUSE).await;
             }
         }
-        let info = RequestInfo { has_asked: true, ..info };
-        let lease = self.checkpoints.lease_with(&self.core, Chain::from(chain), info);
+        let info = RequestInfo { has_asked: true, ..asked.info };
+        let chain = Chain::from(&asked.chain.here);
+        let lease = self.checkpoints.lease_with(&self.core, chain, info);
         let (blocks, fault) = (lease.blocks(Tier::Host), refused.as_ref().map(Error::to_string));
         Ok(Followed { pulled: Pulled { lease, blocks, copied, fault }, refused })
     }

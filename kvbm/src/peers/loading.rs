@@ -1,25 +1,23 @@
 //! Loads from a peer: what has come to the host tier goes on to the device, or into an engine's
-//! slots, while the rest is on its way.
+//! slots, while the rest is on its way; or it comes [straight](super::straight) into these.
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
-use kvbm_tiers::{Fence, SlotId, Tier};
+use kvbm_tiers::{DeviceRegion, Fence, SlotId, Tier};
 
 use tokio_util::sync::CancellationToken;
 
-use super::Peers;
-use super::chain_names::ChainNames;
-use super::reader::{OnPart, PeerLease, Pulled, Reader};
+use super::reader::{PeerLease, Pulled, Reader};
+use super::straight::StraightWay;
+use super::{FollowRequest, Peers};
 use crate::api::engine_memory::EngineMemory;
 use crate::api::lease::Lease;
 use crate::api::transfer::{LayerCount, Loaded, Transfer, Transferred, Writers};
 use crate::error::{Error, Result};
 use crate::metrics::PeerWay;
 use crate::scheduler::{Core, EndsLayers, JoinedTransfer, LoadInto};
-use crate::table::RequestInfo;
 use crate::task::Class;
 
 /// What comes from a peer before it goes on: over a connection, where the next request for blocks
@@ -79,13 +77,13 @@ impl Peers {
         let (reader, arrived) = (Arc::clone(&self.reader), Arc::clone(arrived));
         self.start_on_thread(async move |cancelled| {
             let lease = cancelled_with(leasing, &cancelled).await?;
-            let mut on_part = |held: Lease| count(&held, &arrived);
+            let mut on_part =
+                |held: Lease| arrived.store(held.blocks(Tier::Host), Ordering::Relaxed);
             reader.pull(lease, Some(&mut on_part), &cancelled).await
         })
     }
 
-    /// Brings what a lease names into the host tier, and from there into an engine's slots.
-    /// `arrived` counts blocks.
+    /// Brings what a lease names into an engine's slots. `arrived` counts blocks.
     pub(crate) fn load_into(
         &self,
         leasing: Transfer<PeerLease>,
@@ -95,22 +93,19 @@ impl Peers {
         let (reader, arrived) = (Arc::clone(&self.reader), Arc::clone(arrived));
         self.start_loading(slots, async move |slots, cancelled| {
             let lease = cancelled_with(leasing, &cancelled).await?;
-            reader.load_into(lease, slots, &arrived, &cancelled).await
+            let mut loads = EngineLoads::new(&reader.core, slots, arrived);
+            let pulled = loads.bring(&reader, lease, &cancelled).await;
+            loads.end(pulled, &cancelled).await
         })
     }
 
     /// [`follow`](Self::follow), and what comes goes on into an engine's slots.
-    pub(crate) fn follow_into(
-        &self,
-        peer: &str,
-        names: ChainNames,
-        info: RequestInfo,
-        patience: Duration,
-        slots: EngineSlots,
-    ) -> Transfer<Loaded> {
-        let (reader, peer) = (Arc::clone(&self.reader), peer.to_owned());
+    pub(crate) fn follow_into(&self, asked: FollowRequest, slots: EngineSlots) -> Transfer<Loaded> {
+        let reader = Arc::clone(&self.reader);
         self.start_loading(slots, async move |slots, cancelled| {
-            reader.follow_into(&peer, names, info, patience, slots, &cancelled).await
+            let mut loads = EngineLoads::new(&reader.core, slots, Arc::default());
+            let followed = reader.follow_in_parts(asked, Some(&mut loads), &cancelled).await;
+            loads.end(followed.map(|followed| followed.pulled), &cancelled).await
         })
     }
 
@@ -144,38 +139,6 @@ impl Reader {
         let bytes = if is_mapped { NEIGHBOUR_PART_BYTES } else { PART_BYTES };
         (bytes / self.block_bytes()).max(1)
     }
-
-    async fn load_into(
-        &self,
-        lease: PeerLease,
-        slots: EngineSlots,
-        arrived: &AtomicUsize,
-        cancelled: &CancellationToken,
-    ) -> Result<Loaded> {
-        let mut loads = EngineLoads::new(&self.core, slots);
-        let mut on_part = |held: Lease| {
-            count(&held, arrived);
-            loads.go_on(held);
-        };
-        let pulled = self.pull(lease, Some(&mut on_part), cancelled).await;
-        loads.end(pulled, cancelled).await
-    }
-
-    async fn follow_into(
-        &self,
-        peer: &str,
-        names: ChainNames,
-        info: RequestInfo,
-        patience: Duration,
-        slots: EngineSlots,
-        cancelled: &CancellationToken,
-    ) -> Result<Loaded> {
-        let mut loads = EngineLoads::new(&self.core, slots);
-        let mut on_part = |held: Lease| loads.go_on(held);
-        let on_part: OnPart<'_> = Some(&mut on_part);
-        let followed = self.follow_in_parts(peer, names, info, patience, on_part, cancelled).await;
-        loads.end(followed.map(|followed| followed.pulled), cancelled).await
-    }
 }
 
 /// The answer of a part of a transfer, which is cancelled with the whole.
@@ -188,29 +151,96 @@ async fn cancelled_with<T>(mut part: Transfer<T>, whole: &CancellationToken) -> 
     part.await
 }
 
-fn count(held: &Lease, arrived: &AtomicUsize) {
-    arrived.store(held.blocks(Tier::Host), Ordering::Relaxed);
-}
-
 /// Loads into an engine's slots, one for each part of a pull.
-struct EngineLoads<'a> {
+pub(super) struct EngineLoads<'a> {
     core: &'a Arc<Core>,
     slots: EngineSlots,
     /// The position of the first block that is not asked for yet.
     next: usize,
+    /// Leading blocks of the chain that a peer need not give any more, though the tiers lack some.
+    held: usize,
+    /// Nothing comes straight any more.
+    by_host: bool,
+    /// Counts leading blocks that have come.
+    arrived: Arc<AtomicUsize>,
     loads: Vec<Transfer<Loaded>>,
     with_media: Arc<()>,
     joined: Arc<JoinedTransfer>,
 }
 
 impl<'a> EngineLoads<'a> {
-    fn new(core: &'a Arc<Core>, slots: EngineSlots) -> Self {
-        let (next, joined) = (slots.first, JoinedTransfer::of(core));
-        Self { core, slots, next, loads: Vec::new(), with_media: Arc::default(), joined }
+    fn new(core: &'a Arc<Core>, slots: EngineSlots, arrived: Arc<AtomicUsize>) -> Self {
+        Self {
+            core,
+            next: slots.first,
+            slots,
+            held: 0,
+            by_host: false,
+            arrived,
+            loads: Vec::new(),
+            with_media: Arc::default(),
+            joined: JoinedTransfer::of(core),
+        }
+    }
+
+    /// Brings what a lease names: straight, where that can be.
+    pub(super) async fn bring(
+        &mut self,
+        reader: &Reader,
+        lease: PeerLease,
+        cancelled: &CancellationToken,
+    ) -> Result<Pulled> {
+        if let Some(way) = StraightWay::between(&lease, self) {
+            return reader.pull_straight(lease, way, self, cancelled).await;
+        }
+        let mut on_part = |held: Lease| self.go_on(held);
+        reader.pull(lease, Some(&mut on_part), cancelled).await
+    }
+
+    pub(super) const fn held(&self) -> usize {
+        self.held
+    }
+
+    /// Whether what came straight is needed in the host tier after all, as what a lease names behind
+    /// it has to pass there: layers, or what comes over a new connection. It is leased anew then.
+    pub(super) fn begin_again(&mut self, lease: &PeerLease) -> bool {
+        let is_stuck = self.held > 0 && StraightWay::between(lease, self).is_none();
+        if is_stuck {
+            (self.held, self.by_host) = (0, true);
+        }
+        is_stuck
+    }
+
+    /// The engine's memory, if its slots are in this process and may be written by now.
+    pub(super) fn writable_engine(&self) -> Option<Arc<DeviceRegion>> {
+        let is_writable = !self.by_host && self.slots.after.is_done();
+        self.slots.engine.region().ok().filter(|_| is_writable)
+    }
+
+    /// The position of the first block that is not asked for yet, and slots from it up to `until`.
+    pub(super) fn left(&self, until: usize) -> (usize, &[SlotId]) {
+        let until = until.clamp(self.next, self.slots.wanted().end.max(self.next));
+        (self.next, &self.slots.slots[self.next - self.slots.first..until - self.slots.first])
+    }
+
+    /// What is kept while something writes the slots.
+    pub(super) fn with_media(&self) -> Arc<()> {
+        Arc::clone(&self.with_media)
+    }
+
+    /// This number of blocks is in their slots now, and of the chain `held` need not come any more.
+    pub(super) fn came_straight(&mut self, blocks: usize, held: usize, tiers: &Lease) {
+        let came = self.next..self.next + blocks;
+        (self.next, self.held) = (came.end, held);
+        self.arrived.store(self.next, Ordering::Relaxed);
+        let writers = Writers::new(&self.with_media);
+        let loaded = Loaded::new(came, blocks, tiers.of_nothing(), writers);
+        self.loads.push(Transfer::ended(loaded));
     }
 
     /// Loads what is in the host tier by now.
-    fn go_on(&mut self, held: Lease) {
+    pub(super) fn go_on(&mut self, held: Lease) {
+        self.arrived.fetch_max(held.blocks(Tier::Host), Ordering::Relaxed);
         let until = held.blocks(Tier::Host).min(self.slots.wanted().end);
         if until > self.next {
             self.load(held, until);

@@ -27,6 +27,7 @@
 //! | `scales` | which numbers of a block have which scale |
 //! | `arriving` | where blocks go as they come |
 //! | `loading` | loads onto the device from what a peer holds |
+//! | `straight` | from a neighbour's memory straight into an engine's slots |
 //! | `neighbour` | the memory of workers on the same host |
 //! | `nixl` | reads of others' memory by NIXL |
 //! | `counting` | how ends and refusals are counted |
@@ -59,6 +60,7 @@ mod sealed;
 mod shares;
 mod slices;
 mod spans;
+mod straight;
 mod stream;
 #[cfg(test)]
 mod tests;
@@ -86,7 +88,6 @@ use tracing::Instrument;
 use self::discovery::{PeerAddress, PeerAnnouncement, PeerList, PeerSource, PeerWatch};
 use self::greeting::{Credentials, PeerProofs, PeerSecret, random};
 use self::holder::{Holder, LeasedBlocks};
-use self::link::Patience;
 use self::neighbour::Neighbours;
 use self::nixl::{NixlHolders, agent_name};
 use self::protocol::Member;
@@ -107,6 +108,7 @@ use crate::table::RequestInfo;
 pub(crate) use self::book::PeerBook;
 pub use self::book::{PeerFaultState, PeerState, PeersState};
 pub use self::chain_names::ChainNames;
+pub use self::following::FollowRequest;
 pub(crate) use self::loading::EngineSlots;
 pub use self::look::{PeerOffer, PeerReport, look_at_peers};
 #[cfg(feature = "testing")]
@@ -124,6 +126,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// What is cancelled ends within this time.
 const MAX_END: Duration = Duration::from_secs(5);
 const TIDY_PAUSE: Duration = Duration::from_secs(10);
+/// Threads that wait for what the system does.
+const MAX_LOOKING: usize = 4;
 
 /// An address that is ours: connections wait until they are served.
 #[derive(Debug)]
@@ -283,6 +287,7 @@ struct CommonParts {
     credentials: Arc<Credentials>,
     known: watch::Receiver<Arc<PeerList>>,
     limit: Duration,
+    copy_threads: usize,
     lease_share: f64,
     book: Arc<PeerBook>,
     metrics: PeerMetrics,
@@ -324,6 +329,7 @@ impl CommonParts {
             neighbours: None,
             nixl: None,
             limit: self.limit,
+            copy_threads: self.copy_threads,
             book: Arc::clone(&self.book),
             metrics: self.metrics.clone(),
             group: 0,
@@ -372,8 +378,9 @@ impl Peers {
         let nixl = nixl.transpose()?.flatten();
         let block_bytes = host.block_bytes().map(|bytes| bytes as u64);
         let block_bytes = block_bytes.or(settings.block_bytes).unwrap_or_default();
+        let copy_threads = settings.transfer.copy_threads as usize;
         let settings = settings.peers;
-        let runtime = PeerRuntime::new().map_err(refused)?;
+        let runtime = PeerRuntime::new(copy_threads).map_err(refused)?;
         let entered = runtime.runtime().enter();
         let socket = tokio::net::TcpListener::from_std(socket).map_err(refused)?;
         let shareable = host.memory().and_then(|memory| memory.shareable().cloned());
@@ -394,6 +401,7 @@ impl Peers {
             }),
             known: watch.peers(),
             limit: Duration::from_millis(settings.lease_ttl_ms),
+            copy_threads,
             lease_share: settings.lease_share,
             book: PeerBook::new(own.name(), address, watch.peers()),
             metrics: core.metrics().peers().clone(),
@@ -486,10 +494,10 @@ impl Peers {
         chain: impl Into<ChainNames>,
         info: RequestInfo,
     ) -> Transfer<PeerLease> {
-        let (reader, peer) = (Arc::clone(&self.reader), peer.to_owned());
-        let names = chain.into();
+        let reader = Arc::clone(&self.reader);
+        let asked = FollowRequest { info, ..FollowRequest::new(peer, chain) };
         self.start_on_thread(async move |cancelled| {
-            let leased = reader.lease(peer, names, info, Patience::default());
+            let leased = reader.lease(asked, Duration::ZERO, 0);
             tokio::select! {
                 leased = leased => leased,
                 () = cancelled.cancelled() => Err(Error::unavailable("the request for a lease was cancelled")),
@@ -512,24 +520,16 @@ impl Peers {
         self.start_on_thread(async move |cancelled| reader.pull(lease, None, &cancelled).await)
     }
 
-    /// Brings what a peer has of `chain` into the host tier, and goes on while it comes to have
+    /// Brings what a peer has of a chain into the host tier, and goes on while it comes to have
     /// more, as one does that computes it now. It ends with the whole chain, where the peer or the
-    /// way to it fails, where there is no more room here, or where nothing more has come for
-    /// `patience`, which what others lease there has as well. With none, nothing is waited for.
+    /// way to it fails, where there is no more room here, or where nothing more has come for the
+    /// request's `patience`, which what others lease there has as well. With none, nothing is waited
+    /// for.
     ///
     /// The answer is an error as [`lease`](Self::lease)'s is, if nothing came.
-    pub fn follow(
-        &self,
-        peer: &str,
-        chain: impl Into<ChainNames>,
-        info: RequestInfo,
-        patience: Duration,
-    ) -> Transfer<Pulled> {
-        let (reader, peer) = (Arc::clone(&self.reader), peer.to_owned());
-        let names = chain.into();
-        self.start_on_thread(async move |cancelled| {
-            reader.follow(&peer, names, info, patience, &cancelled).await
-        })
+    pub fn follow(&self, asked: FollowRequest) -> Transfer<Pulled> {
+        let reader = Arc::clone(&self.reader);
+        self.start_on_thread(async move |cancelled| reader.follow(asked, &cancelled).await)
     }
 
     fn start_on_thread<T: Send + 'static, Work>(
@@ -581,10 +581,12 @@ fn parts(of: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
 struct PeerRuntime(Option<Runtime>);
 
 impl PeerRuntime {
-    fn new() -> std::io::Result<Self> {
-        // Names of hosts, and files, are looked up by blocking threads, and agents of NIXL made.
-        let runtime = Builder::new_current_thread().enable_all().max_blocking_threads(4).build()?;
-        Ok(Self(Some(runtime)))
+    fn new(copy_threads: usize) -> std::io::Result<Self> {
+        // Names of hosts, and files, are looked up by blocking threads, agents of NIXL made, and
+        // blocks copied into an engine's slots.
+        let threads = MAX_LOOKING + copy_threads;
+        let mut runtime = Builder::new_current_thread();
+        Ok(Self(Some(runtime.enable_all().max_blocking_threads(threads).build()?)))
     }
 
     fn runtime(&self) -> &Runtime {

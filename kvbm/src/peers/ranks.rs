@@ -100,7 +100,7 @@ impl RankListener {
     pub(crate) fn serve(self, slots: RankSlots) -> Result<RankPeers> {
         let Self { socket, credentials, limit, .. } = self;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve peers", error);
-        let runtime = PeerRuntime::new().map_err(refused)?;
+        let runtime = PeerRuntime::new(0).map_err(refused)?;
         let handle = runtime.handle();
         let entered = handle.enter();
         let socket = tokio::net::TcpListener::from_std(socket).map_err(refused)?;

@@ -1,5 +1,6 @@
 //! The reader's side: it leases at a peer what the tiers here lack, takes the blocks into slots of
-//! the host tier, and compares each with the checksum that came with the lease.
+//! the host tier (or of an engine: `straight`), and compares each with the checksum that came with
+//! the lease.
 //!
 //! Nothing else writes these slots meanwhile, and no request sees them before they are verified. A
 //! peer that sends damaged bytes, dies or does not answer costs a miss of what is missing, and time.
@@ -13,7 +14,7 @@ use kvbm_tiers::{BlockKey, CopyError, Memory, Tier};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
-use tracing::Instrument;
+use tracing::{Instrument, Span};
 
 use super::book::{OpenAtPeer, PeerBook, PeerUse};
 use super::discovery::PeerList;
@@ -24,7 +25,7 @@ use super::nixl::{NixlHolders, ReadByNixl};
 use super::protocol::{BrokenLink, LeaseEnd, ReadEnd};
 use super::sealed::Intake;
 use super::slices::{self, HostBytes};
-use super::{ChainNames, sealed, spans};
+use super::{ChainNames, FollowRequest, sealed, spans};
 use crate::api::filling::FillingSlots;
 use crate::api::groups::{CheckpointGroups, NamedCheckpoint};
 use crate::api::lease::Lease;
@@ -58,6 +59,8 @@ pub(super) struct Reader {
     pub(super) nixl: Option<NixlHolders>,
     /// How long it waits for an answer, at most.
     pub(super) limit: Duration,
+    /// Threads that copy into an engine's slots.
+    pub(super) copy_threads: usize,
     pub(super) book: Arc<PeerBook>,
     pub(super) metrics: PeerMetrics,
     /// Which cache group's; 0: full attention's.
@@ -79,20 +82,20 @@ pub(super) struct WaitingLink {
 pub struct PeerLease {
     /// Those of the reader that asked for it.
     of: Arc<Credentials>,
-    link: PeerLink,
+    pub(super) link: PeerLink,
     peer: String,
     address: String,
     pub(super) chain: Vec<BlockHash>,
     info: RequestInfo,
     /// What the blocks are blocks of.
-    namespace: NamespaceId,
+    pub(super) namespace: NamespaceId,
     /// In blocks of the peer's.
     pub(super) named: NamedBlocks,
     /// Leading blocks that are here, and with those that the peer has.
     before: usize,
     blocks: usize,
     /// It was asked for then, or what it names was.
-    asked: Instant,
+    pub(super) asked: Instant,
     counted: CountedLease,
     _open: OpenAtPeer,
 }
@@ -162,27 +165,34 @@ pub struct Pulled {
 pub(super) type OnPart<'a> = Option<&'a mut (dyn FnMut(Lease) + Send)>;
 
 /// How a part of a pull ended.
-struct PulledPart {
-    held: Lease,
-    /// Leading blocks of the chain that the host tier has now.
-    blocks: usize,
-    copied: usize,
+pub(super) struct PulledPart {
+    pub(super) held: Lease,
+    /// Leading blocks of the chain that the host tier has now, or the engine.
+    pub(super) blocks: usize,
+    pub(super) copied: usize,
+    pub(super) fault: Option<PeerFault>,
+}
+
+/// What came of a lease, which is still to be ended at its holder.
+pub(super) struct PulledLease {
+    pulled: Pulled,
+    lease: PeerLease,
     fault: Option<PeerFault>,
 }
 
 impl Reader {
-    /// Leases at a peer what the tiers here lack of a chain. A peer that has nothing of that may wait
-    /// for it.
+    /// Leases at a peer what the tiers here lack of a chain, behind the `held` leading blocks that an
+    /// engine has. A peer that has nothing of that may wait for it, as long as is `left` of the
+    /// request's patience.
     pub(super) async fn lease(
         &self,
-        peer: String,
-        names: ChainNames,
-        info: RequestInfo,
-        wait: Patience,
+        asked: FollowRequest,
+        left: Duration,
+        held: usize,
     ) -> Result<PeerLease> {
-        let span = spans::of_lease(&peer, &info);
+        let span = spans::of_lease(&asked.peer, &asked.info);
         let trace = TraceParent::of(&span);
-        let leased = self.lease_traced(peer, names, info, wait, trace);
+        let leased = self.lease_traced(asked, left, held, trace);
         let leased = leased.instrument(span.clone()).await;
         spans::leased(&span, &leased);
         leased
@@ -190,15 +200,15 @@ impl Reader {
 
     async fn lease_traced(
         &self,
-        peer: String,
-        ChainNames { here: chain, there }: ChainNames,
-        info: RequestInfo,
-        wait: Patience,
+        FollowRequest { peer, chain, info, patience: whole }: FollowRequest,
+        left: Duration,
+        held: usize,
         trace: Option<TraceParent>,
     ) -> Result<PeerLease> {
+        let (ChainNames { here: chain, there }, wait) = (chain, Patience { left, whole });
         let address = self.known.borrow().get(&peer).map(str::to_owned);
         let address = address.ok_or_else(|| Error::invalid(format!("no peer {peer} is known")))?;
-        let before = self.bring_ours(&chain, info).await?;
+        let before = self.bring_ours(&chain, info).await?.max(held);
         let (epoch, namespace) = self.present();
         let (tenant, limit) = (info.hints.tenant, self.limit);
         let group = self.group;
@@ -404,12 +414,28 @@ impl Reader {
         on_part: OnPart<'_>,
         cancelled: &CancellationToken,
     ) -> Result<Pulled> {
+        let span = self.pull_span(&lease)?;
+        self.finish_pull(self.pull_in_parts(lease, on_part, cancelled), span, cancelled).await
+    }
+
+    /// # Errors
+    /// `Invalid`: the lease is another manager's.
+    pub(super) fn pull_span(&self, lease: &PeerLease) -> Result<Span> {
         if !Arc::ptr_eq(&lease.of, &self.credentials) {
             return Err(Error::invalid("the lease is of another manager's peer"));
         }
-        let span = spans::of_pull(&lease.peer, lease.link.way(), &lease.info);
+        Ok(spans::of_pull(&lease.peer, lease.link.way(), &lease.info))
+    }
+
+    /// Brings checkpoints after the blocks, and ends the lease.
+    pub(super) async fn finish_pull(
+        &self,
+        bringing: impl Future<Output = Result<PulledLease>>,
+        span: Span,
+        cancelled: &CancellationToken,
+    ) -> Result<Pulled> {
         let pulled = async {
-            let (mut pulled, lease, fault) = self.pull_in_parts(lease, on_part, cancelled).await?;
+            let PulledLease { mut pulled, lease, fault } = bringing.await?;
             if !self.checkpoints.is_empty() {
                 self.pull_checkpoints(&mut pulled, &lease, cancelled).await?;
             }
@@ -427,33 +453,46 @@ impl Reader {
         mut lease: PeerLease,
         mut on_part: OnPart<'_>,
         cancelled: &CancellationToken,
-    ) -> Result<(Pulled, PeerLease, Option<PeerFault>)> {
-        let (blocks, way, started) = (lease.blocks(), lease.link.way(), Instant::now());
+    ) -> Result<PulledLease> {
+        let (blocks, started) = (lease.blocks(), Instant::now());
         // Layers come of all blocks together.
         let in_parts = on_part.is_some() && lease.named.layers.is_none();
-        let part = if in_parts { self.part(way) } else { usize::MAX };
+        let most = if in_parts { self.part(lease.link.way()) } else { usize::MAX };
         let (mut until, mut copied) = (lease.before, 0);
-        let (held, here, fault) = loop {
-            until = until.saturating_add(part).min(blocks);
-            let PulledPart { held, blocks: here, copied: more, fault } =
-                self.pull_part(&mut lease, until, cancelled).await?;
-            copied += more;
-            if until == blocks || fault.is_some() || here < until {
-                break (held, here, fault);
+        loop {
+            until = until.saturating_add(most).min(blocks);
+            let part = self.pull_part(&mut lease, until, cancelled).await?;
+            copied += part.copied;
+            if until == blocks || part.fault.is_some() || part.blocks < until {
+                return Ok(self.pulled_lease(lease, PulledPart { copied, ..part }, started));
             }
             if let Some(on_part) = &mut on_part {
-                on_part(held);
+                on_part(part.held);
             }
-        };
-        self.metrics.pulled(way, started.elapsed());
+        }
+    }
+
+    /// Counts what came of a lease.
+    pub(super) fn pulled_lease(
+        &self,
+        mut lease: PeerLease,
+        PulledPart { held, blocks, copied, fault }: PulledPart,
+        started: Instant,
+    ) -> PulledLease {
+        self.metrics.pulled(lease.link.way(), started.elapsed());
         lease.counted.end = match &fault {
             Some(fault) => fault.into(),
             None if copied > 0 => PeerLeaseEnd::Whole,
             None => PeerLeaseEnd::GivenUp,
         };
-        self.note_pull(&lease, here, copied, fault.as_ref());
+        self.note_pull(&lease, blocks, copied, fault.as_ref());
         let why = fault.as_ref().map(ToString::to_string);
-        Ok((Pulled { lease: held, blocks: here, copied, fault: why }, lease, fault))
+        PulledLease { pulled: Pulled { lease: held, blocks, copied, fault: why }, lease, fault }
+    }
+
+    /// What the tiers here have of a lease's chain.
+    pub(super) fn lease_here(&self, lease: &PeerLease) -> Lease {
+        self.core.lease(self.chain(&lease.chain), RequestInfo { has_asked: true, ..lease.info })
     }
 
     /// Blocks are there once those before them are, which others may bring. An error says why that
@@ -585,7 +624,7 @@ impl Reader {
         bytes.unwrap_or(self.credentials.member.block_bytes as usize).max(1)
     }
 
-    fn count(&self, link: &mut PeerLink, copied: usize, by_nixl: ReadByNixl) {
+    pub(super) fn count(&self, link: &mut PeerLink, copied: usize, by_nixl: ReadByNixl) {
         self.metrics.saturated(std::mem::take(&mut link.saturated));
         let other = if link.memory.is_some() { PeerWay::SharedMemory } else { PeerWay::Tcp };
         let ways = [(PeerWay::Nixl, by_nixl.blocks), (other, copied - by_nixl.blocks)];
@@ -655,8 +694,9 @@ impl Reader {
             return Ok(None);
         };
         let info = RequestInfo { request: None, has_asked: true, ..lease.info };
-        let peer = lease.peer.clone();
-        let leasing = group.lease_traced(peer, names.into(), info, Patience::default(), None);
+        let (peer, chain, patience) = (lease.peer.clone(), names.into(), Duration::ZERO);
+        let asked = FollowRequest { peer, chain, info, patience };
+        let leasing = group.lease_traced(asked, Duration::ZERO, 0, None);
         let leased = tokio::select! {
             biased;
             () = cancelled.cancelled() => return Ok(Some(PeerFault::Cancelled.to_string())),
@@ -681,7 +721,7 @@ impl Reader {
 
     /// Ends a lease at its holder, which hears how. The connection waits for its next use unless
     /// something of this one may be left in it.
-    async fn release(&self, lease: PeerLease, fault: Option<&PeerFault>) {
+    pub(super) async fn release(&self, lease: PeerLease, fault: Option<&PeerFault>) {
         let PeerLease { mut link, address, .. } = lease;
         if link.is_asked {
             return;

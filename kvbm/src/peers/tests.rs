@@ -24,11 +24,13 @@ use tokio::time::{Instant, Sleep, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::book::PeerBook;
+use super::chain_names::ChainNames;
 use super::discovery::{PeerAddress, PeerList};
+use super::following::FollowRequest;
 use super::greeting::tests::member;
 use super::greeting::{Credentials, PeerProofs, PeerSecret};
 use super::holder::{Holder, LeasedBlocks};
-use super::link::{Patience, PeerLink};
+use super::link::PeerLink;
 use super::reader::{PeerLease, Reader};
 use super::slices::HostBytes;
 use crate::api::blocking::Blocks;
@@ -175,6 +177,7 @@ impl Worker {
             waiting: Mutex::default(),
             neighbours: None,
             nixl: None,
+            copy_threads: 2,
             limit: TTL,
             book: self.book(),
             metrics: core.metrics().peers().clone(),
@@ -189,6 +192,15 @@ impl Worker {
 pub(super) fn chain(n: usize, blocks: usize) -> Vec<BlockHash> {
     let name = |at: usize| (if at < 3 * n { 0 } else { n + 1 } as u128) << 64 | (at as u128 + 1);
     (0..blocks).map(|at| BlockHash::from_u128(name(at) << 32 | name(at))).collect()
+}
+
+/// What a reader follows at the holder.
+pub(super) fn asked(
+    chain: impl Into<ChainNames>,
+    info: RequestInfo,
+    patience: Duration,
+) -> FollowRequest {
+    FollowRequest { info, patience, ..FollowRequest::new("there", chain) }
 }
 
 /// What happens to the bytes that a holder sends.
@@ -365,7 +377,7 @@ impl Pair {
             return;
         }
         let info = RequestInfo::default();
-        let leased = self.reader.lease("there".to_owned(), chain.into(), info, Patience::default());
+        let leased = self.reader.lease(asked(chain, info, Duration::ZERO), Duration::ZERO, 0);
         let leased = leased.await;
         self.said = leased.as_ref().err().map(ToString::to_string);
         self.lease = leased.ok();
@@ -410,7 +422,7 @@ impl Pair {
             Step::Follow(n, blocks) => {
                 let (wanted, never) = (chain(n, blocks), CancellationToken::new());
                 let info = RequestInfo::default();
-                drop(self.reader.follow("there", (&wanted).into(), info, TTL / 8, &never).await);
+                drop(self.reader.follow(asked(&wanted, info, TTL / 8), &never).await);
             }
             Step::FollowLayers { n, blocks, layers, finishes, fault } => {
                 self.lease = None;
@@ -424,8 +436,7 @@ impl Pair {
                     let put = self.there.compute_layers(&wanted, layers).await;
                     drop(finishes.then(|| put.finish()));
                 };
-                let following =
-                    self.reader.follow("there", (&wanted).into(), info, TTL / 8, &never);
+                let following = self.reader.follow(asked(&wanted, info, TTL / 8), &never);
                 drop(tokio::join!(following, computing));
             }
             Step::Drop => self.lease = None,

@@ -358,16 +358,19 @@ impl Core {
         let mut table = self.table();
         let chain = table.enter(chain);
         let mut pins = table.lease(chain, info);
-        let miss = table.miss(chain, pins.held());
+        let mut found = *pins.held();
+        let in_host = (info.from_peer as usize).min(chain.len()).max(found.blocks(Tier::Host));
+        found.set(Tier::Host, in_host as u32);
+        let miss = table.miss(chain, &found);
         drop(table);
-        spans::found(&span, pins.held());
-        self.metrics.requested(chain.len(), pins.held());
+        spans::found(&span, &found);
+        self.metrics.requested(chain.len(), &found);
         if let Some(miss) = miss {
-            self.metrics.missed(chain.len() - pins.held().longest(), miss);
+            self.metrics.missed(chain.len() - found.longest(), miss);
         }
         // With the table unlocked: of 65,536 blocks this takes most of a lease's time
         // (docs/policies.md).
-        self.requests.note(&info, chain, pins.held(), miss, self.clock.now_ms());
+        self.requests.note(&info, chain, &found, miss, self.clock.now_ms());
         self.judge_lease(&mut pins);
         Lease::new(Arc::clone(&self.table), pins)
     }

@@ -113,7 +113,7 @@ impl TierTable {
         last.map_or_else(RequestInfo::default, |last| RequestInfo {
             request: last.request,
             hints: last.hints,
-            has_asked: false,
+            ..RequestInfo::default()
         })
     }
 
@@ -279,6 +279,9 @@ pub struct RequestInfo {
     pub hints: Hints,
     /// It has leased before, and now comes to load what it found, or at its end.
     pub has_asked: bool,
+    /// Leading blocks that a peer gave straight to its engine: metrics count them as found in the
+    /// host tier, where the peer had them.
+    pub from_peer: u32,
 }
 
 /// A request's use of one chain.

@@ -2,9 +2,9 @@
 
 #![expect(unsafe_code, reason = "copies slots that another process writes")]
 
-use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::{io, ptr, slice};
 
 use memmap2::MmapRaw;
 
@@ -15,9 +15,9 @@ use crate::dram::{DramRegion, PageMapper, map_for_reading};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fork::ProcessBound;
 use crate::frame::Frame;
-use crate::geometry::Geometry;
-use crate::memory::Memory;
-use crate::stream::{self, PAGE_BYTES, Page};
+use crate::geometry::{Geometry, Segment};
+use crate::memory::{DeviceRegion, Memory, Space};
+use crate::stream::{self, LINE_BYTES, PAGE_BYTES, Page};
 
 /// The host tier of another process, mapped for reading. It stays readable when that process dies,
 /// and its memory stays taken until this is dropped.
@@ -106,6 +106,39 @@ impl PeerMemory {
         Ok(())
     }
 
+    /// Copies the block in a slot of the peer's into a slot of an engine's, and returns the checksum
+    /// of what arrived, as [`copy_into`](Self::copy_into) does. Nothing else may use the engine's
+    /// slot meanwhile.
+    ///
+    /// # Errors
+    /// `Refused`: one of them has no such slot, their blocks differ in size, or the CPU cannot
+    /// address the engine's. Nothing was copied.
+    pub fn copy_to_engine(
+        &self,
+        from: SlotId,
+        to: &DeviceRegion,
+        slot: SlotId,
+    ) -> Result<u32, CopyError> {
+        self.source(from)?;
+        let block_bytes = self.geometry.block_bytes();
+        let segments = to.segments();
+        let fits = to.space() == Space::Host && segments.block_bytes() == block_bytes;
+        let pieces = segments.segments(slot).filter(|_| fits).ok_or_else(|| {
+            CopyError::refused(format!("{to:?} takes no block of {block_bytes} bytes in {slot:?}"))
+        })?;
+        let (mut sum, mut start) = (RunningChecksum::new(), 0);
+        for Segment { address, bytes } in pieces {
+            // SAFETY: the piece is one of a slot that exists, in memory that stays allocated and that
+            // the CPU can write. Its adopter promised that nothing else accesses the slot meanwhile.
+            let piece = unsafe {
+                slice::from_raw_parts_mut(ptr::with_exposed_provenance_mut(address), bytes)
+            };
+            self.copy_part(from, start..start + bytes, piece, &mut sum)?;
+            start += bytes;
+        }
+        Ok(sum.value())
+    }
+
     /// Copies some bytes of the block in a slot of the peer's to `to`, and adds what arrived to
     /// `sum`. As with [`copy_into`](Self::copy_into) these are any bytes.
     ///
@@ -132,12 +165,9 @@ impl PeerMemory {
                 // which stay, as their file is sealed.
                 Some(to) => unsafe { stream::copy_page(source.add(page), wanted, to, &mut seen) },
                 None => {
-                    let mut beside = Page::default();
                     // SAFETY: as above.
-                    unsafe {
-                        stream::copy_page(source.add(page), wanted, &mut beside.0, &mut seen);
-                    };
-                    to.copy_from_slice(&seen.0[seen_part.clone()]);
+                    unsafe { stream::read_page(source.add(page), wanted, &mut seen) };
+                    stream::copy(&seen.0[seen_part.clone()], to);
                 }
             }
             sum.add(&seen.0[seen_part]);
@@ -163,7 +193,7 @@ impl PeerMemory {
 /// A place that a page can go to as it is.
 fn whole_page(to: &mut [u8]) -> Option<&mut [u8; PAGE_BYTES]> {
     let to: &mut [u8; PAGE_BYTES] = to.try_into().ok()?;
-    Some(to).filter(|to| to.as_ptr().addr().is_multiple_of(PAGE_BYTES))
+    Some(to).filter(|to| to.as_ptr().addr().is_multiple_of(LINE_BYTES))
 }
 
 /// Copies a block page by page, and sums what arrived of each while it is in the first caches.

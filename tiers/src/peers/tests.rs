@@ -18,7 +18,9 @@ use crate::dram::DramRegion;
 use crate::frame::Frame;
 use crate::geometry::Geometry;
 use crate::memory::Memory;
-use crate::testing::{Child, fill_pattern, frames, has_pattern, holds_in_a_child, host, options};
+use crate::testing::{
+    Child, Tensors, fill_pattern, frames, has_pattern, holds_in_a_child, host, options,
+};
 
 const SLOTS: u32 = 5;
 /// Ends amid a page and a line.
@@ -110,6 +112,33 @@ fn parts_of_blocks_arrive_and_are_summed() {
     let mut sum = RunningChecksum::new();
     for (slot, bytes) in [(SLOTS, 0..1), (0, BLOCK..BLOCK + 1), (0, 0..2)] {
         assert!(peer.copy_part(SlotId(slot), bytes, &mut [0], &mut sum).is_err());
+    }
+}
+
+#[test]
+fn blocks_arrive_in_an_engines_slots_with_their_checksums() {
+    let peer = PeerMemory::map(&handed_over(&holder(7))).unwrap();
+    for cut in [1, 3, 24, 77] {
+        let (engine, view) = Tensors::new(SLOTS, BLOCK, cut).shared();
+        for slot in (0..SLOTS).map(SlotId) {
+            // Backwards: each has a neighbour that is not written yet.
+            let to = SlotId(SLOTS - 1 - slot.0);
+            let sum = peer.copy_to_engine(slot, &engine, to).unwrap();
+            let block = view.read(to);
+            assert!(has_pattern(7 + slot.0 as usize, &block), "{cut} pieces");
+            assert_eq!(sum, checksum(&block));
+        }
+    }
+}
+
+#[test]
+fn what_no_engine_can_take_is_refused() {
+    let peer = PeerMemory::map(&handed_over(&holder(1))).unwrap();
+    let (engine, other) = (Tensors::new(1, BLOCK, 3), Tensors::new(1, BLOCK + 1, 1));
+    let (engine, other) = (engine.into_region(), other.into_region());
+    for (from, to, slot) in [(SLOTS, &engine, 0), (0, &engine, 1), (0, &other, 0)] {
+        let error = peer.copy_to_engine(SlotId(from), to, SlotId(slot)).unwrap_err();
+        assert_eq!(error.kind(), CopyErrorKind::Refused, "{error}");
     }
 }
 

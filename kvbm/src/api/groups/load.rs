@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
 
 use kvbm_policies::CheckpointPart;
 use kvbm_tiers::Fence;
@@ -13,9 +12,8 @@ use crate::api::lease::{AnyLease, Lease};
 use crate::api::manager::Manager;
 use crate::api::transfer::{LayerCount, Loaded, Transfer, Writers};
 use crate::error::{Error, Result};
-use crate::peers::{ChainNames, EngineSlots, Peers};
+use crate::peers::{EngineSlots, FollowRequest, Peers};
 use crate::scheduler::{JoinedTransfer, LoadInto};
-use crate::table::RequestInfo;
 
 /// What the loads of all groups share.
 struct LoadPart<'a> {
@@ -29,11 +27,12 @@ struct LoadPart<'a> {
 impl Manager {
     /// Copies what `lease` holds into the engine's slots, once the fence `after` is raised: the end
     /// of work that used the slots before. What a lease names at a peer comes by the host tier, and
-    /// stays there. `slots` are of successive blocks of the chain. Of a plain model they are any
-    /// that the lease has; blocks that no tier holds count as failed, as do those behind one that
-    /// cannot be read. Of a hybrid model each cache group is named once, and its blocks end with
-    /// the last [usable](Lease::usable) one and begin where [`Lease::wanted`] says, or later if the
-    /// engine has the ones before.
+    /// stays there; but from a neighbour's memory it comes straight to slots that the CPU can write,
+    /// and is in no tier here before the engine saves it. `slots` are of successive blocks of the
+    /// chain. Of a plain model they are any that the lease has; blocks that no tier holds count as
+    /// failed, as do those behind one that cannot be read. Of a hybrid model each cache group is
+    /// named once, and its blocks end with the last [usable](Lease::usable) one and begin where
+    /// [`Lease::wanted`] says, or later if the engine has the ones before.
     ///
     /// Nothing else may use the slots until the answer, nor those of failed blocks until its
     /// [`Writers`](crate::Writers) are gone. It is an error of kind
@@ -72,22 +71,19 @@ impl Manager {
         Ok((peers, EngineSlots::new(engine, first, slots, after.clone())?))
     }
 
-    /// Brings what a peer has of `chain` into the engine's slots, as [`load_into`](Self::load_into)
+    /// Brings what a peer has of a chain into the engine's slots, as [`load_into`](Self::load_into)
     /// does, and goes on while it comes to have more, as [`Peers::follow`](crate::Peers::follow)
     /// does. `slots` are of successive blocks of the chain. What does not come counts as failed, and
     /// the answer's [`fault`](Loaded::fault) says why; it is an error only where nothing was begun,
     /// as with `load_into`.
     pub fn follow_into(
         &self,
-        peer: &str,
-        chain: impl Into<ChainNames>,
-        info: RequestInfo,
-        patience: Duration,
+        asked: FollowRequest,
         slots: &[GroupSlots<'_>],
         after: &Fence,
     ) -> Transfer<Loaded> {
         match self.slots_for_peer(slots, after) {
-            Ok((peers, slots)) => peers.follow_into(peer, chain.into(), info, patience, slots),
+            Ok((peers, slots)) => peers.follow_into(asked, slots),
             Err(error) => Transfer::failed(error),
         }
     }

@@ -21,8 +21,7 @@ pub(super) async fn follow(
     meanwhile: impl Future<Output = ()>,
 ) -> Pulled {
     let never = CancellationToken::new();
-    let following =
-        pair.reader.follow("there", chain.into(), RequestInfo::default(), PATIENCE, &never);
+    let following = pair.reader.follow(asked(chain, RequestInfo::default(), PATIENCE), &never);
     tokio::join!(following, meanwhile).0.unwrap()
 }
 
@@ -110,7 +109,7 @@ fn slow_answers_may_take_longer_than_the_wait_for_blocks() {
             pair.there.compute(&wanted);
             let (never, info, patience) =
                 (CancellationToken::new(), RequestInfo::default(), PAUSE / 4);
-            let following = pair.reader.follow("there", (&wanted).into(), info, patience, &never);
+            let following = pair.reader.follow(asked(&wanted, info, patience), &never);
             let Pulled { blocks, fault, .. } = following.await.unwrap();
             assert_eq!((blocks, fault), (12, None), "{at}");
             pair.heals().await;
@@ -124,7 +123,7 @@ fn a_reader_that_goes_away_is_not_waited_for() {
         let mut pair = pair().await;
         let (wanted, cancelled) = (chain(0, 12), CancellationToken::new());
         let info = RequestInfo::default();
-        let following = pair.reader.follow("there", (&wanted).into(), info, PATIENCE, &cancelled);
+        let following = pair.reader.follow(asked(&wanted, info, PATIENCE), &cancelled);
         let gone = async {
             tokio::time::sleep(Duration::from_millis(100)).await;
             cancelled.cancel();
@@ -183,8 +182,7 @@ fn without_patience_it_brings_what_is_there() {
         pair.there.compute(&wanted[..5]);
         let (never, before) = (CancellationToken::new(), Instant::now());
         let (reader, info) = (&pair.reader, RequestInfo::default());
-        let taken =
-            reader.follow("there", (&wanted).into(), info, Duration::ZERO, &never).await.unwrap();
+        let taken = reader.follow(asked(&wanted, info, Duration::ZERO), &never).await.unwrap();
         assert_eq!((taken.blocks, taken.fault, before.elapsed()), (5, None, Duration::ZERO));
         pair.heals().await;
     });

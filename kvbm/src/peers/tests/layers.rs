@@ -198,8 +198,7 @@ fn a_reset_amid_layers_leaves_nothing() {
                 };
                 let never = CancellationToken::new();
                 let info = RequestInfo::default();
-                let following =
-                    pair.reader.follow("there", (&wanted).into(), info, PATIENCE, &never);
+                let following = pair.reader.follow(asked(&wanted, info, PATIENCE), &never);
                 let (pulled, ()) = tokio::join!(following, meanwhile);
                 assert_eq!(pulled.map_or(0, |pulled| pulled.blocks), 0);
                 assert_eq!((pair.here.check(&wanted), pair.here.filling()), (0, 0));
@@ -224,7 +223,7 @@ fn a_layer_unlike_its_checksum_leaves_nothing() {
                 pair.there.compute_layers(&wanted, LAYERS).await.finish().unwrap();
             };
             let (never, info) = (CancellationToken::new(), RequestInfo::default());
-            let following = pair.reader.follow("there", (&wanted).into(), info, PATIENCE, &never);
+            let following = pair.reader.follow(asked(&wanted, info, PATIENCE), &never);
             drop(tokio::join!(following, meanwhile));
             pair.here.check(&wanted);
             let ended = [("direction", "received"), ("end", "wrong")];
@@ -249,8 +248,7 @@ fn layers_are_waited_for_as_long_as_blocks() {
             let before = Instant::now();
             let (never, info) = (CancellationToken::new(), RequestInfo::default());
             let following = async {
-                let pulled =
-                    pair.reader.follow("there", (&wanted).into(), info, PATIENCE, &never).await;
+                let pulled = pair.reader.follow(asked(&wanted, info, PATIENCE), &never).await;
                 (pulled, before.elapsed())
             };
             let ((pulled, took), put) = tokio::join!(following, meanwhile);
@@ -285,8 +283,7 @@ fn a_reader_that_is_cancelled_amid_layers_leaves_nothing() {
         for mut pair in pairs().await {
             let (wanted, cancelled) = (chain(0, 12), CancellationToken::new());
             let info = RequestInfo::default();
-            let following =
-                pair.reader.follow("there", (&wanted).into(), info, PATIENCE, &cancelled);
+            let following = pair.reader.follow(asked(&wanted, info, PATIENCE), &cancelled);
             let meanwhile = async {
                 let put = pair.there.compute_layers(&wanted, 2).await;
                 cancelled.cancel();
@@ -321,7 +318,7 @@ fn each_layer_has_the_whole_patience() {
                 }
                 put.finish().unwrap();
             };
-            let following = pair.reader.follow("there", (&wanted).into(), info, patience, &never);
+            let following = pair.reader.follow(asked(&wanted, info, patience), &never);
             let Pulled { blocks, fault, .. } = tokio::join!(following, meanwhile).0.unwrap();
             assert_eq!((blocks, fault), (12, None));
             let (wanted, before) = (chain(3, 12), Instant::now());
@@ -332,8 +329,7 @@ fn each_layer_has_the_whole_patience() {
                 drop(put);
             };
             let following = async {
-                let names = (&wanted).into();
-                let pulled = pair.reader.follow("there", names, info, patience, &never).await;
+                let pulled = pair.reader.follow(asked(&wanted, info, patience), &never).await;
                 (pulled, before.elapsed())
             };
             let ((pulled, took), ()) = tokio::join!(following, meanwhile);
@@ -393,8 +389,7 @@ fn layers_given_up_while_they_are_copied_are_not_wrong() {
                     pair.there.compute(&(0..SLOTS).map(others).collect::<Vec<_>>());
                 };
                 let (never, info) = (CancellationToken::new(), RequestInfo::default());
-                let following =
-                    pair.reader.follow("there", (&wanted).into(), info, PATIENCE, &never);
+                let following = pair.reader.follow(asked(&wanted, info, PATIENCE), &never);
                 let (pulled, ()) = tokio::join!(following, meanwhile);
                 let fault = pulled.ok().and_then(|pulled| pulled.fault).unwrap_or_default();
                 given_up += u32::from(fault.contains("given up"));
@@ -416,8 +411,7 @@ async fn turns(blocks: usize) -> u32 {
     assert!(pair.connect(Fault::None).await);
     let (wanted, never, info) =
         (chain(0, blocks), CancellationToken::new(), RequestInfo::default());
-    let mut following =
-        Box::pin(pair.reader.follow("there", (&wanted).into(), info, PATIENCE, &never));
+    let mut following = Box::pin(pair.reader.follow(asked(&wanted, info, PATIENCE), &never));
     let mut turns = 0;
     let following = std::future::poll_fn(|context| {
         turns += 1;
@@ -473,8 +467,7 @@ fn slots_of_layers_that_stay_away_are_lost_until_they_return() {
             let (mut pair, double) = with_nixl().await;
             let (wanted, cancelled) = (chain(0, 12), CancellationToken::new());
             let info = RequestInfo::default();
-            let following =
-                pair.reader.follow("there", (&wanted).into(), info, PATIENCE, &cancelled);
+            let following = pair.reader.follow(asked(&wanted, info, PATIENCE), &cancelled);
             let meanwhile = async {
                 let mut put = pair.there.compute_layers(&wanted, 2).await;
                 double.set(Reads::NeverEnd);

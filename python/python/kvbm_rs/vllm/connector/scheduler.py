@@ -47,8 +47,9 @@ if TYPE_CHECKING:
 _CLOSE_WAIT = 5.0
 _RESET_WAIT = 1.0
 
-# Seconds that a step waits for a load where nothing computes: vLLM asks again at once, and asking takes a processor from the copy.
-_IDLE_WAIT = 0.002
+# Seconds that a step waits for a load where nothing computes. A step that finds nothing takes 2 ms of a processor, and so from the
+# copy; a request that comes meanwhile waits as long.
+_IDLE_WAIT = 0.005
 
 # Seconds that a request which needs room waits for a save to free some. A save that takes longer waits for a slow medium.
 _MAX_SAVE = 0.05
@@ -294,10 +295,11 @@ class Scheduler:
         # vLLM knows failures of loads only: one that is lost begins, and fails.
         return more, is_lost or not self._is_layered(known.lease)
 
-    def _lease(self, known: _Request, chain: Chain, most: int) -> Lease:
+    def _lease(self, known: _Request, chain: Chain, most: int, from_peer: int = 0) -> Lease:
         # vLLM asks again in each step in which it has no room for the request, and when it goes on after a preemption.
         again, known.is_counted = known.is_counted, True
-        lease = self.manager.lease(chain, most=most, request=known.number, hints=known.hints, again=again)
+        asked = {"request": known.number, "hints": known.hints, "again": again}
+        lease = self.manager.lease(chain, most=most, from_peer=from_peer, **asked)
         if self._publisher:
             self._publisher.find(known.chain)
         return lease
@@ -521,7 +523,8 @@ class Scheduler:
         if not len(known.chain):
             # A reset came meanwhile: it is looked up anew.
             return
-        self._lease(known, known.chain, self._config.loadable(known.request.num_tokens))
+        came = loading.end.usable if loading.end is not None else 0
+        self._lease(known, known.chain, self._config.loadable(known.request.num_tokens), from_peer=came)
         if loading.bad and loading.end is not None:
             came, wanted, why = loading.end.arrived, loading.end.arrived + loading.end.failed, loading.end.fault
             logger.warning("%d of %d blocks came from %s: %s", came, wanted, loading.prefilled.peer, why or "it has no more")
