@@ -521,11 +521,14 @@ fn blocks_of_other_names_come_under_our_own() {
 fn fp8_without_scales_or_with_others_is_refused_and_said() {
     let [bare, scaled] = [fp8(0, form(16, NHD)), fp8(6, form(16, NHD))];
     let others = Form { scales: &SCALES[6..], ..scaled };
+    let says_others = ["scales is", "0.5, as number 0", "1000000000, as number 0"];
     for (there, here, what) in [
         (bare, form(16, NHD), ["dtype is", "gives no scales", "127.0.0.1"]),
         (form(16, NHD), bare, ["dtype is", "gives no scales", "127.0.0.1"]),
         (bare, scaled, ["scales is", "0 of them", "6 of them"]),
-        (scaled, others, ["scales is", "0.5, as number 0", "1000000000, as number 0"]),
+        (scaled, others, says_others),
+        (scaled, Form { tokens: 32, ..others }, says_others),
+        (scaled, Form { order: HND, ..others }, says_others),
     ] {
         let (holder, reader) = pair(there, here, |settings| settings.peers.convert_types = true);
         let prompt = Prompt::new(1, 200, 0);

@@ -628,6 +628,12 @@ def sent(engine) -> int:
     return int(sum(value for of, value in samples.get("kvbm_peer_blocks_total", ()) if of["direction"] == "sent"))
 
 
+def saved_in_layers(engine) -> int:
+    """Blocks that were saved layer by layer."""
+    samples = {name: values for name, *_, values in _connector(engine)._scheduler.manager.samples()}
+    return int(sum(value for _, value in samples["kvbm_layered_blocks_total"]))
+
+
 def hold_layers(engine, blocks: int) -> None:
     """From here on a step that saves layer by layer does not end before that many more blocks have gone to peers."""
     import time

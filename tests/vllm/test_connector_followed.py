@@ -166,10 +166,12 @@ def test_real_engines_hand_over_layer_by_layer(model, said, tmp_path):
 
         def travel(first: Engine, second: Engine, number: int) -> None:
             """All layers have come before the step ends that computes them."""
+            before = probe(first, "saved_in_layers")
             probe(first, "hold_layers", blocks=TOKENS // ENGINE_BLOCK)
             answer, computed = ask_both(first, second, number)
             assert computed.result()["said"] == said[number][:1]
             assert (answer.result()["said"], answer.result()["scheduled"]) == (said[number], SERVED)
+            assert probe(first, "saved_in_layers") == before + TOKENS // ENGINE_BLOCK
             assert is_at_rest(first) and is_at_rest(second)
 
         with worker(model, role="kv_producer", **by_tcp) as first:

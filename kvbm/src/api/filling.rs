@@ -19,7 +19,7 @@ use crate::table::{NamespaceId, RequestInfo, Reserved};
 /// ones are published and the others given back.
 pub(crate) struct FillingSlots<'a> {
     core: &'a Arc<Core>,
-    /// `None`: the bytes lie in ranks, which fill the slots.
+    /// `None`: the bytes lie in ranks, which fill the slots, or the caller has filled them.
     memory: Option<&'a Arc<DramRegion>>,
     /// `None` once it is published.
     slots: Option<(Reserved, Lease)>,

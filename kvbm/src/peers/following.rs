@@ -43,6 +43,9 @@ impl FollowRequest {
     }
 }
 
+/// Longer than any request waits.
+const LONGEST: Duration = Duration::from_hours(1 << 20);
+
 /// What has come of a chain, and why the peer gave no further lease of it, if that is the end.
 pub(super) struct Followed {
     pub(super) pulled: Pulled,
@@ -70,7 +73,8 @@ impl Reader {
         mut loads: Option<&mut EngineLoads<'_>>,
         cancelled: &CancellationToken,
     ) -> Result<Followed> {
-        let patience = asked.patience;
+        // Of what is for ever an end can be named all the same.
+        let patience = asked.patience.min(LONGEST);
         let (mut copied, mut refused, mut since) = (0, None, Instant::now());
         loop {
             // What it takes to reach the peer and to bring what lies here is no wait for blocks.
@@ -87,7 +91,7 @@ impl Reader {
                     }
                     let (leased, came) = (lease.blocks(), lease.only_there() > 0);
                     let pulled = match &mut loads {
-                        Some(loads) => loads.bring(self, lease, cancelled).await?,
+                        Some(loads) => Box::pin(loads.bring(self, lease, cancelled)).await?,
                         None => self.pull(lease, None, cancelled).await?,
                     };
                     copied += pulled.copied;

@@ -204,8 +204,8 @@ fn difference(ours: &Member, theirs: &Member, converts_types: bool) -> Option<St
         return difference(&ours, &theirs, false);
     }
     let conversion = Conversion::between(ours, theirs);
-    if conversion.is_some_and(|made| converts_types || !made.changes_types()) {
-        return difference(ours, &converted(theirs, ours), false);
+    if let Some(made) = conversion.filter(|made| converts_types || !made.changes_types()) {
+        return difference(ours, &converted(theirs, ours, made.changes_types()), false);
     }
     let both = [ours, theirs];
     let rank = |member: &Member| member.rank.map_or("none".to_owned(), |rank| rank.to_string());
@@ -238,12 +238,14 @@ fn scales_missing([ours, theirs]: [&Member; 2]) -> String {
     format!("; {} gives no scales (Fingerprint::scales)", unscaled.name)
 }
 
-/// What a member would be if its blocks were `ours`.
-fn converted(theirs: &Member, ours: &Member) -> Member {
+/// What a member would be if its blocks were `ours`, with numbers of its own type unless that changes.
+fn converted(theirs: &Member, ours: &Member, changes_types: bool) -> Member {
     let mut member = Member { block_bytes: ours.block_bytes, ..theirs.clone() };
     let fingerprint = &mut member.fingerprint;
-    fingerprint.dtype.clone_from(&ours.fingerprint.dtype);
-    fingerprint.scales.clone_from(&ours.fingerprint.scales);
+    if changes_types {
+        fingerprint.dtype.clone_from(&ours.fingerprint.dtype);
+        fingerprint.scales.clone_from(&ours.fingerprint.scales);
+    }
     fingerprint.layouts.clone_from(&ours.fingerprint.layouts);
     fingerprint.block_tokens = ours.fingerprint.block_tokens;
     member

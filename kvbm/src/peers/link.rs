@@ -155,6 +155,11 @@ pub(super) enum PeerFault {
 }
 
 impl PeerFault {
+    /// It is required, and was there when the blocks were leased.
+    fn nixl_is_gone() -> Self {
+        Self::Nixl("it has failed before".to_owned())
+    }
+
     /// Whether the peer, or the way to it, is why.
     pub(super) const fn is_of_peer(&self) -> bool {
         matches!(
@@ -379,7 +384,7 @@ impl PeerLink {
             return copy(memory, named, until, slots).await;
         }
         if self.needs_nixl {
-            return Err(PeerFault::Nixl("it has failed before".to_owned()));
+            return Err(PeerFault::nixl_is_gone());
         }
         self.read(named, slots).await
     }

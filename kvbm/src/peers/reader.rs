@@ -415,7 +415,9 @@ impl Reader {
         cancelled: &CancellationToken,
     ) -> Result<Pulled> {
         let span = self.pull_span(&lease)?;
-        self.finish_pull(self.pull_in_parts(lease, on_part, cancelled), span, cancelled).await
+        // In its own place, or it would be in those of all that wait for it.
+        let bringing = Box::pin(self.pull_in_parts(lease, on_part, cancelled));
+        self.finish_pull(bringing, span, cancelled).await
     }
 
     /// # Errors

@@ -366,7 +366,7 @@ impl NixlRequest {
         }
         self.span = span(self.direction);
         let (agent, handle) = self.parts();
-        // SAFETY: agent and request live; the caller answers for the segments, which the lists keep
+        // SAFETY: agent and request live; the caller answers for the segments, which `_ends` keeps
         // alive.
         let status = unsafe { (agent.api().post_xfer_req)(agent.handle(), handle, null_mut()) };
         match status {

@@ -87,6 +87,9 @@ impl PeerLink {
             return Ok(());
         }
         let (sums, reads) = (vec![0; filling.left()], self.reads().cloned());
+        if self.needs_nixl && self.memory.is_none() && reads.is_none() {
+            return Err(PeerFault::nixl_is_gone());
+        }
         let mut arriving = ArrivingLayers { filling, first, sums, reads };
         self.follow_layers(named, layers, Some((&mut arriving, came))).await?;
         let ArrivingLayers { filling, sums, reads, .. } = arriving;

@@ -181,7 +181,7 @@ class Config:
         dtype = _dtype(vllm_config, kv_cache_config)
         self.fingerprint = _fingerprint(vllm_config, self, dtype, extra.get("weights"))
         # What an FP8 cache says of its numbers besides, once the layers are there; and where vLLM puts these.
-        self._fp8 = _fp8(vllm_config, kv_cache_config)
+        self._fp8 = _fp8(vllm_config, kv_cache_config) if self.knows_rows else None
         self._made = vllm_config.compilation_config.static_forward_context if self._fp8 else {}
 
     @staticmethod

@@ -12,7 +12,7 @@ come in time the second engine computes, or the request fails, as `kv_load_failu
 | `remote_prefiller` | computes it now | `peer_timeout_ms` after the last that came |
 | `remote_kv_source` | may have some of it | at once |
 
-The first engine is told of one that reads meanwhile by `remote_decoder`, whatever that holds, and then saves layer by layer.
+The first engine is told of one that reads meanwhile by `remote_decoder`, an object with any content, and then saves layer by layer.
 """
 
 import time

@@ -297,6 +297,6 @@ class Worker:
         return self._stepped
 
     def shutdown(self) -> None:
-        self._rank = None
-        self._tensors = []
+        self._rank = self._told = None
+        self._tensors, self._saves = [], []
         _adopted.pop(self._config.engine, None)
