@@ -576,7 +576,7 @@ fn numbers_of_the_other_type_are_converted_when_asked() {
 
 /// `KVBM_PEER_CASES` says how many.
 #[test]
-fn numbers_of_the_other_type_come_from_any_form_to_any_other() {
+fn numbers_of_the_other_type_come_from_any_form() {
     let cases = std::env::var("KVBM_PEER_CASES").map_or(60, |cases| cases.parse().unwrap());
     let forms = [
         of_type("bf16", form(16, NHD)),

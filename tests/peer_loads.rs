@@ -189,7 +189,7 @@ fn blocks_that_the_engine_has_do_not_come_again() {
 }
 
 #[test]
-fn what_a_neighbour_has_overwritten_is_a_miss_until_it_heals() {
+fn what_a_neighbour_overwrote_is_a_miss_until_it_heals() {
     let there = Worker::new(0, None, true);
     let here = Worker::new(0, Some(there.address()), true);
     let (prompt, other) = (chain(1, 36), chain(2, 36));

@@ -236,7 +236,7 @@ def first_block(engine, prompt: list[int]) -> list[list[float]]:
 
     scheduler = _connector(engine)._scheduler
     lease = scheduler.manager.lease(Chain(_hashes(engine, prompt)[:1], salt=scheduler._weights))
-    # A slot that nobody uses.
+    # An unused slot.
     assert scheduler.manager.load_into(lease, [(0, 0, [1])]).wait(10.0).arrived == 1
     (tensors,) = _worker()._tensors
     types = [torch.float8_e4m3fn if tensor.dtype == torch.uint8 else tensor.dtype for tensor in tensors]

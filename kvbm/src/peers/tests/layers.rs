@@ -461,7 +461,7 @@ fn layers_that_hang_end_with_their_agent() {
 }
 
 #[test]
-fn slots_of_layers_that_stay_away_are_lost_until_they_return() {
+fn slots_of_late_layers_are_lost_until_they_return() {
     simulated(async {
         for is_cancelled in [false, true] {
             let (mut pair, double) = with_nixl().await;

@@ -278,7 +278,7 @@ class Worker:
                 save.give_up()
                 self._saves.remove(save)
                 logger.warning("a prompt is not saved layer by layer, but when its step has ended: %s", error)
-                # The next one would end so too: nobody follows it in vain.
+                # The next one would end so too: nothing follows it in vain.
                 self._saves_layers = self._saves_layers and not isinstance(error, InvalidError)
 
     def results(self) -> KVConnectorTransferResults:
