@@ -62,13 +62,13 @@ impl<'a> FillingSlots<'a> {
         Ok(Self { core, memory, slots: Some((reserved, lease)), filled: 0, lent: VecDeque::new() })
     }
 
-    /// Goes on with slots that were [taken out](Self::into_slots), which the caller has written.
+    /// Goes on with slots that were [taken out](Self::into_slots) and that the caller has written.
     pub(crate) const fn go_on(core: &'a Arc<Core>, slots: (Reserved, Lease)) -> Self {
         Self { core, memory: None, slots: Some(slots), filled: 0, lent: VecDeque::new() }
     }
 
-    /// The slots, none of which is filled, for a caller that keeps them for longer than it borrows
-    /// what they are slots of. It [goes on](Self::go_on) with them, or they stay out.
+    /// The slots, none of which is filled, for a caller that keeps them longer than it borrows the
+    /// core. It [goes on](Self::go_on) with them, or they stay out.
     pub(crate) fn into_slots(mut self) -> Option<(Reserved, Lease)> {
         self.slots.take()
     }
@@ -169,9 +169,9 @@ impl<'a> FillingSlots<'a> {
         (frames, done)
     }
 
-    /// [`lend`](Self::lend), of some bytes of slots that are not filled then either: those from the
-    /// `at`-th behind the filled ones on, which are behind all that are lent. `sums`, one a slot,
-    /// are the checksums of the bytes before, and those that come back go on from there.
+    /// [`lend`](Self::lend) for some bytes of slots, which are not filled afterwards either. The
+    /// slots begin `at` behind the filled ones, and lie behind all that are lent. `sums`, one per
+    /// slot, are the checksums of the bytes before; the checksums that come back continue them.
     pub(crate) fn lend_parts(
         &mut self,
         at: usize,

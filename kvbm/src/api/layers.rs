@@ -34,7 +34,7 @@ pub struct LayeredPut {
 struct Writing {
     writer: LayerWriter,
     blocks: Arc<LayeredBlocks>,
-    /// Their frames are the writer's.
+    /// The writer has their frames.
     slots: (Reserved, Lease),
 }
 

@@ -1,7 +1,7 @@
-//! FP8: numbers of 16 bits as those of 8 and back, each of which stands for itself times a scale. They
-//! are e4m3 of "FP8 Formats for Deep Learning" (Micikevicius et al., 2022): there is no infinity, and
-//! nothing above 448. As engines do it, numbers are scaled in binary32 and then rounded to the nearest,
-//! of two as near the even one.
+//! Converts numbers of 16 bits to FP8 and back. An FP8 number stands for itself times a scale. The
+//! format is e4m3 of "FP8 Formats for Deep Learning" (Micikevicius et al., 2022): it has no infinity,
+//! and nothing above 448. As in engines, numbers are scaled in binary32, then rounded to the nearest,
+//! ties to even.
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
@@ -13,12 +13,12 @@ use crate::names::fingerprint::SCALES;
 
 /// Numbers that are converted together.
 const AT_ONCE: usize = 512;
-/// All bits but the sign, and also those of what is no number.
+/// All bits but the sign, which are also the bits of NaN.
 const NAN: u8 = 0x7F;
-/// How far apart the exponents of one number are, which count from another origin in each type.
+/// The difference between the exponent biases of binary32 and e4m3.
 const BIAS: u32 = 127 - 7;
 
-/// Makes the numbers of a block others.
+/// Converts the numbers of a block.
 #[derive(Debug)]
 pub(super) struct Fp8Conversion {
     direction: Direction,
@@ -27,13 +27,13 @@ pub(super) struct Fp8Conversion {
 
 #[derive(Debug)]
 enum Direction {
-    /// By scale, what each number becomes.
+    /// For each scale, what each number becomes.
     Decode(Vec<DecodedNumbers>),
     Encode(HalfType, Vec<f32>),
 }
 
 impl Fp8Conversion {
-    /// `None`: nothing becomes FP8 or was it, or a scale is none.
+    /// `None`: neither type is FP8, or a scale is not valid.
     pub(super) fn new(types: NumberTypes, scales: &[f32], rows: ScaledRows) -> Option<Self> {
         let direction = match types {
             NumberTypes::Halves(_) => return None,
@@ -47,7 +47,7 @@ impl Fp8Conversion {
         are_scales.then_some(Self { direction, rows })
     }
 
-    /// Bytes of a block's numbers, once they are converted.
+    /// Bytes of a block's numbers after conversion.
     pub(super) const fn made_bytes(&self, bytes: usize) -> usize {
         match self.direction {
             Direction::Decode(_) => 2 * bytes,
@@ -55,8 +55,8 @@ impl Fp8Conversion {
         }
     }
 
-    /// Makes the numbers of `from`, a block of the layout that the rows are of, those of `to`. Returns how
-    /// many are too large: such a number is the largest of its sign. What is no number stays so.
+    /// Converts the numbers of `from`, a block of the rows' layout, into `to`. Returns how many were
+    /// too large: such a number becomes the largest of its sign. NaNs stay NaNs.
     pub(super) fn convert(&self, from: &[u8], to: &mut [u8]) -> u64 {
         let mut too_large = 0;
         self.rows.each(|first, count, scale| {
@@ -76,7 +76,7 @@ impl Fp8Conversion {
 #[derive(Debug)]
 struct DecodedNumbers {
     numbers: [u16; 256],
-    /// From this magnitude on they are too large; that of what is no number: none is.
+    /// From this magnitude on they are too large; that of NaN: none is.
     too_large_from: u8,
 }
 
@@ -101,7 +101,7 @@ impl DecodedNumbers {
     }
 }
 
-/// What a number means.
+/// The value of an FP8 number.
 fn decode(bits: u8) -> f32 {
     let magnitude = bits & NAN;
     let meant = match magnitude {
@@ -122,7 +122,7 @@ fn encode(half: HalfType, scale: f32, from: &[u8], to: &mut [u8]) -> u64 {
     .sum()
 }
 
-/// Makes numbers those of binary32, which has each of them.
+/// Converts numbers to binary32, which is exact.
 fn widen(half: HalfType, from: &[u8], exact: &mut [f32; AT_ONCE]) {
     let pairs = from.as_chunks::<2>().0;
     match half {

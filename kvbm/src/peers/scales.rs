@@ -1,15 +1,15 @@
-//! Which numbers of a block have which scale, where each layer's keys and values have one, or each
-//! head of these.
+//! Which numbers of a block have which scale. Each layer's keys and values have one scale each, or
+//! one for each head.
 
 use super::conversion::{BlockLayout, BlockPlane};
 
-/// Numbers that lie one behind the other and have one scale, and where such rows are.
+/// Rows: adjacent numbers with one scale.
 #[derive(Debug)]
 pub(super) struct ScaledRows {
     planes: Vec<Plane>,
 }
 
-/// All of a block, or its keys or values where these are ordered otherwise.
+/// A whole block, or its keys or its values if their orders differ.
 #[derive(Debug)]
 struct Plane {
     /// In numbers.
@@ -29,8 +29,8 @@ struct ScaledAxis {
 }
 
 impl ScaledRows {
-    /// Of blocks whose numbers have `number_bytes`. `None`: there are not as many scales as there are
-    /// layers' keys and values, or heads of these.
+    /// For blocks whose numbers have `number_bytes`. `None`: the number of scales is neither that of
+    /// layers' keys and values, nor that of their heads.
     pub(super) fn of(layout: &BlockLayout, number_bytes: usize, scales: usize) -> Option<Self> {
         let extent = |name: &str| {
             let named = layout.keys.iter().find(|axis| axis.name == name);
@@ -58,7 +58,7 @@ impl ScaledRows {
         Some(Self { planes: layout.planes()?.into_iter().enumerate().map(plane).collect() })
     }
 
-    /// Tells of each row where it begins, how long it is, and the number of its scale.
+    /// Tells each row's first number, its length, and the index of its scale.
     pub(super) fn each(&self, mut tell: impl FnMut(usize, usize, usize)) {
         for Plane { offset, scale, row, axes } in &self.planes {
             walk(axes, *offset, *scale, &mut |first, scale| tell(first, *row, scale));
@@ -66,7 +66,7 @@ impl ScaledRows {
     }
 }
 
-/// The axes that do not become part of the row, as those do that continue it with its scale.
+/// Axes that continue the row under its scale become part of it; the others are returned.
 fn outside_row(mut axes: Vec<ScaledAxis>, row: &mut usize) -> Vec<ScaledAxis> {
     let continues = |axis: &ScaledAxis, row| axis.stride == row && axis.scales == 0;
     while let Some(at) = axes.iter().position(|axis| continues(axis, *row)) {

@@ -1,9 +1,9 @@
 //! From a neighbour's memory straight into an engine's slots.
 //!
-//! By way of the host tier each byte is copied twice before the engine has it, and others may make
-//! room for it there. Here threads copy a block once, sum what arrives in passing, and compare that
-//! with the checksum of the lease. The host tier does not get these blocks: the engine saves them
-//! from its slots with those that it computes, once no request waits.
+//! Through the host tier each byte is copied twice before the engine has it, and other blocks may
+//! have to leave for it. Here threads copy a block once, compute the checksum of what arrives on
+//! the way, and compare it with the lease's. The host tier does not get these blocks: the engine
+//! saves them from its slots with those that it computes, once no request waits.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -29,8 +29,8 @@ pub(super) struct StraightWay {
 
 impl StraightWay {
     /// Between a holder and an engine whose slots may be written by now. `None`: blocks must pass
-    /// the host tier, as they are to be changed on the way, come in layers or over a network, or go
-    /// to where the CPU cannot write.
+    /// through the host tier, since they are changed on the way, come in layers or over a network,
+    /// or go to memory that the CPU cannot write.
     pub(super) fn between(lease: &PeerLease, loads: &EngineLoads<'_>) -> Option<Self> {
         let (link, named) = (&lease.link, &lease.named);
         let is_plain = link.conversion.is_none() && named.seal.is_none() && named.layers.is_none();
@@ -40,17 +40,17 @@ impl StraightWay {
     }
 }
 
-/// What threads copy together.
+/// A copy that several threads share.
 struct StraightCopy {
     way: StraightWay,
     blocks: Vec<StraightBlock>,
-    /// The lease is over then.
+    /// When the lease ends.
     until: Instant,
     cancelled: CancellationToken,
     /// The first block that no thread has taken.
     next: AtomicUsize,
     end: Mutex<StraightEnd>,
-    /// Dropped when no thread writes the engine's slots any more.
+    /// Dropped once no thread writes the engine's slots.
     _with_media: Arc<()>,
 }
 
@@ -99,8 +99,8 @@ impl StraightCopy {
         }
     }
 
-    /// The neighbour may write its slot meanwhile, once the lease is over: what arrived is not what
-    /// its checksum says then.
+    /// Once the lease is over the neighbour may write its slot during the copy: then what arrived
+    /// does not match the checksum.
     fn copy(&self, block: &StraightBlock) -> Result<(), PeerFault> {
         if self.cancelled.is_cancelled() {
             return Err(PeerFault::Cancelled);
@@ -122,8 +122,8 @@ impl StraightCopy {
 }
 
 impl Reader {
-    /// Brings what a lease names into an engine's slots, behind what the tiers here have, which they
-    /// get as in any load.
+    /// Brings what a lease names into an engine's slots, behind the blocks that the tiers here have,
+    /// which are loaded as ever.
     pub(super) async fn pull_straight(
         &self,
         lease: PeerLease,

@@ -26,13 +26,13 @@ struct LoadPart<'a> {
 
 impl Manager {
     /// Copies what `lease` holds into the engine's slots, once the fence `after` is raised: the end
-    /// of work that used the slots before. What a lease names at a peer comes by the host tier, and
-    /// stays there; but from a neighbour's memory it comes straight to slots that the CPU can write,
-    /// and is in no tier here before the engine saves it. `slots` are of successive blocks of the
-    /// chain. Of a plain model they are any that the lease has; blocks that no tier holds count as
-    /// failed, as do those behind one that cannot be read. Of a hybrid model each cache group is
-    /// named once, and its blocks end with the last [usable](Lease::usable) one and begin where
-    /// [`Lease::wanted`] says, or later if the engine has the ones before.
+    /// of work that used the slots before. Blocks leased at a peer pass through the host tier,
+    /// and stay there; those from a neighbour's memory come straight to slots that the CPU can
+    /// write, and are in no tier here until the engine saves them. `slots` are of successive blocks
+    /// of the chain. For a plain model they are any that the lease has; blocks that no tier holds
+    /// count as failed, as do those behind one that cannot be read. For a hybrid model each cache
+    /// group is named once; its blocks end with the last [usable](Lease::usable) one and begin
+    /// where [`Lease::wanted`] says, or later if the engine has the ones before.
     ///
     /// Nothing else may use the slots until the answer, nor those of failed blocks until its
     /// [`Writers`](crate::Writers) are gone. It is an error of kind
