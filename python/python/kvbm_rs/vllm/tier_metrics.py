@@ -18,8 +18,8 @@ _LABELS: dict[str, tuple[str, ...]] = {
     name: labels
     for labels, names in {
         (): """requests_total requested_tokens_total recompute_tokens_total orphan_blocks_total duplicate_blocks_total
-            out_of_reach_tokens_total epoch accounting_drift background_panics_total completion_panics
-            disk_write_budget_bytes peer_leases_cut_total peer_nixl_descriptors_total
+            layered_blocks_total out_of_reach_tokens_total epoch accounting_drift background_panics_total
+            completion_panics disk_write_budget_bytes peer_leases_cut_total peer_nixl_descriptors_total
             peer_saturated_numbers_total""",
         ("tier",): """hit_tokens_total checksum_failures_total shadow_wrong_rate_bound dirty_blocks published_blocks
             evicted_blocks declined_blocks quarantined_blocks unreadable_blocks flush_failures unflushed_blocks
