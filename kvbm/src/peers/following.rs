@@ -31,12 +31,12 @@ pub struct FollowRequest {
     pub chain: ChainNames,
     /// The request that wants them.
     pub info: RequestInfo,
-    /// How long nothing may come before no more is waited for.
+    /// How long to wait while nothing comes.
     pub patience: Duration,
 }
 
 impl FollowRequest {
-    /// Of what the peer has by now, and for no request that is known.
+    /// For what the peer has by now, and no request that is named.
     pub fn new(peer: &str, chain: impl Into<ChainNames>) -> Self {
         let (info, patience) = (RequestInfo::default(), Duration::ZERO);
         Self { peer: peer.to_owned(), chain: chain.into(), info, patience }
