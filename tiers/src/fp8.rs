@@ -1,8 +1,22 @@
-//! Numbers rounded to FP8, many at a time, by the widest instructions that the processor has: the e4m3
-//! of "FP8 Formats for Deep Learning" (Micikevicius et al., 2022), which has no infinity and nothing
-//! above 448.
+//! Numbers of FP8, and others rounded to it, many at a time by the widest instructions that the processor
+//! has: the e4m3 of "FP8 Formats for Deep Learning" (Micikevicius et al., 2022), which has no infinity and
+//! nothing above 448.
 
 #![expect(unsafe_code, reason = "instructions that not every processor has")]
+
+/// All bits but the sign, which are also the bits of NaN.
+pub const NAN: u8 = 0x7F;
+
+/// The value of a number.
+pub fn decode(bits: u8) -> f32 {
+    let magnitude = bits & NAN;
+    let meant = match magnitude {
+        NAN => f32::NAN,
+        0..8 => f32::from(magnitude) / 512.0,
+        _ => f32::from_bits((u32::from(magnitude) << 20) + (BIAS << 23)),
+    };
+    if bits >> 7 == 1 { -meant } else { meant }
+}
 
 /// Divides numbers by a scale and rounds them to the nearest of 8 bits, of two as near to the even one;
 /// as many as there are in the shorter list. Returns how many are too large, infinities among them: they
@@ -69,7 +83,6 @@ const BIAS: u32 = 127 - 7;
 /// From here on numbers of binary32 are as far apart as the smallest of 8 bits, so an addition rounds.
 const ROUNDER: f32 = 16_384.0;
 const LARGEST: u32 = 0x7E;
-const NAN: u32 = 0x7F;
 
 /// Of a magnitude's bits. Without branches.
 #[inline(always)]
@@ -81,7 +94,7 @@ const fn nearest(magnitude: u32) -> u32 {
     let tiny = (f32::from_bits(magnitude) + ROUNDER).to_bits().wrapping_sub(ROUNDER.to_bits());
     let made = if magnitude < FIRST_NORMAL { tiny } else { normal };
     let made = if magnitude > HALFWAY { LARGEST } else { made };
-    if magnitude > INFINITY { NAN } else { made }
+    if magnitude > INFINITY { NAN as u32 } else { made }
 }
 
 #[cfg(test)]

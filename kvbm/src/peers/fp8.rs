@@ -5,7 +5,7 @@
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
-use kvbm_tiers::fp8;
+use kvbm_tiers::fp8::{self, NAN};
 
 use super::numbers::{HalfType, NumberTypes};
 use super::scales::ScaledRows;
@@ -13,10 +13,6 @@ use crate::names::fingerprint::SCALES;
 
 /// Numbers that are converted together.
 const AT_ONCE: usize = 512;
-/// All bits but the sign, which are also the bits of NaN.
-const NAN: u8 = 0x7F;
-/// The difference between the exponent biases of binary32 and e4m3.
-const BIAS: u32 = 127 - 7;
 
 /// Converts the numbers of a block.
 #[derive(Debug)]
@@ -82,7 +78,7 @@ struct DecodedNumbers {
 
 impl DecodedNumbers {
     fn new(scale: f32, to: HalfType) -> Self {
-        let of = |bits: u8| to.nearest(decode(bits) * scale);
+        let of = |bits: u8| to.nearest(fp8::decode(bits) * scale);
         Self {
             numbers: std::array::from_fn(|bits| of(bits as u8).0),
             too_large_from: (0..NAN).find(|bits| of(*bits).1).unwrap_or(NAN),
@@ -99,17 +95,6 @@ impl DecodedNumbers {
         let too_large = self.too_large_from..NAN;
         from.iter().filter(|bits| too_large.contains(&(**bits & NAN))).count() as u64
     }
-}
-
-/// The value of an FP8 number.
-fn decode(bits: u8) -> f32 {
-    let magnitude = bits & NAN;
-    let meant = match magnitude {
-        NAN => f32::NAN,
-        0..8 => f32::from(magnitude) / 512.0,
-        _ => f32::from_bits((u32::from(magnitude) << 20) + (BIAS << 23)),
-    };
-    if bits >> 7 == 1 { -meant } else { meant }
 }
 
 fn encode(half: HalfType, scale: f32, from: &[u8], to: &mut [u8]) -> u64 {
