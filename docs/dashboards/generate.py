@@ -872,6 +872,13 @@ PEERS = [
         width=12,
     ),
     lines(
+        "Blocks saved layer by layer",
+        "What an engine saved while it computed, so that another engine reads each layer as soon as it is there.",
+        "short",
+        (rate("instance", of("kvbm_layered_blocks_total")), "{{instance}} / s"),
+        width=12,
+    ),
+    lines(
         "Leases that there are",
         "At peers (received) and to peers (sent); and those that were cut, since peers.lease_share left no room for all blocks.",
         "short",
