@@ -40,7 +40,7 @@ WANTED, WANTED_DECODE = {"first_token": 1.05, "hand_over": 0.5}, 1.05
 # How often each kind has its turn.
 TURNS = 2
 # Tokens that are timed at once.
-TIMED = 48
+TIMED = 96
 
 
 def ours(role: str, port: int, peer: int | None) -> tuple[dict, dict]:
@@ -143,6 +143,7 @@ COPYING = """
 import sys, time, numpy
 speed, piece = float(sys.argv[1]), 4 << 20
 there, here = (numpy.ones(64 * piece, numpy.uint8) for _ in range(2))
+print("copying", flush=True)
 due = time.monotonic()
 while True:
     for at in range(0, there.size, piece):
@@ -174,8 +175,9 @@ def decoding(model: Path, rounds: int) -> dict[str, float]:
 
             for _ in range(rounds + 1):
                 (alone, _), (beside, speed) = timed([]), timed(read)
-                copying = subprocess.Popen([sys.executable, "-c", COPYING, str(speed)])
+                copying = subprocess.Popen([sys.executable, "-c", COPYING, str(speed)], stdout=subprocess.PIPE)
                 try:
+                    copying.stdout.readline()
                     (copied, _) = timed([])
                 finally:
                     copying.kill()
