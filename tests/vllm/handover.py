@@ -40,7 +40,7 @@ WANTED, WANTED_DECODE = {"first_token": 1.05, "hand_over": 0.5}, 1.05
 # How often each kind has its turn.
 TURNS = 2
 # Tokens that are timed at once.
-TIMED = 96
+TIMED = 48
 
 
 def ours(role: str, port: int, peer: int | None) -> tuple[dict, dict]:
