@@ -160,6 +160,15 @@ impl PeerFault {
         Self::Nixl("it has failed before".to_owned())
     }
 
+    /// Of what was read from a peer's memory. Once the lease is over other blocks may be there: nothing
+    /// is damaged then.
+    pub(super) fn of_reading(self, until: Instant) -> Self {
+        match self {
+            Self::Wrong if Instant::now() >= until => Self::Ended(LeaseEnd::Expired),
+            fault => fault,
+        }
+    }
+
     /// Whether the peer, or the way to it, is why.
     pub(super) const fn is_of_peer(&self) -> bool {
         matches!(
@@ -381,7 +390,8 @@ impl PeerLink {
             return Err(PeerFault::Behind);
         }
         if let Some(memory) = &self.memory {
-            return copy(memory, named, until, slots).await;
+            let copied = copy(memory, named, until, slots).await;
+            return copied.map_err(|fault| fault.of_reading(until));
         }
         if self.needs_nixl {
             return Err(PeerFault::nixl_is_gone());

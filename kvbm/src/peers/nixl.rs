@@ -280,6 +280,7 @@ pub(super) async fn read(
     came: &mut ReadByNixl,
 ) -> Result<(), PeerFault> {
     let brought = read_parts(reads, named, until, filling, came).await;
+    let brought = brought.map_err(|fault| fault.of_reading(until));
     ended(reads, until, filling, brought).await
 }
 

@@ -110,7 +110,8 @@ impl StraightCopy {
         }
         let StraightWay { memory, engine } = &self.way;
         let arrived = memory.copy_to_engine(block.from, engine, block.to);
-        arrived.ok().filter(|&sum| sum == block.checksum).map(drop).ok_or(PeerFault::Wrong)
+        let is_right = arrived.is_ok_and(|sum| sum == block.checksum);
+        if is_right { Ok(()) } else { Err(PeerFault::Wrong.of_reading(self.until)) }
     }
 
     fn end_at(&self, block: usize, fault: PeerFault) {

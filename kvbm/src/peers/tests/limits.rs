@@ -7,7 +7,8 @@ use super::*;
 use crate::api::filling::FillingSlots;
 use crate::names::hash::Chain;
 use crate::observe::events::{CacheEvent, StoreReason};
-use crate::peers::protocol::Member;
+use crate::peers::link::PeerFault;
+use crate::peers::protocol::{LeaseEnd, Member};
 use crate::peers::reader::Pulled;
 use crate::peers::{MAX_READERS, accept};
 
@@ -169,5 +170,16 @@ fn a_transfer_from_a_peer_that_hangs_can_be_cancelled() {
         let pulled = timeout(Duration::from_mins(1), pull).await.expect("it goes on").unwrap();
         assert_eq!(pulled.fault.as_deref(), Some("it was cancelled"));
         assert_eq!(manager.admin().counts(Tier::Host).filling, 0);
+    });
+}
+
+#[test]
+fn what_is_read_behind_the_end_of_a_lease_is_not_damaged() {
+    simulated(async {
+        let until = Instant::now() + TTL;
+        assert!(PeerFault::Wrong.of_reading(until).is_wrong());
+        tokio::time::sleep(TTL).await;
+        let fault = PeerFault::Wrong.of_reading(until);
+        assert!(matches!(fault, PeerFault::Ended(LeaseEnd::Expired)), "{fault}");
     });
 }
