@@ -194,3 +194,108 @@ fn blocks_behind(
         None => Err(PeerFault::Behind),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use kvbm_tiers::checksum::checksum;
+    use kvbm_tiers::testing::{TensorView, Tensors, fill_pattern, has_pattern};
+    use kvbm_tiers::{DramOptions, DramRegion, Geometry, Memory};
+    use proptest::prelude::*;
+
+    use super::super::tests::simulated;
+    use super::*;
+
+    const BLOCK: usize = 5000;
+    const BLOCKS: u32 = 24;
+    const TTL: Duration = Duration::from_secs(10);
+
+    /// A neighbour whose slots have the patterns of their numbers.
+    fn neighbour() -> (Arc<PeerMemory>, Vec<u32>) {
+        let geometry = Geometry::new(BLOCKS, BLOCK).unwrap();
+        let options = DramOptions { geometry, huge_pages: false, fault_threads: 1 };
+        let region = DramRegion::shareable_host(options).unwrap();
+        let (mut frames, mut sums) = (region.frames().unwrap(), Vec::new());
+        while let Some(mut frame) = frames.take() {
+            let block = region.write(&mut frame).unwrap();
+            fill_pattern(frame.slot().0 as usize, block);
+            sums.push(checksum(block));
+        }
+        (Arc::new(PeerMemory::map(region.shareable().unwrap()).unwrap()), sums)
+    }
+
+    /// A copy of all blocks, slot to slot, and a view of where they go.
+    fn copy_of_all(is_right: impl Fn(u32) -> bool, until: Instant) -> (StraightCopy, TensorView) {
+        let (memory, sums) = neighbour();
+        let (engine, view) = Tensors::new(BLOCKS, BLOCK, 3).shared();
+        let block = |(slot, sum)| StraightBlock {
+            from: SlotId(slot),
+            to: SlotId(slot),
+            checksum: if is_right(slot) { sum } else { !sum },
+        };
+        let copy = StraightCopy {
+            way: StraightWay { memory, engine },
+            blocks: (0..BLOCKS).zip(sums).map(block).collect(),
+            until,
+            cancelled: CancellationToken::new(),
+            next: AtomicUsize::new(0),
+            end: Mutex::new(StraightEnd { blocks: BLOCKS as usize, fault: None }),
+            _with_media: Arc::default(),
+        };
+        (copy, view)
+    }
+
+    fn check(view: &TensorView, end: &StraightEnd) {
+        for slot in 0..end.blocks {
+            assert!(has_pattern(slot, &view.read(SlotId(slot as u32))), "a wrong block in {slot}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_wrong_ends_a_copy_before_it(
+            wrong in prop::collection::hash_set(0..BLOCKS, 0..4),
+            threads in 0_usize..5,
+        ) {
+            simulated(async {
+                let until = Instant::now() + TTL;
+                let (copy, view) = copy_of_all(|slot| !wrong.contains(&slot), until);
+                let end = copy.run(threads).await;
+                let first = wrong.iter().min();
+                assert_eq!(end.blocks, *first.unwrap_or(&BLOCKS) as usize);
+                assert_eq!(end.fault.as_ref().map(PeerFault::is_wrong), first.map(|_| true));
+                check(&view, &end);
+            });
+        }
+
+        #[test]
+        fn a_cancelled_copy_has_only_whole_blocks(yields in 0_usize..200, threads in 1_usize..4) {
+            simulated(async {
+                let (copy, view) = copy_of_all(|_| true, Instant::now() + TTL);
+                let cancelled = copy.cancelled.clone();
+                let cancels = thread::spawn(move || {
+                    (0..yields).for_each(|_| thread::yield_now());
+                    cancelled.cancel();
+                });
+                let end = copy.run(threads).await;
+                cancels.join().unwrap();
+                let is_whole = end.blocks == BLOCKS as usize;
+                let is_cancelled = matches!(end.fault, Some(PeerFault::Cancelled));
+                assert!(is_whole != is_cancelled, "{} blocks, {:?}", end.blocks, end.fault);
+                check(&view, &end);
+            });
+        }
+    }
+
+    #[test]
+    fn a_lease_that_is_over_gives_nothing() {
+        simulated(async {
+            let (copy, _view) = copy_of_all(|_| true, Instant::now());
+            let end = copy.run(2).await;
+            assert_eq!(end.blocks, 0);
+            assert!(matches!(end.fault, Some(PeerFault::Ended(LeaseEnd::Expired))));
+        });
+    }
+}
