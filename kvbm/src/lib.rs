@@ -8,7 +8,7 @@
 //! | `table` | which block lies in which slot of which tier; leases; flushing and eviction. Bookkeeping only |
 //! | `task` | what the table asks of the scheduler, and what it is told: plain data |
 //! | `scheduler` | moves blocks: queues, batches, breakers, time-outs, flushing |
-//! | `assemble` | the only place that names concrete backends and policies |
+//! | `assemble` | the place that names concrete backends (but for ranks) and policies |
 //! | `durable` | what outlives the process: the indices of tiers whose slots do |
 //! | `observe` | what a manager reports of itself, its blocks and its requests |
 //! | `peers` | other workers, whose blocks can be brought here |

@@ -1,5 +1,5 @@
-//! Builds a manager's parts from its settings: the only place that names concrete backends and
-//! policies.
+//! Builds a manager's parts from its settings: the place that names concrete backends (but for
+//! ranks) and policies.
 
 mod durable;
 mod engine;

@@ -92,7 +92,7 @@ impl Core {
 
     /// A prompt of thousands of blocks may end at once: others get the table in between steps.
     fn land_all(self: &Arc<Self>, results: &[TaskResult]) {
-        results.chunks(MAX_LANDED).for_each(|results| self.land(results.iter().copied()));
+        results.chunks(MAX_LANDED).for_each(|results| self.land(results));
     }
 
     /// Gives the batch's copies up. They keep what the medium may still touch.
@@ -128,7 +128,8 @@ impl Core {
             self.health.directory_came_back([task.from, task.to]);
         });
         self.metrics.came_back(batch.route, overdue.len() as u64);
-        self.land(overdue.iter().map(|RoutedTask { task, .. }| task.ended(Outcome::Returned)));
+        let returned = overdue.iter().map(|RoutedTask { task, .. }| task.ended(Outcome::Returned));
+        self.land_all(&returned.collect::<Vec<_>>());
         let mut staging = self.sending.staging.lock();
         overdue
             .into_iter()
@@ -143,10 +144,10 @@ impl Core {
     }
 
     /// Tells the table the results of copies, and does what follows.
-    pub(super) fn land(self: &Arc<Self>, results: impl IntoIterator<Item = TaskResult>) {
+    fn land(self: &Arc<Self>, results: &[TaskResult]) {
         let now = self.clock.uptime();
         let mut table = self.table.lock();
-        let effects = table.land(results, now);
+        let effects = table.land(results.iter().copied(), now);
         // Checked while the lock is held anyway: arrivals may have made a tier dirty enough.
         let is_due = table.is_dropping()
             || Tier::ALL.into_iter().any(|tier| self.flush_is_due(&table, tier));
