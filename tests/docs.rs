@@ -383,3 +383,37 @@ fn every_test_that_the_reliability_page_names_is_there() {
         );
     }
 }
+
+/// Modules of a file that are not of its tests alone.
+fn modules_of(source: &str) -> Vec<&str> {
+    let lines: Vec<_> = source.lines().collect();
+    let module = |at: usize| {
+        let declared = lines[at].trim_start_matches("pub ").trim_start_matches("pub(crate) ");
+        let name = declared.strip_prefix("mod ")?.strip_suffix(';')?;
+        let mut attributes = lines[..at].iter().rev().take_while(|line| line.starts_with("#["));
+        let is_of_tests = attributes.any(|line| line.contains("test"));
+        (!is_of_tests).then_some(name)
+    };
+    (0..lines.len()).filter_map(module).collect()
+}
+
+#[test]
+fn tables_of_modules_name_each_module() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a workspace");
+    let (mut tables, mut missing) = (0, Vec::new());
+    let parts = ["cli", "config", "examples", "kvbm", "policies", "python", "tiers"];
+    for path in parts.iter().flat_map(|part| files_of(&root.join(part), "rs")) {
+        let source = std::fs::read_to_string(&path).expect("source");
+        if !source.contains("//! | module | ") {
+            continue;
+        }
+        tables += 1;
+        let cells =
+            source.lines().filter_map(|line| line.strip_prefix("//! | ")?.split('|').next());
+        let named: BTreeSet<_> = cells.flat_map(|cell| cell.split(['`', '@']).skip(1)).collect();
+        let unnamed = modules_of(&source).into_iter().filter(|name| !named.contains(name));
+        missing.extend(unnamed.map(|name| format!("{}: {name}", path.display())));
+    }
+    assert!(tables > 25, "{tables} tables are read");
+    assert_eq!(missing, [""; 0], "modules that are in no table");
+}

@@ -10,6 +10,7 @@
 //! | `memory` | an engine's KV tensors, adopted: cache groups, fences, ranks |
 //! | `names` | how blocks and requests are named, and what an engine knows of a request besides |
 //! | `observe` | what a manager tells of itself: counts, events, lines for a log |
+//! | `peers` | leases at other workers, and what comes from them |
 //! | `policy` | our eviction for engines that keep a cache of their own |
 //! | `settings` | [`kvbm_settings::Settings`], from texts, dictionaries and variables |
 //! | `tier` | chunks of vLLM's primary tier, kept below it |

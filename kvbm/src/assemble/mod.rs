@@ -1,5 +1,16 @@
 //! Builds a manager's parts from its settings: the place that names concrete backends (but for
 //! ranks) and policies.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `durable` | tiers whose slots outlive the process |
+//! | `engine` | an engine's memory in place of a device tier |
+//! | `gpu` | the device tier in the memory of a GPU |
+//! | `nixl` | which plugins run, and which backends use them |
+//! | `objects` | the object tier, shared with other workers |
+//! | `policies` | policies, by the settings |
+//! | `ranks` | a leader's half of a manager, and a rank's |
+//! | `sealed` | keys, and layers that encrypt around a backend |
 
 mod durable;
 mod engine;

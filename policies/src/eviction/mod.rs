@@ -18,6 +18,7 @@
 //! | [`lirs`] | `lirs` | the leaf that came first among those with a long gap between uses |
 //! | [`turn`] | `turn` | the leaf used least recently, with grace for late turns and frequent use |
 //! | [`tenants`] | | as another policy, fair between tenants |
+//! | `residents` | | what policies know of a tier's blocks, and of those that have left |
 //! | [`belady`] | `belady` | the leaf used again last; needs the future, so it only serves as a bound |
 
 pub mod arc;

@@ -19,6 +19,7 @@
 //! |---|---|
 //! | `protocol` | messages, and how they are read from bytes from an untrusted sender |
 //! | `connection` | a stream on which neither side waits |
+//! | `socket` | where leader and ranks meet |
 //! | `pending` | batches under way, and which ranks have yet to confirm them |
 //! | `leader` | the backend of the leader, and the thread that listens |
 //! | `member` | a rank: it does what the leader says and reports |
