@@ -202,7 +202,7 @@ mod tests {
 
     use kvbm_tiers::checksum::checksum;
     use kvbm_tiers::testing::{TensorView, Tensors, fill_pattern, has_pattern};
-    use kvbm_tiers::{DramOptions, DramRegion, Geometry, Memory};
+    use kvbm_tiers::{DramOptions, DramRegion, Geometry};
     use proptest::prelude::*;
 
     use super::super::tests::simulated;
@@ -219,8 +219,9 @@ mod tests {
         let region = DramRegion::shareable_host(options).unwrap();
         let (mut frames, mut sums) = (region.frames().unwrap(), Vec::new());
         while let Some(mut frame) = frames.take() {
+            let slot = frame.slot();
             let block = region.write(&mut frame).unwrap();
-            fill_pattern(frame.slot().0 as usize, block);
+            fill_pattern(slot.0 as usize, block);
             sums.push(checksum(block));
         }
         (Arc::new(PeerMemory::map(region.shareable().unwrap()).unwrap()), sums)
@@ -236,7 +237,7 @@ mod tests {
             checksum: if is_right(slot) { sum } else { !sum },
         };
         let copy = StraightCopy {
-            way: StraightWay { memory, engine },
+            way: StraightWay { memory, engine: Arc::new(engine) },
             blocks: (0..BLOCKS).zip(sums).map(block).collect(),
             until,
             cancelled: CancellationToken::new(),
