@@ -174,7 +174,7 @@ fn a_transfer_from_a_peer_that_hangs_can_be_cancelled() {
 }
 
 #[test]
-fn what_is_read_behind_the_end_of_a_lease_is_not_damaged() {
+fn what_is_read_behind_a_lease_is_not_damaged() {
     simulated(async {
         let until = Instant::now() + TTL;
         assert!(PeerFault::Wrong.of_reading(until).is_wrong());
