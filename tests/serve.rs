@@ -316,6 +316,8 @@ fn why_names_the_rule_that_kept_a_block_off_disk() {
     let (manager, address) = open(settings);
     let why = || json(address, &format!("/v1/why?chain={}", query(&chain(1, 3))));
     engine::serve(&manager, &chain(1, 3));
+    // The host tier is the last that it leaves.
+    assert_eq!(manager.admin().evict(Tier::Device, 3), 3);
     // Room is made in the background.
     let mut others = (2..500).inspect(|&n| _ = engine::serve(&manager, &chain(n, 3)));
     assert!(others.any(|_| why()["next"] != Value::Null), "it stays in the host");
