@@ -11,8 +11,8 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use futures::TryStreamExt;
-use futures::stream::BoxStream;
+use futures::stream::{BoxStream, Fuse};
+use futures::{StreamExt, TryStreamExt};
 use object_store::path::Path;
 use object_store::{ObjectMeta, ObjectStore};
 use tokio::time::timeout;
@@ -110,7 +110,8 @@ const PAGE: usize = 1_000;
 /// Objects as a store names them. Each step has a limit of time, not all of them together.
 pub(super) struct Listing<'a> {
     store: &'a Store,
-    names: BoxStream<'static, object_store::Result<ObjectMeta>>,
+    /// A page that is not full is followed by an empty one: clients panic if they are asked once more.
+    names: Fuse<BoxStream<'static, object_store::Result<ObjectMeta>>>,
     limit: Duration,
 }
 
@@ -126,7 +127,7 @@ impl Store {
             Some(after) => self.client.list_with_offset(Some(directory), after),
             None => self.client.list(Some(directory)),
         };
-        Listing { store: self, names, limit }
+        Listing { store: self, names: names.fuse(), limit }
     }
 }
 

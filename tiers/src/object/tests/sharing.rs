@@ -150,6 +150,20 @@ fn a_worker_finds_what_another_stored_in_a_service() {
 }
 
 #[test]
+fn a_listing_of_a_service_stays_ended() {
+    let server = Server::start();
+    let store = server.open();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let mut listing = store.listing(&Path::from("prefix"), None, Duration::from_mins(1));
+        // The client panics where it is asked for more behind the last.
+        for _ in 0..2 {
+            assert_eq!(listing.page().await.unwrap(), []);
+        }
+    });
+}
+
+#[test]
 fn blocks_of_another_fingerprint_epoch_or_size_are_not_found() {
     let dir = tempfile::tempdir().unwrap();
     let first = Worker::start(open_directory(dir.path()), &shared(7));
