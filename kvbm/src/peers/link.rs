@@ -160,9 +160,9 @@ impl PeerFault {
         Self::Nixl("it has failed before".to_owned())
     }
 
-    /// Of what was read from a peer's memory. Once the lease is over other blocks may be there: nothing
-    /// is damaged then.
-    pub(super) fn of_reading(self, until: Instant) -> Self {
+    /// Once a lease is over, its slots may hold other blocks: what is read from a peer's memory then is
+    /// late, not damaged.
+    pub(super) fn expired_if_over(self, until: Instant) -> Self {
         match self {
             Self::Wrong if Instant::now() >= until => Self::Ended(LeaseEnd::Expired),
             fault => fault,
@@ -391,7 +391,7 @@ impl PeerLink {
         }
         if let Some(memory) = &self.memory {
             let copied = copy(memory, named, until, slots).await;
-            return copied.map_err(|fault| fault.of_reading(until));
+            return copied.map_err(|fault| fault.expired_if_over(until));
         }
         if self.needs_nixl {
             return Err(PeerFault::nixl_is_gone());

@@ -41,9 +41,6 @@ const MAX_PAUSE: Duration = Duration::from_hours(1);
 
 /// What a post moves. Tests have small blocks.
 const READ_BYTES: usize = if cfg!(test) { 2 << 10 } else { 4 << 20 };
-/// The same of layers, of which there are a few MiB at a time: one piece is copied while the sums of
-/// another are compared.
-const LAYER_BYTES: usize = if cfg!(test) { 2 << 10 } else { 1 << 20 };
 /// Posts of a pull that wait or are under way.
 const READS: usize = if cfg!(test) { 2 } else { 3 };
 
@@ -283,7 +280,7 @@ pub(super) async fn read(
     came: &mut ReadByNixl,
 ) -> Result<(), PeerFault> {
     let brought = read_parts(reads, named, until, filling, came).await;
-    let brought = brought.map_err(|fault| fault.of_reading(until));
+    let brought = brought.map_err(|fault| fault.expired_if_over(until));
     ended(reads, until, filling, brought).await
 }
 
@@ -384,7 +381,7 @@ async fn read_layer_parts(
     (filling, sums): (&mut FillingSlots<'_>, &[u32]),
     came: &mut ReadByNixl,
 ) -> Result<Vec<u32>, PeerFault> {
-    let mut parts = parts(0..sums.len(), (LAYER_BYTES / bytes.len().max(1)).max(1));
+    let mut parts = parts(0..sums.len(), (READ_BYTES / bytes.len().max(1)).max(1));
     let mut summed = Vec::with_capacity(sums.len());
     loop {
         while filling.lent() < READS

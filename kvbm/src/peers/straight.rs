@@ -111,7 +111,7 @@ impl StraightCopy {
         let StraightWay { memory, engine } = &self.way;
         let arrived = memory.copy_to_engine(block.from, engine, block.to);
         let is_right = arrived.is_ok_and(|sum| sum == block.checksum);
-        if is_right { Ok(()) } else { Err(PeerFault::Wrong.of_reading(self.until)) }
+        if is_right { Ok(()) } else { Err(PeerFault::Wrong.expired_if_over(self.until)) }
     }
 
     fn end_at(&self, block: usize, fault: PeerFault) {

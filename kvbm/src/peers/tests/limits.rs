@@ -177,9 +177,9 @@ fn a_transfer_from_a_peer_that_hangs_can_be_cancelled() {
 fn what_is_read_behind_a_lease_is_not_damaged() {
     simulated(async {
         let until = Instant::now() + TTL;
-        assert!(PeerFault::Wrong.of_reading(until).is_wrong());
+        assert!(PeerFault::Wrong.expired_if_over(until).is_wrong());
         tokio::time::sleep(TTL).await;
-        let fault = PeerFault::Wrong.of_reading(until);
+        let fault = PeerFault::Wrong.expired_if_over(until);
         assert!(matches!(fault, PeerFault::Ended(LeaseEnd::Expired)), "{fault}");
     });
 }
