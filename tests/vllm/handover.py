@@ -1,7 +1,7 @@
 """What it takes to go from an engine that prefills to one that decodes: `KvbmConnector` beside vLLM's `NixlConnector`. Prints one
 JSON object; tests/disagg.sh runs it.
 
-    python tests/vllm/handover.py [--rounds N]
+    python tests/vllm/handover.py [--rounds N] [--gpu]
 
 A model of 12 layers with made-up weights in bf16, prompts of 2,048 tokens, one at a time, behind vLLM's own proxy; two engines of
 one kind of connector, then two of the other, in turns, since NIXL's threads take a core also when nothing is asked; medians.
@@ -11,6 +11,9 @@ times of alone: both compute nothing else. `decode_beside_copy` is the same besi
 nothing else: what the memory of this machine takes. `both_at_once` is of prompts that both engines are asked for at the same time,
 without a proxy, saved by the first as whole blocks and layer by layer, in turns. There `hand_over` is the time from the first one's
 answer to the begin of the second one's first step, which may come before, and `behind_answer` that to the client's first token.
+
+With `--gpu` both engines share a GPU, with a model of Llama 3 8B's shape; a token beside a transfer is not timed then, nor are
+layers, which a GPU's engine does not save. The two engines' processes find the packages that this one finds.
 """
 
 import argparse
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import models
@@ -32,8 +36,24 @@ from servers import ALONE, Proxy, Server, asked, free_port
 from sources import proxy_of
 
 TOKENS = 2048
-BLOCK_BYTES = 2 * 12 * 12 * 64 * 2 * 32
+# Blocks in a host tier.
 ROOM = 1024
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the engines run, and what."""
+
+    shape: str
+    block_bytes: int
+    options: dict
+    environment: dict
+
+
+ON_CPU = Place("bench", 2 * 12 * 12 * 64 * 2 * BLOCK, {}, ALONE)
+GPU = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
+ON_GPU = Place("large", 2 * 32 * 8 * 128 * 2 * BLOCK, {"gpu_memory_utilization": 0.42}, GPU)
+
 # tests/vllm.sh installs NIXL there.
 NIXL = Path(sys.prefix, "kvcr")
 WANTED, WANTED_DECODE = {"first_token": 1.05, "hand_over": 0.5}, 1.05
@@ -43,29 +63,32 @@ TURNS = 2
 TIMED = 48
 
 
-def ours(role: str, port: int, peer: int | None) -> tuple[dict, dict]:
-    settings = {"host.capacity": ROOM * BLOCK_BYTES, "peers.enabled": True, "peers.port": port, "peers.lease_share": 1.0}
+def ours(role: str, port: int, peer: int | None, place: Place = ON_CPU) -> tuple[dict, dict]:
+    settings = {"host.capacity": ROOM * place.block_bytes, "peers.enabled": True, "peers.port": port, "peers.lease_share": 1.0}
     if peer:
         settings["peers.addresses"] = f"127.0.0.1:{peer}"
     transfer = {"kv_connector": "KvbmConnector", "kv_connector_module_path": "kvbm_rs.vllm.connector", "kv_role": role}
     return transfer | {"kv_connector_extra_config": {"settings": settings}}, {}
 
 
-def theirs(role: str, port: int, peer: int | None) -> tuple[dict, dict]:
+def theirs(role: str, port: int, peer: int | None, place: Place = ON_CPU) -> tuple[dict, dict]:
     paths = ":".join(filter(None, [str(HERE), str(NIXL), os.environ.get("PYTHONPATH")]))
-    environment = {"PYTHONPATH": paths, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), "UCX_TLS": "tcp,shm,cma,self"}
-    return {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}, environment
+    environment = {"PYTHONPATH": paths, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+    transfer = {"kv_connector": "NixlConnector", "kv_role": role}
+    if place is ON_GPU:
+        return transfer, environment
+    return transfer | {"kv_buffer_device": "cpu"}, environment | {"UCX_TLS": "tcp,shm,cma,self"}
 
 
 class Pair:
     """An engine that prefills, one that decodes, and the proxy."""
 
-    def __init__(self, model: Path, program: Path, kind) -> None:
+    def __init__(self, model: Path, program: Path, kind, place: Place) -> None:
         ports = free_port(), free_port()
-        sides = (kind("kv_producer", ports[0], None), kind("kv_consumer", ports[1], ports[0]))
-        own = {"dtype": "bfloat16", "load_format": "dummy"}
+        sides = (kind("kv_producer", ports[0], None, place), kind("kv_consumer", ports[1], ports[0], place))
+        own = {"dtype": "bfloat16", "load_format": "dummy", **place.options}
         # What another prompt left in an engine's own cache is not wanted.
-        self.engines = [Server(model, transfer, ALONE | environment, **own) for transfer, environment in sides]
+        self.engines = [Server(model, transfer, place.environment | environment, **own) for transfer, environment in sides]
         self.model, self.proxy = model, Proxy(program, *([engine.port] for engine in self.engines))
         # Where the first one serves its peers.
         self.served_at = ports[0]
@@ -125,14 +148,14 @@ class Pair:
         return self.engines[1].metric("vllm:prompt_tokens_by_source_total", source="local_compute")
 
 
-def at_once(model: Path, program: Path, rounds: int) -> dict[str, dict[str, float]]:
+def at_once(model: Path, program: Path, rounds: int, place: Place) -> dict[str, dict[str, float]]:
     """Medians, in ms, of prompts that both engines are asked for at once."""
-    ways = {"blocks": False, "layers": True}
+    ways = {"blocks": False} | ({"layers": True} if place is ON_CPU else {})
     times = {way: [] for way in ways}
-    with Pair(model, program, ours) as pair:
+    with Pair(model, program, ours, place) as pair:
         for number in range(rounds + 1):
             for at, (way, in_layers) in enumerate(ways.items()):
-                times[way].append(pair.ask_both(100 + 2 * number + at, in_layers))
+                times[way].append(pair.ask_both(100 + len(ways) * number + at, in_layers))
     what = times["blocks"][0]
     median = lambda way, name: round(1e3 * statistics.median(one[name] for one in times[way][1:]), 1)
     return {way: {name: median(way, name) for name in what} for way in ways}
@@ -165,13 +188,13 @@ def decoding(model: Path, rounds: int) -> dict[str, float]:
         first.settle()
         transfer = ours("kv_consumer", 0, int(address.rpartition(":")[2]))[0]
         # Less than is read: what comes again has left.
-        transfer["kv_connector_extra_config"]["settings"]["host.capacity"] = 3 * TOKENS // BLOCK * BLOCK_BYTES
+        transfer["kv_connector_extra_config"]["settings"]["host.capacity"] = 3 * TOKENS // BLOCK * ON_CPU.block_bytes
         with Engine(model, kv_transfer_config=transfer, **own) as second:
             rows = []
 
             def timed(some: list) -> tuple[float, float]:
                 took = probe(second, "token_times", tokens=TIMED, read=some, peer=name)
-                return statistics.median(took["times"]), took["blocks"] * BLOCK_BYTES / sum(took["times"])
+                return statistics.median(took["times"]), took["blocks"] * ON_CPU.block_bytes / sum(took["times"])
 
             for _ in range(rounds + 1):
                 (alone, _), (beside, speed) = timed([]), timed(read)
@@ -189,28 +212,30 @@ def decoding(model: Path, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=6)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--gpu", action="store_true")
+    arguments = parser.parse_args()
+    rounds, place = arguments.rounds, ON_GPU if arguments.gpu else ON_CPU
     program = proxy_of(vllm.__version__.split("+")[0])
     if program is None:
         print("SKIPPED: vLLM's proxy cannot be fetched", file=sys.stderr)
         sys.exit(77)
     kinds = {"kvbm": ours} | ({"nixl": theirs} if NIXL.is_dir() else {})
     with tempfile.TemporaryDirectory() as scratch:
-        model = models.make(Path(scratch, "bench"), "bench")
+        model = models.make(Path(scratch, place.shape), place.shape)
         times, computed = {name: [] for name in kinds}, dict.fromkeys(kinds, 0.0)
         for name in TURNS * list(kinds):
-            with Pair(model, program, kinds[name]) as pair:
+            with Pair(model, program, kinds[name], place) as pair:
                 # The first prompt is the first contact.
                 times[name] += [pair.ask(number) for number in range(rounds + 1)][1:]
                 computed[name] += pair.computed() / (TURNS * (rounds + 1))
-        beside = decoding(model, rounds)
-        beside["both_at_once"] = at_once(model, program, rounds)
+        beside = decoding(model, rounds) if place is ON_CPU else {}
+        beside["both_at_once"] = at_once(model, program, rounds, place)
     found = {name: {what: statistics.median(one[what] for one in all_of) for what in WANTED} for name, all_of in times.items()}
     ms = {name: {what: round(1e3 * took, 1) for what, took in medians.items()} for name, medians in found.items()}
     figures = {"rounds": rounds, "ms": ms, "computed_tokens": computed} | beside
-    short = ["a token beside a transfer"] if beside["decode"] > WANTED_DECODE else []
-    blocks, layers = beside["both_at_once"].values()
-    short += ["layer by layer"] if layers["hand_over"] > blocks["hand_over"] else []
+    short = ["a token beside a transfer"] if beside.get("decode", 0.0) > WANTED_DECODE else []
+    both = beside["both_at_once"]
+    short += ["layer by layer"] if "layers" in both and both["layers"]["hand_over"] > both["blocks"]["hand_over"] else []
     if "nixl" in found:
         ratios = {what: found["kvbm"][what] / found["nixl"][what] for what in WANTED}
         figures["over_nixl"] = {what: round(ratio, 3) for what, ratio in ratios.items()}

@@ -1,17 +1,18 @@
 """Models with random weights, small enough for an engine on a CPU, and a tokenizer of bytes.
 
-    python tests/vllm/models.py DIRECTORY [--shape tiny|hybrid|windowed|states|latent|bench]
+    python tests/vllm/models.py DIRECTORY [--shape tiny|hybrid|windowed|states|latent|bench|large]
 """
 
 import argparse
 import json
 from pathlib import Path
 
-# What a shape changes in the configuration of a Llama, or of the model that it is `like`. All but `bench` have weights of numbers
-# wide apart, in float32: a wrong byte of KV changes their tokens, and the size of chunks does not. Four layers of `hybrid` look
-# back over 128 tokens only: vLLM keeps them as two cache groups beside that of the others; all layers of `windowed` do. Half of
+# What a shape changes in the configuration of a Llama, or of the model that it is `like`. All but the last two have weights of
+# numbers wide apart, in float32: a wrong byte of KV changes their tokens, and the size of chunks does not. Four layers of `hybrid`
+# look back over 128 tokens only: vLLM keeps them as two cache groups beside that of the others; all layers of `windowed` do. Half of
 # the layers of `states` keep a state, of a short convolution. `latent` has multi-head latent attention. `bench` is large enough for
-# times to mean something; an engine fills in its weights (`load_format="dummy"`).
+# times to mean something on a CPU, and `large`, of Llama 3 8B's shape, on a GPU; an engine fills in their weights
+# (`load_format="dummy"`).
 SHAPES = {
     "tiny": {
         "hidden_size": 256,
@@ -87,6 +88,14 @@ SHAPES = {
         "num_key_value_heads": 12,
         "torch_dtype": "bfloat16",
     },
+    "large": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "torch_dtype": "bfloat16",
+    },
 }
 SPECIAL = ["<s>", "</s>", "<pad>"]
 VOCABULARY = 512
@@ -119,7 +128,7 @@ def write_model(directory: Path, shape: str) -> None:
         architectures=[model.__name__],
         **{"initializer_range": 0.4, **said},
     )
-    if shape == "bench":
+    if shape in ("bench", "large"):
         config.save_pretrained(directory)
         return
     torch.manual_seed(20)

@@ -100,8 +100,8 @@ pub use media_layer::MediaLayer;
 pub use memcpy::MemcpyBackend;
 pub use memory::{DeviceRegion, Memory, Space};
 pub use peers::{
-    OneSided, PeerMemory, ReadDone, SharedMemory, SlotRead, SlotReads, TierPlace, UnmetReader,
-    receive_memory, send_memory,
+    EngineCopies, OneSided, PeerMemory, ReadDone, SharedMemory, SlotRead, SlotReads, StraightBlock,
+    TierPlace, UnmetReader, receive_memory, send_memory,
 };
 pub use sealed::Sealed;
 pub use transform::{Layout, Transform};

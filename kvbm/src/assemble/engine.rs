@@ -40,15 +40,16 @@ pub(super) fn no_memory() -> Error {
 pub(super) fn connect(
     engine: &Arc<DeviceRegion>,
     host: Arc<dyn Memory>,
-    threads: usize,
+    settings: &Settings,
 ) -> Result<Arc<dyn Backend>> {
     match engine.space() {
         Space::Host => {
+            let threads = settings.transfer.copy_threads as usize;
             let backend =
                 MemcpyBackend::with_device(host, Arc::clone(engine), threads).map_err(setup)?;
             Ok(Arc::new(backend))
         }
-        Space::Cuda(ordinal) => gpu::connect_engine(ordinal, engine, host),
+        Space::Cuda(ordinal) => gpu::connect_engine(ordinal, engine, host, settings.peers.enabled),
     }
 }
 

@@ -78,6 +78,7 @@ pub(super) fn connect_engine(
     _ordinal: u32,
     _engine: &Arc<DeviceRegion>,
     _host: Arc<dyn Memory>,
+    _has_peers: bool,
 ) -> Result<Arc<dyn Backend>> {
     Err(setup(SetupError::unavailable(ABSENT)))
 }

@@ -365,9 +365,8 @@ impl OpenedRegions {
         let Some(engine) = self.engine.clone() else { return Ok(()) };
         engine::check(engine.segments().block_bytes() as u64, settings)?;
         let host = self.host.clone().ok_or_else(engine::no_memory)?;
-        let threads = settings.transfer.copy_threads as usize;
         let end = self.host_end(sealed::device_run(settings), settings)?;
-        let backend = engine::connect(&engine, Arc::clone(&end.memory), threads)?;
+        let backend = engine::connect(&engine, Arc::clone(&end.memory), settings)?;
         let backend = self.with_layer(backend, &end.memory)?;
         let limit = Duration::from_millis(settings.transfer.timeout_ms);
         if let Some((region, frame)) = end.borrow_slot() {

@@ -129,6 +129,8 @@ pub(super) enum PeerFault {
     Wrong,
     #[error("an encrypted block: {0}")]
     Seal(#[from] CopyError),
+    #[error("the GPU here does not copy its blocks: {0}")]
+    Gpu(CopyError),
     #[error("its blocks are encrypted, and {0}")]
     NoKey(String),
     #[error("blocks before those that it named have left here meanwhile")]

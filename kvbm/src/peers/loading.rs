@@ -10,7 +10,7 @@ use kvbm_tiers::{DeviceRegion, Fence, SlotId, Tier};
 use tokio_util::sync::CancellationToken;
 
 use super::reader::{PeerLease, Pulled, Reader};
-use super::straight::StraightWay;
+use super::straight::way_between;
 use super::{FollowRequest, Peers};
 use crate::api::engine_memory::EngineMemory;
 use crate::api::lease::Lease;
@@ -190,7 +190,7 @@ impl<'a> EngineLoads<'a> {
         lease: PeerLease,
         cancelled: &CancellationToken,
     ) -> Result<Pulled> {
-        if let Some(way) = StraightWay::between(&lease, self) {
+        if let Some(way) = way_between(&lease, self) {
             return reader.pull_straight(lease, way, self, cancelled).await;
         }
         let mut on_part = |held: Lease| self.go_on(held);
@@ -204,17 +204,17 @@ impl<'a> EngineLoads<'a> {
     /// Whether what came straight is needed in the host tier after all, as what a lease names behind
     /// it has to pass there: layers, or what comes over a new connection. It is leased anew then.
     pub(super) fn begin_again(&mut self, lease: &PeerLease) -> bool {
-        let is_stuck = self.held > 0 && StraightWay::between(lease, self).is_none();
+        let is_stuck = self.held > 0 && way_between(lease, self).is_none();
         if is_stuck {
             (self.held, self.by_host) = (0, true);
         }
         is_stuck
     }
 
-    /// The engine's memory, if its slots are in this process and may be written by now.
-    pub(super) fn writable_engine(&self) -> Option<Arc<DeviceRegion>> {
-        let is_writable = !self.by_host && self.slots.after.is_done();
-        self.slots.engine.region().ok().filter(|_| is_writable)
+    /// The engine's memory, if its slots are in this process, and what they may be written behind.
+    pub(super) fn engine(&self) -> Option<(Arc<DeviceRegion>, &Fence)> {
+        let region = self.slots.engine.region().ok().filter(|_| !self.by_host)?;
+        Some((region, &self.slots.after))
     }
 
     /// The position of the first block that is not asked for yet, and slots from it up to `until`.

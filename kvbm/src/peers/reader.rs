@@ -59,7 +59,7 @@ pub(super) struct Reader {
     pub(super) nixl: Option<NixlHolders>,
     /// How long it waits for an answer, at most.
     pub(super) limit: Duration,
-    /// Threads that copy into an engine's slots.
+    /// Threads that copy into an engine's slots, or have its GPU do so.
     pub(super) copy_threads: usize,
     pub(super) book: Arc<PeerBook>,
     pub(super) metrics: PeerMetrics,
@@ -739,7 +739,8 @@ impl Reader {
                 | PeerFault::Stalled
                 | PeerFault::Ended(LeaseEnd::Unfinished)
                 | PeerFault::Ranks(_)
-                | PeerFault::Seal(_),
+                | PeerFault::Seal(_)
+                | PeerFault::Gpu(_),
             ) => ReadEnd::GivenUp,
             Some(PeerFault::Cancelled) if link.memory.is_some() => ReadEnd::GivenUp,
             Some(_) => return,

@@ -1,14 +1,14 @@
 //! From a neighbour's memory straight into an engine's slots.
 //!
 //! Through the host tier each byte is copied twice before the engine has it, and other blocks may
-//! have to leave for it. Here threads copy a block once, compute the checksum of what arrives on
-//! the way, and compare it with the lease's. The host tier does not get these blocks: the engine
+//! have to leave for it. Here it is copied once, by threads or by the engine's GPU, and the checksum
+//! of what arrives is compared with the lease's. The host tier does not get these blocks: the engine
 //! saves them from its slots with those that it computes, once no request waits.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvbm_tiers::{DeviceRegion, PeerMemory, SlotId, Space};
+use kvbm_tiers::{CopyErrorKind, EngineCopies, SlotId, StraightBlock};
 use tokio::task::spawn_blocking;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -21,29 +21,21 @@ use super::reader::{PeerLease, Pulled, PulledLease, PulledPart, Reader};
 use crate::error::{Error, Result};
 use crate::sync::Mutex;
 
-/// Where blocks are copied from and to.
-pub(super) struct StraightWay {
-    memory: Arc<PeerMemory>,
-    engine: Arc<DeviceRegion>,
-}
-
-impl StraightWay {
-    /// Between a holder and an engine whose slots may be written by now. `None`: blocks must pass
-    /// through the host tier, since they are changed on the way, come in layers or over a network,
-    /// or go to memory that the CPU cannot write.
-    pub(super) fn between(lease: &PeerLease, loads: &EngineLoads<'_>) -> Option<Self> {
-        let (link, named) = (&lease.link, &lease.named);
-        let is_plain = link.conversion.is_none() && named.seal.is_none() && named.layers.is_none();
-        let memory = link.memory.clone().filter(|_| is_plain)?;
-        let engine = loads.writable_engine().filter(|engine| engine.space() == Space::Host)?;
-        Some(Self { memory, engine })
-    }
+/// Between a holder and an engine whose slots may be written, or waited for. `None`: blocks must pass
+/// through the host tier, since they are changed on the way, come in layers or over a network, or go
+/// to memory that neither the CPU nor a GPU writes from there.
+pub(super) fn way_between(lease: &PeerLease, loads: &EngineLoads<'_>) -> Option<EngineCopies> {
+    let (link, named) = (&lease.link, &lease.named);
+    let is_plain = link.conversion.is_none() && named.seal.is_none() && named.layers.is_none();
+    let memory = link.memory.as_ref().filter(|_| is_plain)?;
+    let (engine, after) = loads.engine()?;
+    EngineCopies::between(memory, &engine, after)
 }
 
 /// A copy that several threads share.
 struct StraightCopy {
-    way: StraightWay,
-    blocks: Vec<StraightBlock>,
+    way: EngineCopies,
+    blocks: Vec<NamedBlock>,
     /// When the lease ends.
     until: Instant,
     cancelled: CancellationToken,
@@ -54,9 +46,8 @@ struct StraightCopy {
     _with_media: Arc<()>,
 }
 
-struct StraightBlock {
-    from: SlotId,
-    to: SlotId,
+struct NamedBlock {
+    block: StraightBlock,
     checksum: u32,
 }
 
@@ -89,29 +80,44 @@ impl StraightCopy {
 
     /// Copies blocks until none is left, or one does not arrive: those behind it are of no use.
     fn work(&self) {
+        let at_once = self.way.at_once();
         loop {
-            let at = self.next.fetch_add(1, Ordering::Relaxed);
-            let Some(block) = self.blocks.get(at) else { return };
-            if let Err(fault) = self.copy(block) {
+            let first = self.next.fetch_add(at_once, Ordering::Relaxed);
+            let until = (first + at_once).min(self.blocks.len());
+            let Some(blocks) = self.blocks.get(first..until).filter(|blocks| !blocks.is_empty())
+            else {
+                return;
+            };
+            if let Err((arrived, fault)) = self.copy(blocks) {
                 self.next.fetch_max(self.blocks.len(), Ordering::Relaxed);
-                return self.end_at(at, fault);
+                return self.end_at(first + arrived, fault);
             }
         }
     }
 
-    /// Once the lease is over the neighbour may write its slot during the copy: then what arrived
-    /// does not match the checksum.
-    fn copy(&self, block: &StraightBlock) -> Result<(), PeerFault> {
+    /// An error has the number of leading blocks that have arrived. Once the lease is over the
+    /// neighbour may write its slots during the copy: then what arrived does not match its checksum.
+    fn copy(&self, blocks: &[NamedBlock]) -> Result<(), (usize, PeerFault)> {
         if self.cancelled.is_cancelled() {
-            return Err(PeerFault::Cancelled);
+            return Err((0, PeerFault::Cancelled));
         }
         if Instant::now() >= self.until {
-            return Err(PeerFault::Ended(LeaseEnd::Expired));
+            return Err((0, PeerFault::Ended(LeaseEnd::Expired)));
         }
-        let StraightWay { memory, engine } = &self.way;
-        let arrived = memory.copy_to_engine(block.from, engine, block.to);
-        let is_right = arrived.is_ok_and(|sum| sum == block.checksum);
-        if is_right { Ok(()) } else { Err(PeerFault::Wrong.expired_if_over(self.until)) }
+        let moves: Vec<_> = blocks.iter().map(|named| named.block).collect();
+        let arrived = match self.way.copy(&moves) {
+            Ok(arrived) => arrived,
+            Err(error) if error.kind() == CopyErrorKind::Io => {
+                return Err((0, PeerFault::Gpu(error)));
+            }
+            // The peer named a slot that it has not.
+            Err(_) => return Err((0, PeerFault::Wrong)),
+        };
+        let is_wrong = |(sum, named): (&u32, &NamedBlock)| *sum != named.checksum;
+        match arrived.iter().zip(blocks).position(is_wrong) {
+            Some(wrong) => Err((wrong, PeerFault::Wrong.expired_if_over(self.until))),
+            None => Ok(()),
+        }
     }
 
     fn end_at(&self, block: usize, fault: PeerFault) {
@@ -128,7 +134,7 @@ impl Reader {
     pub(super) async fn pull_straight(
         &self,
         lease: PeerLease,
-        way: StraightWay,
+        way: EngineCopies,
         loads: &mut EngineLoads<'_>,
         cancelled: &CancellationToken,
     ) -> Result<Pulled> {
@@ -139,7 +145,7 @@ impl Reader {
     async fn bring_straight(
         &self,
         mut lease: PeerLease,
-        way: StraightWay,
+        way: EngineCopies,
         loads: &mut EngineLoads<'_>,
         cancelled: &CancellationToken,
     ) -> Result<PulledLease> {
@@ -180,10 +186,10 @@ fn blocks_behind(
     first: usize,
     named: &NamedBlocks,
     slots: &[SlotId],
-) -> Result<Vec<StraightBlock>, PeerFault> {
+) -> Result<Vec<NamedBlock>, PeerFault> {
     let block = |(place, &to): (usize, &SlotId)| {
         let (&from, &checksum) = named.slots.get(place).zip(named.checksums.get(place))?;
-        Some(StraightBlock { from, to, checksum })
+        Some(NamedBlock { block: StraightBlock { from, to }, checksum })
     };
     match first.checked_sub(named.before) {
         Some(place) => {
@@ -202,14 +208,15 @@ mod tests {
 
     use kvbm_tiers::checksum::checksum;
     use kvbm_tiers::testing::{TensorView, Tensors, fill_pattern, has_pattern};
-    use kvbm_tiers::{DramOptions, DramRegion, Geometry};
+    use kvbm_tiers::{DramOptions, DramRegion, Fence, Geometry, PeerMemory};
     use proptest::prelude::*;
 
     use super::super::tests::simulated;
     use super::*;
 
     const BLOCK: usize = 5000;
-    const BLOCKS: u32 = 24;
+    /// More than one call takes.
+    const BLOCKS: u32 = 150;
     const TTL: Duration = Duration::from_secs(10);
 
     /// A neighbour whose slots have the patterns of their numbers.
@@ -231,13 +238,13 @@ mod tests {
     fn copy_of_all(is_right: impl Fn(u32) -> bool, until: Instant) -> (StraightCopy, TensorView) {
         let (memory, sums) = neighbour();
         let (engine, view) = Tensors::new(BLOCKS, BLOCK, 3).shared();
-        let block = |(slot, sum)| StraightBlock {
-            from: SlotId(slot),
-            to: SlotId(slot),
+        let block = |(slot, sum)| NamedBlock {
+            block: StraightBlock { from: SlotId(slot), to: SlotId(slot) },
             checksum: if is_right(slot) { sum } else { !sum },
         };
+        let way = EngineCopies::between(&memory, &Arc::new(engine), &Fence::Done);
         let copy = StraightCopy {
-            way: StraightWay { memory, engine: Arc::new(engine) },
+            way: way.unwrap(),
             blocks: (0..BLOCKS).zip(sums).map(block).collect(),
             until,
             cancelled: CancellationToken::new(),

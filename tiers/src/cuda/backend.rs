@@ -8,18 +8,19 @@ use std::time::Duration;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use cudarc::driver::result::DriverError;
 
+use super::checksum::BlockSummer;
+use super::crossing::{BlockCopier, BlockEnds, FROM_GPU, TO_GPU};
 use super::driver::{
-    CudaStream, Gpu, KernelTable, PinnedHost, PitchedAddress, StreamEvent, ends_the_context, failed,
+    CudaStream, Gpu, KernelTable, LockedHost, StreamEvent, ends_the_context, failed,
 };
 use super::kernels::{CopyKernels, KernelOrigin};
-use super::rows::{PitchedRows, rows};
 use crate::backend::{Backend, Fence, Fences, Mark};
 use crate::clock;
 use crate::copy::{
     Completion, CopyError, CopyErrorKind, CopyOp, Done, Endings, Route, SlotId, Tier,
 };
 use crate::error::{SetupError, SetupErrorKind};
-use crate::geometry::{Piece, Segment, pieces};
+use crate::geometry::Piece;
 use crate::memory::{DeviceRegion, Memory, Space, forget_checksum, no_such_slot};
 
 /// Moves blocks between locked host memory and device memory, each direction in a stream and a
@@ -41,28 +42,6 @@ struct FencedBatch {
     done: Done,
 }
 
-/// How pieces that are no rows cross in one direction. Measured on an H100 (docs/gpu.md): copy
-/// engines cost the engine's kernels nothing, but need a moment for each piece; our kernel does
-/// not, but takes room from the engine's, and what writes to the host at full speed keeps all else
-/// from the GPU's memory, more so the more of it is under way.
-#[derive(Clone, Copy, Debug)]
-struct CopyPath {
-    /// Pieces smaller than this on average are copied by the kernel, where one call starts many
-    /// copies.
-    small: usize,
-    /// Groups of threads that copy: the fewest that fill the link.
-    groups: u32,
-}
-
-const TO_GPU: CopyPath = CopyPath { small: 32 << 10, groups: 4 };
-const FROM_GPU: CopyPath = CopyPath { small: 16 << 10, groups: 2 };
-/// As `CopyPath::small`, where each copy takes a call of its own: in its microseconds a link moves
-/// about this much.
-const SMALL_ALONE: usize = 256 << 10;
-/// From this many pieces on, one call for all is worth its preparation.
-const MANY_PIECES: usize = 4;
-/// Pieces that one launch of the kernel takes, unless a single block has more.
-const TABLE_PIECES: usize = 4096;
 /// Flights of a lane at a time. What they need is made at the start: to allocate locked memory
 /// while copies run takes milliseconds, and the driver's locks.
 const MAX_FLIGHTS: usize = 32;
@@ -81,12 +60,38 @@ impl CudaBackend {
         memory: Arc<dyn Memory>,
         device: &Arc<DeviceRegion>,
     ) -> Result<Self, SetupError> {
+        Self::start(gpu, memory, device, false)
+    }
+
+    /// As [`new`](Self::new), and the GPU sums the blocks that leave it, where the memory remembers
+    /// checksums: for those whose blocks are asked for as soon as they are there, with checksums.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new).
+    pub fn summing(
+        gpu: &Gpu,
+        memory: Arc<dyn Memory>,
+        device: &Arc<DeviceRegion>,
+    ) -> Result<Self, SetupError> {
+        Self::start(gpu, memory, device, true)
+    }
+
+    fn start(
+        gpu: &Gpu,
+        memory: Arc<dyn Memory>,
+        device: &Arc<DeviceRegion>,
+        sums: bool,
+    ) -> Result<Self, SetupError> {
         check_fit(gpu, &*memory, device)?;
         let routes = [(memory.tier(), Tier::Device), (Tier::Device, memory.tier())];
-        let host = Arc::new(PinnedHost::new(gpu, memory)?);
+        let host = Arc::new(LockedHost::of(gpu, &memory)?);
         let kernels = Arc::new(CopyKernels::load(gpu)?);
-        let start = |name: &str, way| CopyLane::start(name, way, gpu, &host, device, &kernels);
-        let lanes = [start("kvbm-to-gpu", TO_GPU)?, start("kvbm-from-gpu", FROM_GPU)?];
+        let start = |name: &str, way, kernels_for_sums| {
+            let copier = BlockCopier::new(way, gpu, &host, device, &kernels);
+            CopyLane::start(name, copier, kernels_for_sums, gpu, &memory, device)
+        };
+        let sums = (sums && memory.checksums().is_some()).then(|| Arc::clone(&kernels));
+        let lanes = [start("kvbm-to-gpu", TO_GPU, None)?, start("kvbm-from-gpu", FROM_GPU, sums)?];
         Ok(Self { routes, lanes, origin: kernels.origin().clone() })
     }
 
@@ -159,49 +164,29 @@ impl FencedBatch {
 
 /// One direction.
 struct CopyLane {
-    way: CopyPath,
+    copier: BlockCopier,
+    /// `None`: blocks are not summed.
+    kernels_for_sums: Option<Arc<CopyKernels>>,
     gpu: Gpu,
     stream: CudaStream,
-    host: Arc<PinnedHost>,
+    memory: Arc<dyn Memory>,
     device: Arc<DeviceRegion>,
-    kernels: Arc<CopyKernels>,
     /// Copies that were started, in the order of the stream.
     flights: VecDeque<CopyFlight>,
     idle: Vec<FlightScratch>,
-    /// Operations that a flight takes.
-    grain: usize,
-    /// The pieces of a block, if they are rows.
-    rows: Vec<PitchedRows>,
     /// Of the flight that is being started.
     blocks: Vec<BlockEnds>,
-    pieces: Vec<Piece>,
-    call: BatchedCall,
-}
-
-/// Where a block crosses.
-#[derive(Clone, Copy)]
-struct BlockEnds {
-    /// Its address in host memory.
-    host: usize,
-    /// Its slot on the GPU.
-    slot: SlotId,
-    is_to_gpu: bool,
-}
-
-/// The arguments of a call that starts many copies.
-#[derive(Default)]
-struct BatchedCall {
-    from: Vec<u64>,
-    to: Vec<u64>,
-    bytes: Vec<usize>,
 }
 
 /// What a flight needs.
 struct FlightScratch {
     /// What the kernel reads, if it copies.
     table: KernelTable<Piece>,
+    sums: Option<BlockSummer>,
     /// Not reported yet, with their places in the batch.
     indices: Vec<usize>,
+    /// The slots in host memory that the summed blocks go to.
+    summed: Vec<SlotId>,
 }
 
 /// Copies that were started together.
@@ -224,13 +209,13 @@ impl CopyLane {
     /// GPU that hangs must not hang the thread that drops the backend.
     fn start(
         name: &str,
-        way: CopyPath,
+        copier: BlockCopier,
+        kernels_for_sums: Option<Arc<CopyKernels>>,
         gpu: &Gpu,
-        host: &Arc<PinnedHost>,
+        memory: &Arc<dyn Memory>,
         device: &Arc<DeviceRegion>,
-        kernels: &Arc<CopyKernels>,
     ) -> Result<Sender<FencedBatch>, SetupError> {
-        let lane = Self::new(way, gpu, host, device, kernels)?;
+        let lane = Self::new(copier, kernels_for_sums, gpu, memory, device)?;
         let (batches, incoming) = crossbeam_channel::unbounded();
         let (tell, told) = mpsc::sync_channel(1);
         let serve = move || lane.serve(&incoming, &tell);
@@ -245,35 +230,34 @@ impl CopyLane {
     }
 
     fn new(
-        way: CopyPath,
+        copier: BlockCopier,
+        kernels_for_sums: Option<Arc<CopyKernels>>,
         gpu: &Gpu,
-        host: &Arc<PinnedHost>,
+        memory: &Arc<dyn Memory>,
         device: &Arc<DeviceRegion>,
-        kernels: &Arc<CopyKernels>,
     ) -> Result<Self, SetupError> {
         let parts = device.segments().parts().len();
         let scratch = |_| {
+            let summer = || BlockSummer::new(gpu, copier.grain(), parts);
             Ok(FlightScratch {
-                table: KernelTable::new(gpu, TABLE_PIECES.max(parts))?,
+                table: copier.table()?,
+                sums: kernels_for_sums.is_some().then(summer).transpose()?,
                 indices: Vec::new(),
+                summed: Vec::new(),
             })
         };
         let idle: Result<_, SetupError> = (0..MAX_FLIGHTS).map(scratch).collect();
         gpu.reserve_events(MAX_FLIGHTS).map_err(|error| failed("no events", error))?;
         Ok(Self {
-            way,
+            copier,
+            kernels_for_sums,
             gpu: gpu.clone(),
             stream: CudaStream::new(gpu)?,
-            host: Arc::clone(host),
+            memory: Arc::clone(memory),
             device: Arc::clone(device),
-            kernels: Arc::clone(kernels),
             flights: VecDeque::with_capacity(MAX_FLIGHTS),
             idle: idle?,
-            grain: (TABLE_PIECES / parts).max(1),
-            rows: rows(device.segments(), |address| gpu.allocation_of(address)),
             blocks: Vec::new(),
-            pieces: Vec::new(),
-            call: BatchedCall::default(),
         })
     }
 
@@ -325,10 +309,11 @@ impl CopyLane {
             return batch.end(&CopyError::caused(CopyErrorKind::Io, message, error));
         }
         let mut mark = batch.fences.mark.take();
-        let flights = batch.ops.len().div_ceil(self.grain);
-        for (number, ops) in batch.ops.chunks(self.grain).enumerate() {
+        let grain = self.copier.grain();
+        let flights = batch.ops.len().div_ceil(grain);
+        for (number, ops) in batch.ops.chunks(grain).enumerate() {
             let mark = if number + 1 == flights { mark.take() } else { None };
-            self.launch_flight(number * self.grain, ops, &batch.done, mark);
+            self.launch_flight(number * grain, ops, &batch.done, mark);
         }
     }
 
@@ -363,13 +348,46 @@ impl CopyLane {
                 return self.idle.push(scratch);
             }
         };
-        let failure = self.copy(&mut scratch.table).err();
+        // SAFETY: the slots are the operations', and the table the flight's, until the event behind has
+        // passed.
+        let copied = unsafe { self.copier.copy(&self.stream, &self.blocks, &mut scratch.table) };
+        let failure = copied.err();
+        if failure.is_none() {
+            self.sum(&mut scratch, ops);
+        }
         let done = done.clone();
         let mut flight =
             CopyFlight { scratch, event, recorded: false, mark, done, failure, doubtful: false };
         // If it cannot be recorded now it is later, behind more than needs be.
         let _ = flight.record(&self.stream);
         self.flights.push_back(flight);
+    }
+
+    /// Starts summing what is copied out. What is not summed here is when it is needed.
+    fn sum(&self, FlightScratch { sums, summed, .. }: &mut FlightScratch, ops: &[CopyOp]) {
+        let (Some(kernels), Some(sums)) = (&self.kernels_for_sums, sums) else { return };
+        // Some of the operations were refused otherwise.
+        if self.blocks.len() != ops.len() {
+            return;
+        }
+        let slots = self.blocks.iter().map(|block| block.slot);
+        // SAFETY: the slots are the operations', which do not write them, and the scratch the
+        // flight's, until the event behind has passed.
+        if unsafe { sums.start_slots(&self.stream, kernels, &self.device, slots) }.is_ok() {
+            summed.extend(ops.iter().map(|op| op.to.slot));
+        }
+    }
+
+    /// The blocks of a flight are in host memory: so are their checksums.
+    fn remember_sums(&self, scratch: &mut FlightScratch, is_copied: bool) {
+        let (Some(checksums), Some(sums)) = (self.memory.checksums(), &scratch.sums) else {
+            return;
+        };
+        let slots = std::mem::take(&mut scratch.summed);
+        if is_copied {
+            let sums = sums.sums(&self.device, slots.len());
+            slots.iter().zip(sums).for_each(|(slot, sum)| checksums.record(*slot, sum));
+        }
     }
 
     /// One that no flight uses: waits for one to land if need be.
@@ -387,7 +405,7 @@ impl CopyLane {
 
     /// Where an operation's block is, and goes.
     fn ends(&self, op: &CopyOp) -> Result<BlockEnds, CopyError> {
-        let memory = self.host.memory();
+        let memory = &self.memory;
         let (ours, theirs, is_to_gpu) = match op.route() {
             (from, Tier::Device) if from == memory.tier() => (op.from, op.to, true),
             (Tier::Device, to) if to == memory.tier() => (op.to, op.from, false),
@@ -403,104 +421,6 @@ impl CopyLane {
         Ok(BlockEnds { host: whole.addr().get(), slot: theirs.slot, is_to_gpu })
     }
 
-    /// Starts the copies of `blocks`.
-    fn copy(&mut self, table: &mut KernelTable<Piece>) -> Result<(), DriverError> {
-        if !self.rows.is_empty() {
-            match self.copy_rows() {
-                Err(error) if is_refusal(error) => {
-                    let gpu = &self.gpu;
-                    tracing::warn!(%error, ?gpu, "the driver does not copy blocks as rows: they go by pieces from now on");
-                    self.rows.clear();
-                }
-                outcome => return outcome,
-            }
-        }
-        self.cut();
-        self.copy_pieces(table)
-    }
-
-    fn copy_rows(&self) -> Result<(), DriverError> {
-        for &BlockEnds { host, slot, is_to_gpu } in &self.blocks {
-            for rows in &self.rows {
-                let here = PitchedAddress { address: host + rows.offset, pitch: rows.step };
-                let there = PitchedAddress { address: rows.address(slot), pitch: rows.pitch };
-                let (from, to) = if is_to_gpu { (here, there) } else { (there, here) };
-                // SAFETY: pieces of blocks whose slots are the operations' until the event behind
-                // has passed.
-                unsafe { self.stream.copy_rows(from, to, rows.bytes, rows.count) }?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Cuts the blocks into pieces.
-    fn cut(&mut self) {
-        self.pieces.clear();
-        let segments = self.device.segments();
-        for &BlockEnds { host, slot, is_to_gpu } in &self.blocks {
-            let here = std::iter::once(Segment { address: host, bytes: segments.block_bytes() });
-            let there = segments.segments(slot).into_iter().flatten();
-            if is_to_gpu {
-                self.pieces.extend(pieces(here, there));
-            } else {
-                self.pieces.extend(pieces(there, here));
-            }
-        }
-    }
-
-    fn copy_pieces(&mut self, table: &mut KernelTable<Piece>) -> Result<(), DriverError> {
-        let bytes: usize = self.pieces.iter().map(|piece| piece.bytes).sum();
-        let batches = self.gpu.copies_batches();
-        let small = if batches { self.way.small } else { SMALL_ALONE };
-        if self.pieces.len() >= MANY_PIECES && bytes / self.pieces.len() < small {
-            return self.copy_by_kernel(table);
-        }
-        if self.pieces.len() >= MANY_PIECES && batches {
-            return self.copy_in_one_call();
-        }
-        let copy = |piece: &Piece| {
-            // SAFETY: pieces of blocks whose slots are the operations' until the event behind has
-            // passed.
-            unsafe { self.stream.copy(piece.from, piece.to, piece.bytes) }
-        };
-        self.pieces.iter().try_for_each(copy)
-    }
-
-    fn copy_in_one_call(&mut self) -> Result<(), DriverError> {
-        let BatchedCall { from, to, bytes } = &mut self.call;
-        from.clear();
-        to.clear();
-        bytes.clear();
-        for piece in &self.pieces {
-            from.push(piece.from as u64);
-            to.push(piece.to as u64);
-            bytes.push(piece.bytes);
-        }
-        // SAFETY: as in `copy`; the driver copies batches.
-        unsafe { self.stream.copy_all(from, to, bytes) }
-    }
-
-    fn copy_by_kernel(&mut self, table: &mut KernelTable<Piece>) -> Result<(), DriverError> {
-        for place in 0..self.pieces.len() {
-            self.pieces[place] = self.mapped(&self.pieces[place]);
-        }
-        // SAFETY: as in `copy`; the flight keeps the table, which no other has meanwhile.
-        unsafe {
-            let pieces = table.fill(&self.stream, &self.pieces)?;
-            self.kernels.copy_pieces(&self.stream, pieces, self.pieces.len(), self.way.groups)
-        }
-    }
-
-    /// The piece with its host end as kernels address it.
-    fn mapped(&self, piece: &Piece) -> Piece {
-        let memory = self.host.memory();
-        let base = memory.base().addr().get();
-        let ours = base..base + memory.geometry().bytes();
-        let mapped =
-            |address| if ours.contains(&address) { self.host.mapped(address) } else { address };
-        Piece { from: mapped(piece.from), to: mapped(piece.to), bytes: piece.bytes }
-    }
-
     /// Reports what has ended. A stream's work ends in order.
     fn land(&mut self) {
         let mut landed = Endings::default();
@@ -508,6 +428,7 @@ impl CopyLane {
             && let Some(outcome) = flight.outcome(&self.stream)
             && let Some(mut flight) = self.flights.pop_front()
         {
+            self.remember_sums(&mut flight.scratch, outcome.is_ok());
             flight
                 .scratch
                 .ended(outcome)
@@ -557,12 +478,6 @@ impl FlightScratch {
     fn ended(&mut self, outcome: Result<(), DriverError>) -> impl Iterator<Item = Completion> {
         self.indices.drain(..).map(move |index| (index, outcome.map_err(failed_copy)))
     }
-}
-
-/// Whether it would be the same next time.
-fn is_refusal(error: DriverError) -> bool {
-    use cudarc::driver::sys::CUresult;
-    matches!(error.0, CUresult::CUDA_ERROR_INVALID_VALUE | CUresult::CUDA_ERROR_NOT_SUPPORTED)
 }
 
 fn failed_copy(error: DriverError) -> CopyError {

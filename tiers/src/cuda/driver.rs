@@ -1,9 +1,11 @@
 //! The driver's objects, each freed when it is dropped and not before what it depends on.
 
+use std::any::Any;
 use std::ffi::{CStr, c_void};
 use std::fmt;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -315,55 +317,79 @@ impl Drop for DeviceMemory {
     }
 }
 
-/// Host memory of a region, locked and mapped for GPUs.
+/// Host memory that is locked and mapped for GPUs until this is dropped.
 #[derive(Debug)]
-pub(crate) struct PinnedHost {
+pub(crate) struct LockedHost {
     gpu: Gpu,
-    memory: Arc<dyn Memory>,
+    addresses: Range<usize>,
     /// What to add to a host address to get the address that kernels use for it.
     shift: usize,
+    /// Keeps the memory mapped.
+    _keeper: Box<dyn Any + Send + Sync>,
 }
 
-impl PinnedHost {
-    pub(crate) fn new(gpu: &Gpu, memory: Arc<dyn Memory>) -> Result<Self, SetupError> {
-        let (base, bytes) = (memory.base(), memory.geometry().bytes());
-        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
-        // SAFETY: the region's memory stays mapped as long as `memory` lives, which is longer than
-        // this.
-        let locked = gpu.inside(|| unsafe {
-            sys::cuMemHostRegister_v2(base.as_ptr().cast(), bytes, flags).result()
-        });
+/// What GPUs do with locked memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HostUse {
+    ReadAndWrite,
+    /// They read it, and this process may not write it either.
+    Read,
+}
+
+impl LockedHost {
+    /// Locks all slots of a region.
+    pub(crate) fn of(gpu: &Gpu, memory: &Arc<dyn Memory>) -> Result<Self, SetupError> {
+        let start = memory.base().addr().get();
+        let addresses = start..start + memory.geometry().bytes();
+        // SAFETY: the region's memory stays mapped as long as `memory` lives, which is kept.
+        let locked =
+            unsafe { Self::lock(gpu, addresses, HostUse::ReadAndWrite, Arc::clone(memory)) };
         locked.map_err(|error| {
+            let bytes = memory.geometry().bytes();
             let message = format!("{gpu:?} cannot lock {} MiB of host memory ({error}); lower host.capacity, or raise ulimit -l", bytes >> 20);
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
+        })
+    }
+
+    /// # Safety
+    /// The addresses stay mapped as long as the keeper lives.
+    pub(crate) unsafe fn lock(
+        gpu: &Gpu,
+        addresses: Range<usize>,
+        host_use: HostUse,
+        keeper: impl Any + Send + Sync,
+    ) -> Result<Self, DriverError> {
+        let mut flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
+        if host_use == HostUse::Read {
+            flags |= sys::CU_MEMHOSTREGISTER_READ_ONLY;
+        }
+        let start: *mut c_void = std::ptr::with_exposed_provenance_mut(addresses.start);
+        // SAFETY: as the caller promises.
+        gpu.inside(|| unsafe {
+            sys::cuMemHostRegister_v2(start, addresses.len(), flags).result()
         })?;
-        let mut registration = Self { gpu: gpu.clone(), memory, shift: 0 };
+        let mut locked = Self { gpu: gpu.clone(), addresses, shift: 0, _keeper: Box::new(keeper) };
         let mut mapped = 0;
-        let asked = gpu.inside(|| {
-            // SAFETY: the memory is registered with the flag that maps it.
-            unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut mapped, base.as_ptr().cast(), 0) }
-                .result()
-        });
-        asked.map_err(|error| failed("host memory is not mapped for the GPU", error))?;
-        registration.shift = (mapped as usize).wrapping_sub(base.addr().get());
-        Ok(registration)
+        // SAFETY: the memory is registered with the flag that maps it.
+        gpu.inside(|| unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&raw mut mapped, start, 0).result()
+        })?;
+        locked.shift = (mapped as usize).wrapping_sub(locked.addresses.start);
+        Ok(locked)
     }
 
-    pub(crate) fn memory(&self) -> &Arc<dyn Memory> {
-        &self.memory
-    }
-
-    /// The address that a kernel uses for an address of the region.
+    /// The address that a kernel uses for one of this memory; any other one as it is.
     pub(crate) fn mapped(&self, address: usize) -> usize {
-        address.wrapping_add(self.shift)
+        let shift = if self.addresses.contains(&address) { self.shift } else { 0 };
+        address.wrapping_add(shift)
     }
 }
 
-impl Drop for PinnedHost {
+impl Drop for LockedHost {
     fn drop(&mut self) {
-        let base = self.memory.base().as_ptr().cast();
+        let start = std::ptr::with_exposed_provenance_mut(self.addresses.start);
         // SAFETY: registered once, unregistered once; no copy of ours is in flight.
-        note(self.gpu.inside(|| unsafe { sys::cuMemHostUnregister(base).result() }));
+        note(self.gpu.inside(|| unsafe { sys::cuMemHostUnregister(start).result() }));
     }
 }
 

@@ -17,11 +17,13 @@
 
 mod backend;
 mod checksum;
+mod crossing;
 mod cufile;
 pub(crate) mod driver;
 mod gds;
 pub(crate) mod kernels;
 mod medium;
+mod neighbour;
 mod probe;
 mod rows;
 mod window;
@@ -33,5 +35,6 @@ pub use driver::Gpu;
 pub use gds::GdsBackend;
 pub use kernels::Rearranger;
 pub use kernels::{KernelOrigin, SOURCE as KERNEL_SOURCE};
+pub(crate) use neighbour::NeighbourCopies;
 pub use probe::{Availability, Device, Driver, MIN_DRIVER, Probe, probe};
 pub use window::DeviceWindow;

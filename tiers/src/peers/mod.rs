@@ -14,13 +14,16 @@
 //! | `shared_memory.rs` | what a reader is given, and checks before it maps |
 //! | `handover.rs` | the message that carries it from process to process |
 //! | `peer_memory.rs` | the mapping, and copies from it |
+//! | `engine_copies.rs` | copies from it straight to an engine, on a CPU or a GPU |
 //! | `one_sided.rs` | what a library offers that reads other hosts' memory, such as NIXL |
 
+mod engine_copies;
 mod handover;
 mod one_sided;
 mod peer_memory;
 mod shared_memory;
 
+pub use engine_copies::{EngineCopies, StraightBlock};
 pub use handover::{receive_memory, send_memory};
 pub use one_sided::{OneSided, ReadDone, SlotRead, SlotReads, TierPlace, UnmetReader};
 pub use peer_memory::PeerMemory;

@@ -7,10 +7,16 @@ use std::sync::Arc;
 use std::{io, ptr, slice};
 
 use memmap2::MmapRaw;
+#[cfg(feature = "cuda")]
+use parking_lot::Mutex;
 
 use super::SharedMemory;
 use crate::checksum::RunningChecksum;
+#[cfg(feature = "cuda")]
+use crate::clock;
 use crate::copy::{CopyError, SlotId};
+#[cfg(feature = "cuda")]
+use crate::cuda::NeighbourCopies;
 use crate::dram::{DramRegion, PageMapper, map_for_reading};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fork::ProcessBound;
@@ -28,10 +34,24 @@ use crate::stream::{self, LINE_BYTES, PAGE_BYTES, Page};
 pub struct PeerMemory {
     /// Before the mapping, which it has as well until its thread ends.
     _mapper: PageMapper,
+    /// The GPU that reads it.
+    #[cfg(feature = "cuda")]
+    gpu: ProcessBound<Arc<Mutex<GpuReach>>>,
     map: ProcessBound<Arc<MmapRaw>>,
     /// From the mapping's start to the first slot.
     base: usize,
     geometry: Geometry,
+}
+
+/// How far a GPU is with a peer's memory.
+#[cfg(feature = "cuda")]
+#[derive(Debug, Default)]
+enum GpuReach {
+    #[default]
+    Unasked,
+    Locking,
+    Reads(Arc<NeighbourCopies>),
+    Refused,
 }
 
 impl PeerMemory {
@@ -52,7 +72,44 @@ impl PeerMemory {
         let (map, base) = map_for_reading(memory.file(), bytes).map_err(refused)?;
         let map = Arc::new(map);
         let mapper = PageMapper::start(Arc::clone(&map), base, bytes).map_err(refused)?;
-        Ok(Self { _mapper: mapper, map: ProcessBound::new(map), base, geometry })
+        Ok(Self {
+            _mapper: mapper,
+            #[cfg(feature = "cuda")]
+            gpu: ProcessBound::new(Arc::default()),
+            map: ProcessBound::new(map),
+            base,
+            geometry,
+        })
+    }
+
+    /// Copies to an engine's memory on a GPU. The first call has a thread lock this memory for that
+    /// GPU: there are none before it is done, nor if the GPU refuses.
+    #[cfg(feature = "cuda")]
+    pub(super) fn gpu_copies(&self, engine: &Arc<DeviceRegion>) -> Option<Arc<NeighbourCopies>> {
+        let mut reach = self.gpu.lock();
+        match &*reach {
+            GpuReach::Reads(copies) => {
+                return Arc::ptr_eq(copies.device(), engine).then(|| Arc::clone(copies));
+            }
+            GpuReach::Locking | GpuReach::Refused => return None,
+            GpuReach::Unasked => {}
+        }
+        let (map, base, geometry) = (Arc::clone(&self.map), self.base, self.geometry);
+        let (engine, told) = (Arc::clone(engine), Arc::clone(&self.gpu));
+        let lock = move || {
+            // SAFETY: the slots begin there, on a page's boundary, and their file is sealed.
+            let copies = unsafe { NeighbourCopies::new(&map, base, geometry, &engine) };
+            *told.lock() = match copies {
+                Ok(copies) => GpuReach::Reads(Arc::new(copies)),
+                Err(error) => {
+                    tracing::warn!(%error, "blocks of a neighbour come by way of the host tier");
+                    GpuReach::Refused
+                }
+            };
+        };
+        let is_started = clock::spawn("kvbm-peer-gpu", lock).is_ok();
+        *reach = if is_started { GpuReach::Locking } else { GpuReach::Refused };
+        None
     }
 
     /// How the peer's memory is cut into slots.

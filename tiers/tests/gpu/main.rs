@@ -8,6 +8,7 @@
 mod beside_an_engine;
 mod faults;
 mod faults_of_cufile;
+mod neighbours;
 mod simulation;
 
 use std::path::Path;

@@ -33,9 +33,12 @@ pub(in crate::assemble) fn connect_engine(
     ordinal: u32,
     engine: &Arc<DeviceRegion>,
     host: Arc<dyn Memory>,
+    has_peers: bool,
 ) -> Result<Arc<dyn Backend>> {
     let gpu = Gpu::open(ordinal).map_err(setup)?;
-    Ok(Arc::new(CudaBackend::new(&gpu, host, engine).map_err(setup)?))
+    // Peers wait for the blocks of a prompt, and for their checksums.
+    let open = if has_peers { CudaBackend::summing } else { CudaBackend::new };
+    Ok(Arc::new(open(&gpu, host, engine).map_err(setup)?))
 }
 
 impl GpuTier for CudaTier {

@@ -1,0 +1,98 @@
+//! From a neighbour's memory straight into an engine's slots: by threads of the CPU, or by the GPU
+//! that the engine is on.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::PeerMemory;
+use crate::backend::Fence;
+use crate::copy::{CopyError, SlotId};
+#[cfg(feature = "cuda")]
+use crate::cuda::NeighbourCopies;
+use crate::memory::{DeviceRegion, Space};
+
+/// What one call copies on a CPU, in bytes: small blocks share its cost.
+const AT_ONCE_BYTES: usize = 256 << 10;
+
+/// A block in a slot of a neighbour's, and the slot of the engine's that it goes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StraightBlock {
+    /// The neighbour's.
+    pub from: SlotId,
+    /// The engine's.
+    pub to: SlotId,
+}
+
+/// Copies of a neighbour's blocks into an engine's slots. Any number of threads may copy.
+pub struct EngineCopies {
+    copier: Copier,
+    /// Passed or raised when the slots may be written.
+    after: Fence,
+}
+
+enum Copier {
+    Cpu {
+        memory: Arc<PeerMemory>,
+        engine: Arc<DeviceRegion>,
+    },
+    #[cfg(feature = "cuda")]
+    Gpu(Arc<NeighbourCopies>),
+}
+
+impl fmt::Debug for EngineCopies {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EngineCopies").finish_non_exhaustive()
+    }
+}
+
+impl EngineCopies {
+    /// `None`: blocks do not go this way now. A CPU does not wait for the fence. A GPU reads the
+    /// neighbour's memory once that is locked for it, which begins with the first call.
+    pub fn between(
+        memory: &Arc<PeerMemory>,
+        engine: &Arc<DeviceRegion>,
+        after: &Fence,
+    ) -> Option<Self> {
+        let copier = match engine.space() {
+            Space::Host => {
+                let (memory, engine) = (Arc::clone(memory), Arc::clone(engine));
+                after.is_done().then_some(Copier::Cpu { memory, engine })?
+            }
+            #[cfg(feature = "cuda")]
+            Space::Cuda(_) => {
+                let is_for_gpus = after.is_done() || matches!(after, Fence::Event(_));
+                Copier::Gpu(is_for_gpus.then(|| memory.gpu_copies(engine))??)
+            }
+            #[cfg(not(feature = "cuda"))]
+            Space::Cuda(_) => return None,
+        };
+        Some(Self { copier, after: after.clone() })
+    }
+
+    /// Blocks that one call copies, at most.
+    pub fn at_once(&self) -> usize {
+        match &self.copier {
+            Copier::Cpu { memory, .. } => (AT_ONCE_BYTES / memory.geometry().block_bytes()).max(1),
+            #[cfg(feature = "cuda")]
+            Copier::Gpu(copies) => copies.at_once(),
+        }
+    }
+
+    /// Copies blocks, and returns the checksums of what arrived. The neighbour may write its slots
+    /// meanwhile: these are any bytes. Nothing writes the engine's slots when it returns.
+    ///
+    /// # Errors
+    /// `Refused`: a slot does not exist, blocks differ in size, or there are more than go at once.
+    /// `Io`: the GPU failed. Some of the slots may have been written.
+    pub fn copy(&self, blocks: &[StraightBlock]) -> Result<Vec<u32>, CopyError> {
+        match &self.copier {
+            Copier::Cpu { memory, engine } => {
+                let copy =
+                    |block: &StraightBlock| memory.copy_to_engine(block.from, engine, block.to);
+                blocks.iter().map(copy).collect()
+            }
+            #[cfg(feature = "cuda")]
+            Copier::Gpu(copies) => copies.copy(&self.after, blocks),
+        }
+    }
+}
