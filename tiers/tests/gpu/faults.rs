@@ -1,6 +1,8 @@
 //! Faults that only a simulated driver can have: each test does nothing but in the child of its
 //! own.
 
+use kvbm_tiers::StraightBlock;
+
 use super::*;
 
 #[test]
@@ -45,6 +47,10 @@ fn of_copies_end_every_operation_in_an_error() {
         let gpu = Gpu::open(0).unwrap();
         let bench = Bench::new(&gpu, tensors(&gpu, 9, 64 << 10, 64));
         let up = |i: usize| order(i, bench.here[i].slot_ref(), bench.there[i].slot_ref());
+        let neighbour = neighbours::holder(64 << 10).memory;
+        let from_neighbour = neighbours::copies(&neighbour, &bench.device);
+        let block = [StraightBlock { from: SlotId(0), to: SlotId(1) }];
+        assert_eq!(from_neighbour.copy(&block).unwrap_err().kind(), CopyErrorKind::Io);
         // After the first batch the context is gone: what comes later fails too.
         for _ in 0..2 {
             for result in run(&bench.backend, (0..9).map(up).collect()) {

@@ -12,13 +12,13 @@ use super::*;
 const SLOTS: u32 = 6;
 
 /// A holder whose slots have the patterns of their numbers, and its memory as a neighbour maps it.
-struct Holder {
+pub(super) struct Holder {
     region: DramRegion,
     frames: Vec<Frame>,
-    memory: Arc<PeerMemory>,
+    pub(super) memory: Arc<PeerMemory>,
 }
 
-fn holder(block_bytes: usize) -> Holder {
+pub(super) fn holder(block_bytes: usize) -> Holder {
     let geometry = Geometry::new(SLOTS, block_bytes).unwrap();
     let options = DramOptions { geometry, huge_pages: false, fault_threads: 1 };
     let region = DramRegion::shareable_host(options).unwrap();
@@ -39,7 +39,7 @@ fn pattern(seed: usize, block_bytes: usize) -> Vec<u8> {
 }
 
 /// The first call has the memory locked for the GPU, in a thread.
-fn copies(memory: &Arc<PeerMemory>, engine: &Arc<DeviceRegion>) -> EngineCopies {
+pub(super) fn copies(memory: &Arc<PeerMemory>, engine: &Arc<DeviceRegion>) -> EngineCopies {
     let until = Instant::now() + Duration::from_secs(60);
     loop {
         if let Some(copies) = EngineCopies::between(memory, engine, &Fence::Done) {
