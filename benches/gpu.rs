@@ -13,8 +13,8 @@ use kvbm_tiers::raw::RawGpu;
 use kvbm_tiers::testing::each;
 use kvbm_tiers::transform::{Layout, Shape, Transform};
 use kvbm_tiers::{
-    Backend, BlockKey, CopyOp, DeviceRegion, Done, DramOptions, DramRegion, Geometry, SegmentMap,
-    SetupError, SlotId, SlotRef, Tier,
+    Backend, BlockKey, CopyOp, DeviceRegion, Done, DramOptions, DramRegion, Geometry, Memory,
+    SegmentMap, SetupError, SlotId, SlotRef, Tier,
 };
 
 /// Blocks of a batch, as the scheduler makes them.
@@ -115,14 +115,16 @@ impl Plan {
         let whole = gpu.allocate(Geometry::new(self.shape.blocks as u32, self.block_bytes())?)?;
         let mut rows =
             Vec::from(self.crossing(&mut Bed::new(gpu, whole)?, &mut raw, "whole blocks", 0.95)?);
-        for (ranks, backwards, goal, most) in [
-            (1, false, 0.85, 1.08),
-            (8, false, 0.5, 1.08),
-            (1, true, 0.7, 1.08),
-            (8, true, 0.7, 1.3),
+        for (ranks, order, goal, most) in [
+            (1, "rows", 0.85, 1.08),
+            (1, "rows, summed", 0.85, 1.08),
+            (8, "rows", 0.5, 1.08),
+            (1, "no rows", 0.7, 1.08),
+            (8, "no rows", 0.7, 1.3),
         ] {
-            let mut bed = Bed::new(gpu, self.scattered(gpu, ranks, backwards)?)?;
-            let order = if backwards { "no rows" } else { "rows" };
+            let region = self.scattered(gpu, ranks, order == "no rows")?;
+            let summed = order == "rows, summed";
+            let mut bed = if summed { Bed::summing(gpu, region)? } else { Bed::new(gpu, region)? };
             let what = format!("pieces of {} KiB, {order}", self.piece_bytes(ranks) >> 10);
             rows.extend(self.crossing(&mut bed, &mut raw, &what, goal)?);
             rows.extend(self.overlap(&mut bed, &mut raw, &what, most)?);
@@ -283,6 +285,8 @@ impl Plan {
     }
 }
 
+type OpenBackend = fn(&Gpu, Arc<dyn Memory>, &Arc<DeviceRegion>) -> Result<CudaBackend, SetupError>;
+
 /// Our side: blocks on the host and on the device, and what moves them.
 struct Bed {
     there: kvbm_tiers::SegmentMap,
@@ -291,6 +295,15 @@ struct Bed {
 
 impl Bed {
     fn new(gpu: &Gpu, device: DeviceRegion) -> Result<Self, SetupError> {
+        Self::with(gpu, device, CudaBackend::new)
+    }
+
+    /// What leaves the device is summed there, as for peers.
+    fn summing(gpu: &Gpu, device: DeviceRegion) -> Result<Self, SetupError> {
+        Self::with(gpu, device, CudaBackend::summing)
+    }
+
+    fn with(gpu: &Gpu, device: DeviceRegion, open: OpenBackend) -> Result<Self, SetupError> {
         let segments = device.segments().clone();
         let geometry = Geometry::new(segments.slots(), segments.block_bytes())?;
         let here = Arc::new(DramRegion::host(DramOptions {
@@ -298,7 +311,7 @@ impl Bed {
             huge_pages: true,
             fault_threads: 4,
         })?);
-        let backend = CudaBackend::new(gpu, here, &Arc::new(device))?;
+        let backend = open(gpu, here, &Arc::new(device))?;
         Ok(Self { there: segments, backend })
     }
 

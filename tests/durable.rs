@@ -295,7 +295,11 @@ fn a_hanging_directory_is_avoided_while_another_serves_then_heals() {
         "{:?}",
         manager.admin().counts(Tier::Disk)
     );
-    assert_eq!(served_whole(&manager, 200..220), 20);
+    // A busy machine may let a directory wait once more.
+    wait_until(LIMIT, "all is served again", || {
+        store(&manager, 200..220);
+        served_whole(&manager, 200..220) == 20
+    });
     engine::drain(&manager);
     assert_eq!((manager.admin().counts(Tier::Disk).total, manager.admin().audit()), (400, vec![]));
     let staging = manager.admin().staging();

@@ -21,7 +21,7 @@ use kvbm_tests::rig::{
     DISK, FaultyDisk, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, chain, files_of, metric, seed,
     wait_until,
 };
-use kvbm_tiers::testing::{Fault, ParkedBackend, holds_in_a_child};
+use kvbm_tiers::testing::{Fault, ParkedBackend, holds_in_a_child, panics_are_meant};
 use kvbm_tiers::{Backend, CopyErrorKind};
 use prometheus::Registry;
 
@@ -623,6 +623,7 @@ impl Clock for PanickyClock {
 
 #[test]
 fn a_panic_in_the_background_does_not_end_flushing() {
+    panics_are_meant();
     let (dir, registry) = (tempfile::tempdir().unwrap(), Registry::new());
     let mut settings = engine::settings(Real::BLOCK, 16, 16);
     engine::add_disk(&mut settings, 64, dir.path());

@@ -25,5 +25,7 @@ pub fn spawn<T: Send + 'static>(
     name: impl Into<String>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
+    #[cfg(any(test, feature = "testing"))]
+    crate::testing::end_at_panics();
     Builder::new().name(name.into()).spawn(work)
 }

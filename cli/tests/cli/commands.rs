@@ -171,7 +171,9 @@ fn transfers_are_timed_from_another_process_and_another_machine() {
         let mut command = place.command(&[&bench[..], more].concat());
         command
             .env("DYN_KVBM_PEERS_SECRET", "the-secret-of-this-test")
-            .env("DYN_KVBM_PEERS_PORT", "0");
+            .env("DYN_KVBM_PEERS_PORT", "0")
+            // Where it is installed blocks would not come by TCP.
+            .env("DYN_KVBM_PEERS_NIXL", "off");
         command
     };
     let mut holder = with_secret(&["--size", "16KiB", "--hold"])

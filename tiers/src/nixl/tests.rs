@@ -160,6 +160,7 @@ fn loads_wait_for_no_flushes_and_starve_none() {
 fn a_panic_in_a_completion_loses_no_other_operation() {
     const COUNT: usize = 64;
     let Some(library) = library() else { return };
+    crate::testing::panics_are_meant();
     let mut bed = Bed::new(library, COUNT as u32, 32);
     for (number, frame) in bed.here.iter_mut().enumerate() {
         fill_pattern(number, bed.memory.write(frame).unwrap());

@@ -24,19 +24,19 @@ pub struct StraightBlock {
 }
 
 /// Copies of a neighbour's blocks into an engine's slots. Any number of threads may copy.
-pub struct EngineCopies {
-    copier: Copier,
-    /// Passed or raised when the slots may be written.
-    after: Fence,
-}
+pub struct EngineCopies(Copier);
 
 enum Copier {
     Cpu {
         memory: Arc<PeerMemory>,
         engine: Arc<DeviceRegion>,
     },
+    /// The GPU waits for the fence.
     #[cfg(feature = "cuda")]
-    Gpu(Arc<NeighbourCopies>),
+    Gpu {
+        copies: Arc<NeighbourCopies>,
+        after: Fence,
+    },
 }
 
 impl fmt::Debug for EngineCopies {
@@ -61,20 +61,21 @@ impl EngineCopies {
             #[cfg(feature = "cuda")]
             Space::Cuda(_) => {
                 let is_for_gpus = after.is_done() || matches!(after, Fence::Event(_));
-                Copier::Gpu(is_for_gpus.then(|| memory.gpu_copies(engine))??)
+                let copies = is_for_gpus.then(|| memory.gpu_copies(engine))??;
+                Copier::Gpu { copies, after: after.clone() }
             }
             #[cfg(not(feature = "cuda"))]
             Space::Cuda(_) => return None,
         };
-        Some(Self { copier, after: after.clone() })
+        Some(Self(copier))
     }
 
     /// Blocks that one call copies, at most.
     pub fn at_once(&self) -> usize {
-        match &self.copier {
+        match &self.0 {
             Copier::Cpu { memory, .. } => (AT_ONCE_BYTES / memory.geometry().block_bytes()).max(1),
             #[cfg(feature = "cuda")]
-            Copier::Gpu(copies) => copies.at_once(),
+            Copier::Gpu { copies, .. } => copies.at_once(),
         }
     }
 
@@ -85,14 +86,14 @@ impl EngineCopies {
     /// `Refused`: a slot does not exist, blocks differ in size, or there are more than go at once.
     /// `Io`: the GPU failed. Some of the slots may have been written.
     pub fn copy(&self, blocks: &[StraightBlock]) -> Result<Vec<u32>, CopyError> {
-        match &self.copier {
+        match &self.0 {
             Copier::Cpu { memory, engine } => {
                 let copy =
                     |block: &StraightBlock| memory.copy_to_engine(block.from, engine, block.to);
                 blocks.iter().map(copy).collect()
             }
             #[cfg(feature = "cuda")]
-            Copier::Gpu(copies) => copies.copy(&self.after, blocks),
+            Copier::Gpu { copies, after } => copies.copy(after, blocks),
         }
     }
 }

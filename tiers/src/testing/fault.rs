@@ -3,6 +3,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::panics_are_meant;
 use crate::backend::Backend;
 use crate::chaos::{ChaosBackend, Effect, Faults, LateTimer};
 use crate::clock;
@@ -68,6 +69,9 @@ impl<B: Backend + 'static> FaultBackend<B> {
 
     /// Fails in this way from now on, on these routes only.
     pub fn inject(&self, fault: Fault, routes: &[Route]) {
+        if fault == Fault::Panics {
+            panics_are_meant();
+        }
         *self.plan.order.lock() =
             Order { fault: Some(fault), routes: routes.to_vec(), submitted: 0 };
     }

@@ -9,12 +9,15 @@
 mod child;
 pub mod conformance;
 mod fault;
+mod panics;
 mod parked;
 mod store;
 mod tensors;
 
 pub use child::{Child, holds_in_a_child};
 pub use fault::{Fault, FaultBackend};
+pub(crate) use panics::end_at_panics;
+pub use panics::panics_are_meant;
 pub use parked::{ParkedBackend, Pending};
 pub use store::MemoryStore;
 pub use tensors::{TensorView, Tensors, TwoFaced};
