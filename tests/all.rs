@@ -32,6 +32,7 @@ mod persistent_dram;
 mod ranks;
 mod ranks_durable;
 mod ranks_forget;
+mod ranks_layers;
 mod recovery;
 mod s3_server;
 mod serve;

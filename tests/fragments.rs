@@ -8,8 +8,8 @@ use std::time::Duration;
 use kvbm::blocking::Blocks;
 use kvbm::{
     BlockHash, CacheGroup, ChainHasher, ChainNames, EngineMemory, Fence, Fingerprint,
-    FollowRequest, GroupKind, GroupSlots, Hashing, HostFence, KvLayout, Manager, Options, Peers,
-    Rank, RankGroup, RankOptions, Ranks, RequestId, RequestInfo, Rope, SaveRequest, SlotId,
+    FollowRequest, GroupKind, GroupSlots, Hashing, HostFence, KvLayout, Lease, Manager, Options,
+    Peers, Rank, RankGroup, RankOptions, Ranks, RequestId, RequestInfo, Rope, SaveRequest, SlotId,
 };
 use kvbm_settings::{Capacity, Settings};
 use kvbm_tiers::{DeviceRegion, Part, SegmentMap, Space};
@@ -179,6 +179,7 @@ async fn memory_in_ranks(
     (slots, layers, region): (u32, u16, DeviceRegion),
     (settings, options): (Settings, Options),
     (group, rank_options): (RankGroup, RankOptions),
+    (lease, named, limit): (Lease, [GroupSlots<'_>; 1], Duration),
 ) -> Tried {
     let engine = Some(EngineMemory::in_ranks(slots, layers)?);
     let leader = Options { ranks: Some(group), engine, ..options };
@@ -186,6 +187,15 @@ async fn memory_in_ranks(
 
     let engine = Some(EngineMemory::new(region, layers)?);
     let rank = Rank::join(&settings, RankOptions { engine, ..rank_options })?;
+
+    let (load, transfer) = manager.load_in_ranks(lease, &named)?;
+    let slice = rank.slice_of(load);
+    for layer in 0..load.layers.get() {
+        if !slice.wait_layers(layer + 1, limit) {
+            break;
+        }
+    }
+    let arrived = slice.wait(limit).expect("it ends");
     Ok(())
 }
 

@@ -1018,6 +1018,8 @@ fn bad_input_is_named() {
         "positions 1 to 8 of cache group 1",
     );
     named(load(&[given(0, 0, 7), given(1, 2, 6), given(2, 7, 1)]), "the lease has 0 to 8");
+    let in_layers = engine.manager.load_in_ranks(engine.lease(&all), &[given(0, 0, 8)]);
+    named(in_layers.unwrap_err(), "awaited as a whole");
     engine.assert_loads(&all, 8);
     let refused = |change: fn(&mut Vec<CacheGroup>), words: &str| {
         let (mut groups, full, _) = groups(6);

@@ -70,6 +70,7 @@ pub use clock::{Clock, JumpingClock, ManualClock, SystemClock};
 pub use durable::{DurableEvent, OnDurable, RecoveryReport};
 pub use error::{Error, ErrorKind, Result};
 pub use kvbm_policies::{Hints, RequestId};
+pub use kvbm_tiers::ranks::{RankLoad, SliceLoad};
 pub use kvbm_tiers::{
     BlockKey, DeviceRegion, Fence, HostFence, Part, SegmentMap, SlotId, Space, Tier,
 };

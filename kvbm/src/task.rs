@@ -1,6 +1,9 @@
 //! Copy tasks: what the table asks of the scheduler, and what it is told about them. Plain data,
 //! which could be sent to another process: the slot handles that a task needs stay with the table.
 
+use std::any::Any;
+use std::sync::Arc;
+
 use kvbm_tiers::{BlockKey, Owner, SlotRef};
 use serde::{Deserialize, Serialize};
 
@@ -49,6 +52,10 @@ pub struct TaskId {
     /// Which of its blocks, root first.
     pub block: u32,
 }
+
+/// Held as long as a medium may use the slots of a load into an engine's memory. The engine looks
+/// at that, or what lies in it says so when it is dropped.
+pub(crate) type WithMedia = Arc<dyn Any + Send + Sync>;
 
 /// The task to copy one block from slot to slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

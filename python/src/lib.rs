@@ -63,6 +63,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<transfer::LoadEnd>()?;
     module.add_class::<transfer::Save>()?;
     module.add_class::<transfer::SaveEnd>()?;
+    module.add_class::<transfer::SliceLoad>()?;
     Ok(())
 }
 

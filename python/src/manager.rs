@@ -20,7 +20,7 @@ use crate::peers::{
     AnyLease, KvTransfer, PeerLease, PeerLeasing, Place, Pull, kv_place, slots_of, tell,
 };
 use crate::settings::Settings;
-use crate::transfer::{LayeredSave, Lease, Load, Save, duration};
+use crate::transfer::{LayeredSave, Lease, Load, NamedLoad, Save, duration};
 
 /// Keeps an engine's KV blocks in tiers of DRAM, disk and objects, and gives them back.
 ///
@@ -250,6 +250,21 @@ impl Manager {
         let after = self.fence(after)?;
         let (taken, named) = (lease.take()?, NamedSlots::new(slots));
         Ok(Load(py.detach(|| self.inner.load_into(taken, &named.slots(), &after))))
+    }
+
+    /// `load_into` of a leader, in ranks whose engines begin with a layer before the last one is
+    /// there: each waits for its slice of the load that is named, `Rank.slice_of`. Nothing uses the
+    /// slots before. The lease is used up.
+    fn load_in_ranks(
+        &self,
+        py: Python<'_>,
+        lease: &mut Lease,
+        slots: Vec<memory::Slots>,
+    ) -> PyResult<(NamedLoad, Load)> {
+        let (taken, named) = (lease.take()?, NamedSlots::new(slots));
+        let begun = py.detach(|| self.inner.load_in_ranks(taken, &named.slots()));
+        let (load, transfer) = begun.map_err(|error| of_manager(&error))?;
+        Ok(((load.number, load.layers.get(), load.blocks), Load(transfer)))
     }
 
     /// Which blocks of `lease` the engine should compute again, for `shadow_compare`: position and

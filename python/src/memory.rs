@@ -1,18 +1,19 @@
 //! An engine's KV tensors, adopted by their addresses; the cache groups and ranks that have them;
 //! and what copies wait for before they touch them.
 
+use std::num::NonZeroU16;
 use std::path::PathBuf;
 
 use kvbm::{
-    DeviceRegion, Fence, GroupKind, GroupSlots, Part, RankGroup, RankOptions, SegmentMap, SlotId,
-    Space,
+    DeviceRegion, Fence, GroupKind, GroupSlots, Part, RankGroup, RankLoad, RankOptions, SegmentMap,
+    SlotId, Space,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::errors::{classes, of_manager};
 use crate::settings::Settings;
-use crate::transfer::duration;
+use crate::transfer::{NamedLoad, SliceLoad, duration};
 
 /// An engine's KV cache: where its blocks lie. Blocks go straight between its slots and the tiers.
 ///
@@ -166,7 +167,6 @@ impl FromPyObject<'_, '_> for Behind {
 #[pyclass(module = "kvbm_rs", frozen)]
 #[derive(Debug)]
 pub(crate) struct Rank {
-    #[allow(dead_code)] // kept for its drop
     rank: kvbm::Rank,
 }
 
@@ -192,5 +192,14 @@ impl Rank {
         let settings = settings.plain();
         let joined = py.detach(|| kvbm::Rank::join(&settings, options));
         joined.map(|rank| Self { rank }).map_err(|error| of_manager(&error))
+    }
+
+    /// This rank's slice of a load that the leader began, by what `Manager.load_in_ranks` returned
+    /// there. Ask once for each such load.
+    fn slice_of(&self, load: NamedLoad) -> PyResult<SliceLoad> {
+        let (number, layers, blocks) = load;
+        let layers = NonZeroU16::new(layers)
+            .ok_or_else(|| classes::InvalidError::new_err("a load has layers"))?;
+        Ok(SliceLoad(self.rank.slice_of(RankLoad { number, layers, blocks })))
     }
 }

@@ -131,6 +131,31 @@ impl LoadEnd {
     }
 }
 
+/// A load as its leader and the ranks call it: its number, layers of a block, and blocks.
+pub(crate) type NamedLoad = (u64, u16, u32);
+
+/// A rank's slice of a load. Dropping it forgets the load: wait for its end first.
+#[pyclass(module = "kvbm_rs", frozen)]
+#[derive(Debug)]
+pub(crate) struct SliceLoad(pub(crate) kvbm::SliceLoad);
+
+#[pymethods]
+impl SliceLoad {
+    /// Waits, `seconds` at most, until the first `layers` layers of every block are there in this
+    /// rank. `False`: they are not.
+    fn wait_layers(&self, py: Python<'_>, layers: u16, seconds: f64) -> bool {
+        let limit = duration(seconds);
+        py.detach(|| self.0.wait_layers(layers, limit))
+    }
+
+    /// How many leading blocks are there in every rank, once the load has ended and nothing touches
+    /// its slots any more. It waits `seconds` at most for that; `None`: it goes on.
+    fn wait(&self, py: Python<'_>, seconds: f64) -> Option<usize> {
+        let limit = duration(seconds);
+        py.detach(|| self.0.wait(limit))
+    }
+}
+
 /// A save from an engine's slots. Dropping it loses the answer, not the work.
 #[pyclass(module = "kvbm_rs")]
 #[derive(Debug)]

@@ -592,26 +592,39 @@ def saved_by_group(engine) -> dict:
 
 
 def watch_layers(engine) -> None:
-    """From here on notes each layer that is waited for, and how many layers were there before and after."""
+    """From here on each worker notes each layer that is waited for, and how many layers were there before and after."""
+    engine.llm.collective_rpc(_watch_layers)
+
+
+def _watch_layers(_) -> None:
     worker = _worker()
-    engine.layer_waits = []
+    worker.noted_waits = []
     wait = type(worker).wait_for_layer
 
     def arrived(load) -> int:
-        layers = len(worker._layers)
-        return next(number for number in range(layers, -1, -1) if load._load.wait_layers(number, 0.0))
+        layers, there = len(worker._layers), getattr(load, "_slice", None) or load._load
+        return next(number for number in range(layers, -1, -1) if there.wait_layers(number, 0.0))
 
     def noted(name):
         before = [arrived(load) for load in worker._layered]
         wait(worker, name)
         for load, there in zip(worker._layered, before):
-            engine.layer_waits.append({"layer": worker._layers[name], "before": there, "after": arrived(load)})
+            worker.noted_waits.append({"layer": worker._layers[name], "before": there, "after": arrived(load)})
 
     worker.wait_for_layer = noted
 
 
 def layer_waits(engine) -> list[dict]:
-    return engine.layer_waits
+    """Those of the first worker."""
+    return layer_waits_by_worker(engine)[0]
+
+
+def layer_waits_by_worker(engine) -> list[list[dict]]:
+    return engine.llm.collective_rpc(_layer_waits)
+
+
+def _layer_waits(_) -> list[dict]:
+    return _worker().noted_waits
 
 
 def abort_first_of_two(engine, prompt: list[int], steps: int) -> list[int]:

@@ -4,8 +4,9 @@ All workers are in this process. The first stage computes a step when it is sche
 are under way as there are stages, and with `is_async` one more.
 """
 
+import pickle
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -57,19 +58,23 @@ class Worker:
         with patch(f"{module}._stage", lambda: self.stage), patch(f"{module}._number", lambda: self._number):
             self.connector.register_kv_caches(dict(zip(self._layers, self._tensors)))
 
-    def compute(self, requests: list[Computed]) -> None:
-        """Looks at what comes before it, as attention does, and writes the rest."""
-        for computed in requests:
-            at = torch.arange(len(computed.names))
-            blocks, inside = computed.blocks[at // BLOCK], at % BLOCK
-            for layer, tensor in enumerate(self._tensors):
+    def compute(self, requests: list[Computed]) -> list[str]:
+        """Looks at what comes before it, as attention does, and writes the rest. Returns what is wrong."""
+        found_wrong = []
+        for layer, (name, tensor) in enumerate(zip(self._layers, self._tensors)):
+            self.connector.wait_for_layer_load(name)
+            for computed in requests:
+                at = torch.arange(len(computed.names))
+                blocks, inside = computed.blocks[at // BLOCK], at % BLOCK
                 # No two layers or workers have the same.
                 names = computed.names + layer + LAYERS * (self._number + 2 * self.stage)
                 found = tensor[blocks, :, inside]
                 wrong = (found != names[:, None, None, None]).flatten(1).any(1)[: computed.begin].nonzero().flatten()
-                assert not len(wrong), f"stage {self.stage} has others than of tokens {wrong.tolist()[:8]}"
+                if len(wrong):
+                    found_wrong.append(f"stage {self.stage} has others than of tokens {wrong.tolist()[:8]}")
                 new = slice(computed.begin, None)
                 tensor[blocks[new], :, inside[new]] = names[new, None, None, None].to(torch.int16)
+        return found_wrong
 
 
 class Staged(Modelless):
@@ -129,10 +134,17 @@ class Staged(Modelless):
         return Computed(begin, torch.tensor(names[1 : request.num_computed_tokens + 1]), torch.tensor(blocks))
 
     def _compute(self, step: _Step, stage: int) -> None:
+        # As it comes to workers in processes of their own.
+        told = pickle.dumps(step.output.kv_connector_metadata)
         for worker in self.workers:
             if worker.stage == stage:
-                worker.compute(step.requests)
-                step.ended.append(self._said(step, transfers_of(worker.connector, step.output)))
+                wrong: list[str] = []
+                forward = lambda worker=worker, wrong=wrong: wrong.extend(worker.compute(step.requests))
+                output = replace(step.output, kv_connector_metadata=pickle.loads(told))
+                came = transfers_of(worker.connector, output, forward)
+                # vLLM drops what was computed from a load that failed.
+                assert not wrong or came.invalid_block_ids, wrong
+                step.ended.append(self._said(step, came))
 
     def _said(self, step: _Step, came: Any) -> ModelRunnerOutput:
         names = list(step.output.num_scheduled_tokens)

@@ -98,6 +98,42 @@ def test_what_lies_below_memory_keeps_nobody_waiting(model, said, tmp_path):
 
 
 @pytest.mark.slow
-def test_layers_of_ranks_are_not_waited_for(model):
-    with pytest.raises(EngineError, match="layerwise is for full attention in layers that are alike, and one worker"):
-        Engine(model, **connector(host(64), layerwise=True), tensor_parallel_size=2)
+def test_each_of_two_workers_waits_for_layers_of_its_slice(model, said, shared_memory):
+    two = {"tensor_parallel_size": 2, "environment": {"OMP_NUM_THREADS": "1"}}
+    tiers = host(64, **{"host.persist": str(shared_memory), "transfer.scrub_mib_per_second": 0})
+    with Engine(model, **connector(tiers, layerwise=True), **two) as engine:
+        for number in range(3):
+            assert engine.generate(prompt(number, LENGTH)).said == [said[number]]
+        assert engine.reset()
+        probe(engine, "watch")
+        probe(engine, "watch_layers")
+        for number in range(3):
+            warm = engine.generate(prompt(number, LENGTH))
+            assert (warm.said, warm.scheduled) == ([said[number]], SERVED)
+        assert probe(engine, "watched")["sources"] == {"host": 3 * (LENGTH // BLOCK * BLOCK)}
+        for waits in probe(engine, "layer_waits_by_worker"):
+            assert [wait["layer"] for wait in waits] == list(range(1, LAYERS + 1)) * 3
+            assert all(wait["before"] <= wait["after"] >= wait["layer"] for wait in waits)
+        assert is_at_rest(engine)
+        assert probe(engine, "drain")
+        engine.kill()
+    # What one worker cannot give back is lacking in both, and is computed again.
+    (slots,) = [file for file in shared_memory.rglob("*rank1of2*") if file.stat().st_size >= 64 * TINY_BLOCK_BYTES // 2]
+    spoil(slots, every=3, block_bytes=TINY_BLOCK_BYTES // 2)
+    with Engine(model, **connector(tiers, layerwise=True), **two) as engine:
+        for number in range(3):
+            again = engine.generate(prompt(number, LENGTH))
+            assert again.said == [said[number]]
+            assert again.scheduled > SERVED
+        # And then it heals.
+        assert engine.reset()
+        for number in range(3):
+            warm = engine.generate(prompt(number, LENGTH))
+            assert (warm.said, warm.scheduled) == ([said[number]], SERVED)
+        assert is_at_rest(engine)
+
+
+@pytest.mark.slow
+def test_layers_of_stages_are_not_waited_for(model):
+    with pytest.raises(EngineError, match="layerwise is for steps that follow each other"):
+        Engine(model, **connector(host(64), layerwise=True), pipeline_parallel_size=2)

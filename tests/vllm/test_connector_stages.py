@@ -4,21 +4,26 @@ import os
 import random
 import signal
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import engine as real
 import pytest
 from connectors import LENGTH, SERVED, connector, disk, is_at_rest, probe, spoil
 from engine import TINY_BLOCK_BYTES, Engine, EngineError, prompt
 from modelless import BLOCK, BLOCK_BYTES
-from staged import Staged
+from staged import Staged, Worker
 
 from kvbm_rs import Chain
 from kvbm_rs.errors import InvalidError
 from kvbm_rs.vllm.connector.config import Group, _check_stages
+from kvbm_rs.vllm.connector.worker import SlicedLoad
 
 
-def staged(stages: int = 2, workers: int = 1, blocks: int = 512, role: str = "kv_both", **arguments) -> Staged:
-    transfer = connector({"host.capacity": 4096 * BLOCK_BYTES}, role=role, weights="made up")["kv_transfer_config"]
+def staged(
+    stages: int = 2, workers: int = 1, blocks: int = 512, role: str = "kv_both", layerwise: bool = False, **arguments
+) -> Staged:
+    tiers = {"host.capacity": 4096 * BLOCK_BYTES}
+    transfer = connector(tiers, role=role, weights="made up", layerwise=layerwise)["kv_transfer_config"]
     return Staged(transfer, blocks, 16, stages, workers, **arguments)
 
 
@@ -74,7 +79,15 @@ def test_nothing_is_kept_before_the_last_stage_has_computed_it():
 @pytest.mark.parametrize(("stages", "workers"), [(2, 1), (4, 1), (2, 2)])
 def test_blocks_that_others_had_are_never_saved_or_loaded_wrong(stages, workers, role, is_async):
     """What a request lets go while later stages compute it becomes another one's: they would write over what that loads."""
-    engine = staged(stages, workers, blocks=60, role=role, is_async=is_async, max_num_batched_tokens=6 * BLOCK)
+    soak(staged(stages, workers, blocks=60, role=role, is_async=is_async, max_num_batched_tokens=6 * BLOCK))
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
+def test_layers_that_workers_wait_for_are_never_wrong(role):
+    soak(staged(1, 2, blocks=60, role=role, layerwise=True, max_num_batched_tokens=6 * BLOCK))
+
+
+def soak(engine: Staged) -> None:
     dice, preempted, asked = random.Random(20), 0, []
     for number in range(200):
         # Few prompts with beginnings in common: most come again.
@@ -92,6 +105,44 @@ def test_blocks_that_others_had_are_never_saved_or_loaded_wrong(stages, workers,
     engine.close()
 
 
+def test_each_worker_waits_for_layers_of_its_own_slice():
+    engine = staged(1, 2, layerwise=True)
+    asked = prompt(0, 10 * BLOCK + 5)
+    for name, scheduled in (("first", 10 * BLOCK + 5), ("again", 5)):
+        engine.add(name, asked, tokens=3)
+        # At once: nothing is loaded in steps before, or computed again.
+        assert engine.step().num_scheduled_tokens == {name: scheduled}
+        assert engine.step().num_scheduled_tokens == {name: 1}
+        run(engine)
+        engine.scheduler.connector._scheduler._wait(10.0)
+        assert engine.scheduler.reset_prefix_cache()
+    assert loaded(engine) == 10
+    engine.close()
+
+
+def test_a_worker_lost_amid_a_layered_load_costs_that_and_heals():
+    engine = staged(1, 2, layerwise=True)
+    asked = prompt(0, 10 * BLOCK + 5)
+    engine.add("first", asked, tokens=3)
+    run(engine)
+    engine.scheduler.connector._scheduler._wait(10.0)
+    assert engine.scheduler.reset_prefix_cache()
+
+    def lost(*load) -> SlicedLoad:
+        engine.workers[1].connector._worker._rank = None
+        return SlicedLoad(*load)
+
+    engine.add("without", asked, tokens=3)
+    with patch("kvbm_rs.vllm.connector.scheduler.SlicedLoad", lost):
+        # What was computed from it is dropped, and computed again.
+        assert engine.step().num_scheduled_tokens == {"without": 5}
+    assert engine.step().num_scheduled_tokens == {"without": 10 * BLOCK + 5}
+    run(engine)
+    assert not loaded(engine)
+    heal(engine, engine.workers[1], asked)
+    engine.close()
+
+
 def test_a_stage_that_is_lost_costs_misses_and_then_heals():
     engine = staged()
     asked = prompt(0, 10 * BLOCK + 5)
@@ -103,8 +154,13 @@ def test_a_stage_that_is_lost_costs_misses_and_then_heals():
     engine.add("without", asked, tokens=3)
     run(engine)
     assert not loaded(engine)
-    # It comes again with nothing in its tiers, and is tried with one block first.
-    engine.workers[1].join()
+    heal(engine, engine.workers[1], asked)
+    engine.close()
+
+
+def heal(engine: Staged, worker: Worker, asked: list[int]) -> None:
+    """The worker comes again with nothing in its tiers, and is tried with one block first."""
+    worker.join()
     served = 0
     while served < 10:
         before = loaded(engine)
@@ -112,7 +168,6 @@ def test_a_stage_that_is_lost_costs_misses_and_then_heals():
         engine.add("again", asked, tokens=3)
         run(engine)
         served = loaded(engine) - before
-    engine.close()
 
 
 def test_stages_of_unlike_layers_are_refused():

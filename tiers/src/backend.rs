@@ -15,6 +15,8 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 
 use crate::copy::{CopyOp, Done, Route};
+use crate::layer_count::LayerCount;
+use crate::ranks::RankLoad;
 
 /// Moves blocks between regions.
 ///
@@ -291,6 +293,7 @@ impl Mark {
 pub struct Layers {
     count: NonZeroU16,
     arrived: Arc<dyn Fn(u16, usize) + Send + Sync>,
+    in_ranks: Option<RankLoad>,
 }
 
 impl Layers {
@@ -298,7 +301,24 @@ impl Layers {
     /// these are, from any thread, not always in the order of the layers, and not at all from a
     /// backend that copies block by block. It must not block.
     pub fn new(count: NonZeroU16, arrived: impl Fn(u16, usize) + Send + Sync + 'static) -> Self {
-        Self { count, arrived: Arc::new(arrived) }
+        Self { count, arrived: Arc::new(arrived), in_ranks: None }
+    }
+
+    /// Those of a load, which are counted.
+    pub fn counted(by: &Arc<LayerCount>) -> Self {
+        let count = Arc::clone(by);
+        Self::new(by.layers(), move |layer, blocks| count.add(layer, blocks))
+    }
+
+    /// Where ranks copy, they count them under this name, each of its slice. Without one they copy
+    /// block by block.
+    #[must_use]
+    pub fn in_ranks(self, load: Option<RankLoad>) -> Self {
+        Self { in_ranks: load, ..self }
+    }
+
+    pub(crate) const fn name_in_ranks(&self) -> Option<RankLoad> {
+        self.in_ranks
     }
 
     /// How many layers a block has.

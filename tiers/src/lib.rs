@@ -56,6 +56,7 @@ pub mod frame;
 pub mod geometry;
 pub mod huge;
 pub mod index;
+mod layer_count;
 pub mod layers;
 mod media_layer;
 pub mod memcpy;
@@ -95,6 +96,7 @@ pub use huge::{Ahead, HugeVec, mapped_bytes};
 pub use index::{
     IndexChange, IndexEntry, IndexOptions, KeptIndex, Recovered, TierEpoch, TierIndex,
 };
+pub use layer_count::LayerCount;
 pub use layers::{LayerWriter, LayeredSlots};
 pub use media_layer::MediaLayer;
 pub use memcpy::MemcpyBackend;

@@ -48,7 +48,7 @@ impl EngineMemory {
 
     /// For the leader of [ranks](crate::Rank), each of which [brings](crate::RankOptions::engine)
     /// its slice of `slots` slots. Layers are reported at the end of a load, since they arrive in
-    /// other processes.
+    /// other processes, which may [wait for them](crate::Manager::load_in_ranks).
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid): no layers.

@@ -137,7 +137,7 @@ impl Manager {
 impl KvMoved {
     /// Nothing else uses a slot any more.
     fn of(blocks: usize) -> Self {
-        Self { blocks, writers: Writers::new(&Arc::default()) }
+        Self { blocks, writers: Writers::none() }
     }
 }
 

@@ -284,6 +284,12 @@ impl Manager {
         self.peers.as_ref()
     }
 
+    pub(crate) fn leader(&self) -> Result<&Weak<Leader>> {
+        self.leader.as_ref().ok_or_else(|| {
+            Error::invalid("there are no ranks: open the manager with Options::ranks")
+        })
+    }
+
     pub(crate) fn own_peers(&self) -> Result<&Peers> {
         self.peers.as_ref().ok_or_else(|| {
             Error::invalid("this manager has no peers: set peers.enabled (DYN_KVBM_PEERS) to true")

@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm_settings::Settings;
-use kvbm_tiers::ranks::Stopper;
+use kvbm_tiers::ranks::{RankLoad, RankLoads, SliceLoad, Stopper};
 use kvbm_tiers::{Failure, FramePool, MediaLayer, SlotId};
 use parking_lot::Condvar;
 
@@ -92,6 +92,7 @@ pub struct Rank {
     leader: i32,
     device: Option<DeviceSlots>,
     stopper: Stopper,
+    loads: Arc<RankLoads>,
     service: Arc<ServiceResult>,
     thread: Option<JoinHandle>,
     /// The indices of its slots, for the next process.
@@ -153,7 +154,7 @@ impl Rank {
         let number = options.rank;
         let OpenedRank { member, device, durable, peers } = open_rank(settings, options, suffix)?;
         // Taken now: from here on the thread owns the member, until the service ends.
-        let (stopper, leader) = (member.stopper(), member.leader());
+        let (stopper, loads, leader) = (member.stopper(), member.loads(), member.leader());
         let service = Arc::new(ServiceResult::default());
         let outcome = Arc::clone(&service);
         let thread =
@@ -168,6 +169,7 @@ impl Rank {
             leader,
             device,
             stopper,
+            loads,
             service,
             thread,
             durable,
@@ -202,6 +204,14 @@ impl Rank {
     /// Whether it still serves its leader.
     pub fn is_serving(&self) -> bool {
         self.service.outcome.lock().is_none() && self.groups.iter().all(Self::is_serving)
+    }
+
+    /// This rank's slice of a load that its leader began with
+    /// [`load_in_ranks`](crate::Manager::load_in_ranks), and named: its engine waits for layers
+    /// here. Ask once for each load that began after this rank joined, before it has ended or
+    /// after. All end with the service.
+    pub fn slice_of(&self, load: RankLoad) -> SliceLoad {
+        self.loads.slice(load)
     }
 
     /// Lets `fill` write this rank's slice of a block, `block_bytes` long, into a slot of its

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvbm_tiers::{DeviceRegion, Fence, SlotId, Tier};
+use kvbm_tiers::{DeviceRegion, Fence, LayerCount, SlotId, Tier};
 
 use tokio_util::sync::CancellationToken;
 
@@ -14,11 +14,11 @@ use super::straight::way_between;
 use super::{FollowRequest, Peers};
 use crate::api::engine_memory::EngineMemory;
 use crate::api::lease::Lease;
-use crate::api::transfer::{LayerCount, Loaded, Transfer, Transferred, Writers};
+use crate::api::transfer::{Loaded, Transfer, Transferred, Writers};
 use crate::error::{Error, Result};
 use crate::metrics::PeerWay;
 use crate::scheduler::{Core, EndsLayers, JoinedTransfer, LoadInto};
-use crate::task::Class;
+use crate::task::{Class, WithMedia};
 
 /// What comes from a peer before it goes on: over a connection, where the next request for blocks
 /// waits for it, and from a neighbour's memory, where it is still in the caches then.
@@ -118,13 +118,13 @@ impl Peers {
         Work: Future<Output = Result<Loaded>> + Send + 'static,
     {
         let layers = slots.engine.layers();
-        let count = Arc::new(LayerCount::new(layers.get(), slots.slots.len()));
+        let count = Arc::new(LayerCount::new(layers, slots.slots.len()));
         let ends = EndsLayers(Arc::clone(&count));
         let transfer = self.start_on_thread(|cancelled| {
             let work = work(slots, cancelled);
             async move {
                 let loaded = work.await?;
-                ends.0.end(loaded.is_whole);
+                ends.0.end(loaded.arrived);
                 Ok(loaded)
             }
         });
@@ -164,7 +164,7 @@ pub(super) struct EngineLoads<'a> {
     /// Counts leading blocks that have come.
     arrived: Arc<AtomicUsize>,
     loads: Vec<Transfer<Loaded>>,
-    with_media: Arc<()>,
+    with_media: WithMedia,
     joined: Arc<JoinedTransfer>,
 }
 
@@ -178,7 +178,7 @@ impl<'a> EngineLoads<'a> {
             by_host: false,
             arrived,
             loads: Vec::new(),
-            with_media: Arc::default(),
+            with_media: Arc::new(()),
             joined: JoinedTransfer::of(core),
         }
     }
@@ -224,7 +224,7 @@ impl<'a> EngineLoads<'a> {
     }
 
     /// What is kept while something writes the slots.
-    pub(super) fn with_media(&self) -> Arc<()> {
+    pub(super) fn with_media(&self) -> WithMedia {
         Arc::clone(&self.with_media)
     }
 
@@ -254,7 +254,8 @@ impl<'a> EngineLoads<'a> {
             slots: &self.slots.slots[blocks.start - first..blocks.end - first],
             blocks,
             after: self.slots.after.clone(),
-            layers: self.slots.engine.layers(),
+            layers: Arc::new(LayerCount::new(self.slots.engine.layers(), until - self.next)),
+            in_ranks: None,
             with_media: Arc::clone(&self.with_media),
             part_of: Some(Arc::clone(&self.joined)),
         };

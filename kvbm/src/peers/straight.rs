@@ -20,6 +20,7 @@ use super::protocol::LeaseEnd;
 use super::reader::{PeerLease, Pulled, PulledLease, PulledPart, Reader};
 use crate::error::{Error, Result};
 use crate::sync::Mutex;
+use crate::task::WithMedia;
 
 /// Between a holder and an engine whose slots may be written, or waited for. `None`: blocks must pass
 /// through the host tier, since they are changed on the way, come in layers or over a network, or go
@@ -43,7 +44,7 @@ struct StraightCopy {
     next: AtomicUsize,
     end: Mutex<StraightEnd>,
     /// Dropped once no thread writes the engine's slots.
-    _with_media: Arc<()>,
+    _with_media: WithMedia,
 }
 
 struct NamedBlock {
@@ -250,7 +251,7 @@ mod tests {
             cancelled: CancellationToken::new(),
             next: AtomicUsize::new(0),
             end: Mutex::new(StraightEnd { blocks: BLOCKS as usize, fault: None }),
-            _with_media: Arc::default(),
+            _with_media: Arc::new(()),
         };
         (copy, view)
     }

@@ -7,24 +7,24 @@
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
-use std::num::NonZeroU16;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use kvbm_tiers::{Fence, Fences, Layers, SlotId, SlotRef, Tier};
+use kvbm_tiers::ranks::RankLoad;
+use kvbm_tiers::{Fence, Fences, LayerCount, Layers, SlotId, SlotRef, Tier};
 
 use super::Core;
 use super::dispatch::RoutedTask;
 use super::spans;
 use crate::api::lease::Lease;
-use crate::api::transfer::{LayerCount, Loaded, Saved, Transfer, Writers};
+use crate::api::transfer::{Loaded, Saved, Transfer, Writers};
 use crate::error::Error;
 use crate::names::hash::Chain;
 use crate::sync::Mutex;
 use crate::table::{RequestInfo, SaveAgain, TransferEnd, TransferPlan};
-use crate::task::{Class, CopyTask, TransferId};
+use crate::task::{Class, CopyTask, TransferId, WithMedia};
 
 /// Completions that wait for an engine that polls.
 const MAX_COMPLETIONS: usize = 1 << 16;
@@ -57,10 +57,13 @@ pub struct LoadInto<'a> {
     pub slots: &'a [SlotId],
     /// Raised when these may be written.
     pub after: Fence,
-    /// Layers of a block.
-    pub layers: NonZeroU16,
+    /// Counts the wanted blocks, held or not: an engine that goes on with a layer must have it of
+    /// all that it asked for.
+    pub layers: Arc<LayerCount>,
+    /// How ranks call it that count layers of their own.
+    pub in_ranks: Option<RankLoad>,
     /// Dropped when no medium uses the slots any more.
-    pub with_media: Arc<()>,
+    pub with_media: WithMedia,
     /// The larger transfer that it is a part of, if any.
     pub part_of: Option<Arc<JoinedTransfer>>,
 }
@@ -170,12 +173,9 @@ impl Core {
         if self.is_closed() {
             return Transfer::failed(Error::closed());
         }
-        let LoadInto { lease, blocks, slots, after, layers, with_media, part_of } = load;
-        let wanted = blocks.len();
-        // No layer comes of blocks that are not held: an engine that goes on with a layer must have
-        // it of all the blocks that it asked for.
-        let count = Arc::new(LayerCount::new(layers.get(), wanted));
+        let LoadInto { lease, blocks, slots, after, layers, in_ranks, with_media, part_of } = load;
         let writers = Writers::new(&with_media);
+        let until_told = Arc::clone(&with_media);
         let span =
             spans::of_transfer(Class::Load, Tier::Device, lease.pins().context().info.request);
         let turn = self.turn_to_plan();
@@ -186,18 +186,19 @@ impl Core {
             with_media,
         );
         while !self.table().trace(&mut plan) {}
-        let order = EngineOrder::after(&after).in_layers(layers, &count).part_of(part_of);
+        let order = EngineOrder::after(&after).in_layers(&layers, in_ranks).part_of(part_of);
         self.send(Class::Load, Tier::Device, &mut plan, Some(order));
         let id = plan.transfer();
         self.spans.open(id, span);
-        let ends = EndsLayers(Arc::clone(&count));
+        let ends = EndsLayers(Arc::clone(&layers));
         let (reply, transfer) = self.reply_with(move |ended: &TransferEnd, lease| {
-            ends.0.end(ended.copied == wanted);
+            ends.0.end(ended.copied);
+            drop(until_told);
             Loaded::new(blocks, ended.copied, lease, writers)
         });
         self.hand_over(plan, reply, turn);
         self.go_after(id, after);
-        self.cancellable(transfer, id).named(id).in_layers(count)
+        self.cancellable(transfer, id).named(id).in_layers(layers)
     }
 
     /// The copies of a transfer go once the engine is `ready`.
@@ -310,7 +311,7 @@ pub(crate) struct EndsLayers(pub(crate) Arc<LayerCount>);
 
 impl Drop for EndsLayers {
     fn drop(&mut self) {
-        self.0.end(false);
+        self.0.end(0);
     }
 }
 
@@ -336,12 +337,8 @@ impl EngineOrder {
         Self { after: fence.clone(), layers: None, part_of: None, is_begun: AtomicBool::new(false) }
     }
 
-    pub(super) fn in_layers(self, layers: NonZeroU16, arrived: &Arc<LayerCount>) -> Self {
-        let arrived = Arc::clone(arrived);
-        Self {
-            layers: Some(Layers::new(layers, move |layer, blocks| arrived.add(layer, blocks))),
-            ..self
-        }
+    pub(super) fn in_layers(self, count: &Arc<LayerCount>, in_ranks: Option<RankLoad>) -> Self {
+        Self { layers: Some(Layers::counted(count).in_ranks(in_ranks)), ..self }
     }
 
     pub(super) fn part_of(self, joined: Option<Arc<JoinedTransfer>>) -> Self {

@@ -216,16 +216,15 @@ fn routes() -> impl Iterator<Item = Route> {
 
 #[cfg(test)]
 mod tests {
-    use kvbm_tiers::{Fence, SlotId, SlotRef};
+    use kvbm_tiers::{Fence, LayerCount, SlotId, SlotRef};
 
     use super::super::engine::EngineOrder;
     use super::*;
-    use crate::api::transfer::LayerCount;
     use crate::task::{CopyTask, TaskId};
 
     fn order() -> Arc<EngineOrder> {
-        let count = Arc::new(LayerCount::new(2, 1));
-        Arc::new(EngineOrder::after(&Fence::Done).in_layers(2.try_into().unwrap(), &count))
+        let count = Arc::new(LayerCount::new(2.try_into().unwrap(), 1));
+        Arc::new(EngineOrder::after(&Fence::Done).in_layers(&count, None))
     }
 
     fn task(order: &Arc<EngineOrder>) -> RoutedTask {

@@ -174,6 +174,9 @@ class Manager:
         *,
         after: _Event | None = None,
     ) -> Load: ...
+    def load_in_ranks(
+        self, lease: Lease, slots: Sequence[tuple[int, int, Sequence[int]]]
+    ) -> tuple[tuple[int, int, int], Load]: ...
     def shadow_sample(self, lease: Lease) -> list[tuple[int, str]]: ...
     def shadow_compare(
         self, chain: Chain, sample: tuple[int, str], elements: str, served: bytes, computed: bytes
@@ -282,6 +285,7 @@ class Rank:
         fingerprint: Mapping[str, object] | None = None,
         groups: Sequence[CacheGroup] = ...,
     ) -> Rank: ...
+    def slice_of(self, load: tuple[int, int, int]) -> SliceLoad: ...
 @final
 class Save:
     def poll(self) -> SaveEnd | None: ...
@@ -297,6 +301,10 @@ class SaveEnd:
     refused: int
     failed: int
     checkpoints: dict[int, tuple[int, int]]
+@final
+class SliceLoad:
+    def wait_layers(self, layers: int, seconds: float) -> bool: ...
+    def wait(self, seconds: float) -> int | None: ...
 @final
 class Tier:
     def __new__(

@@ -86,12 +86,13 @@ impl CudaBackend {
         let routes = [(memory.tier(), Tier::Device), (Tier::Device, memory.tier())];
         let host = Arc::new(LockedHost::of(gpu, &memory)?);
         let kernels = Arc::new(CopyKernels::load(gpu)?);
-        let start = |name: &str, way, kernels_for_sums| {
+        let start = |name: &str, way, kernels_for_sums, memory| {
             let copier = BlockCopier::new(way, gpu, &host, device, &kernels);
-            CopyLane::start(name, copier, kernels_for_sums, gpu, &memory, device)
+            CopyLane::start(name, copier, kernels_for_sums, gpu, memory, device)
         };
         let sums = (sums && memory.checksums().is_some()).then(|| Arc::clone(&kernels));
-        let lanes = [start("kvbm-to-gpu", TO_GPU, None)?, start("kvbm-from-gpu", FROM_GPU, sums)?];
+        let to_gpu = start("kvbm-to-gpu", TO_GPU, None, Arc::clone(&memory))?;
+        let lanes = [to_gpu, start("kvbm-from-gpu", FROM_GPU, sums, memory)?];
         Ok(Self { routes, lanes, origin: kernels.origin().clone() })
     }
 
@@ -212,7 +213,7 @@ impl CopyLane {
         copier: BlockCopier,
         kernels_for_sums: Option<Arc<CopyKernels>>,
         gpu: &Gpu,
-        memory: &Arc<dyn Memory>,
+        memory: Arc<dyn Memory>,
         device: &Arc<DeviceRegion>,
     ) -> Result<Sender<FencedBatch>, SetupError> {
         let lane = Self::new(copier, kernels_for_sums, gpu, memory, device)?;
@@ -233,7 +234,7 @@ impl CopyLane {
         copier: BlockCopier,
         kernels_for_sums: Option<Arc<CopyKernels>>,
         gpu: &Gpu,
-        memory: &Arc<dyn Memory>,
+        memory: Arc<dyn Memory>,
         device: &Arc<DeviceRegion>,
     ) -> Result<Self, SetupError> {
         let parts = device.segments().parts().len();
@@ -253,7 +254,7 @@ impl CopyLane {
             kernels_for_sums,
             gpu: gpu.clone(),
             stream: CudaStream::new(gpu)?,
-            memory: Arc::clone(memory),
+            memory,
             device: Arc::clone(device),
             flights: VecDeque::with_capacity(MAX_FLIGHTS),
             idle: idle?,

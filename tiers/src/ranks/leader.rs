@@ -6,9 +6,10 @@
 use std::fmt;
 use std::io;
 use std::mem;
+use std::num::NonZeroU16;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
@@ -21,6 +22,7 @@ use super::connection::{
     SendResult, wait,
 };
 use super::forget::PendingDeletions;
+use super::loads::RankLoad;
 use super::pending::{EndedReport, MAX_RANKS, PendingBatches, RankSet, UnexpectedReport};
 use super::protocol::{
     EndedCopies, HelloFrame, InventoryPage, MAX_FINGERPRINT, MAX_GREETING, MAX_MESSAGE, MAX_OPS,
@@ -29,7 +31,7 @@ use super::protocol::{
 use super::pull::{PeerSeat, PullOrder};
 use super::recovery::InventoryAnswers;
 use super::socket::LeaderSocket;
-use crate::backend::Backend;
+use crate::backend::{Backend, Fences};
 use crate::clock;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, Route, Tier};
 use crate::error::{SetupError, SetupErrorKind};
@@ -68,6 +70,8 @@ pub struct LeaderOptions {
 pub struct Leader {
     pub(super) shared: Arc<LeaderState>,
     routes: Vec<Route>,
+    /// Loads that ranks count the layers of.
+    loads: AtomicU64,
     thread: ServiceThread,
 }
 
@@ -122,7 +126,7 @@ impl Leader {
         };
         let thread = ServiceThread::spawn("kvbm-ranks", move || desk.run());
         let thread = thread.map_err(|error| no_thread(&error))?;
-        let mut leader = Self { shared, routes: Vec::new(), thread };
+        let mut leader = Self { shared, routes: Vec::new(), loads: AtomicU64::new(0), thread };
         leader.routes = leader.shared.wait_for_all(deadline)?;
         Ok(leader)
     }
@@ -136,12 +140,35 @@ impl Leader {
     /// Has all ranks bring blocks from those of another worker, each its slice. The sources of
     /// `batch` are slots there. It ends as any copy does: when each rank has ended it, or is gone.
     pub fn pull(&self, from: &PullOrder, batch: &[CopyOp], done: &Done) {
-        self.send_in_parts(batch, done, Some(from));
+        self.send_in_parts(batch, done, BatchOrder::Pull(from));
     }
 
-    fn send_in_parts(&self, batch: &[CopyOp], done: &Done, from: Option<&PullOrder>) {
+    fn send_in_parts(&self, batch: &[CopyOp], done: &Done, order: BatchOrder<'_>) {
         for (ops, first) in batch.chunks(MAX_OPS).zip((0..).step_by(MAX_OPS)) {
-            self.shared.send(ops, done.clone().renumbered(move |op| first + op), from);
+            self.shared.send(ops, done.clone().renumbered(move |op| first + op), order);
+        }
+    }
+
+    /// Names a load of `blocks` blocks, whose layers ranks are to [count](crate::Layers::in_ranks)
+    /// for their engines.
+    pub fn name_load(&self, layers: NonZeroU16, blocks: usize) -> RankLoad {
+        let number = self.loads.fetch_add(1, Ordering::Relaxed);
+        RankLoad { number, layers, blocks: blocks as u32 }
+    }
+
+    /// Tells the ranks that a load has ended: `arrived` leading blocks are there in all of them,
+    /// and nothing of it is under way any more.
+    pub fn end_load(&self, load: RankLoad, arrived: usize) {
+        // In a forked child it is the parent's, and may be under way still.
+        if !self.thread.is_here() {
+            return;
+        }
+        let ended = ToRank::LoadEnded { load, arrived: arrived as u32 };
+        for (rank, connection) in self.shared.present() {
+            if self.shared.send_to(&connection, &ended) == SendResult::Refused {
+                tracing::error!(rank, "a rank reads nothing any more, and is told to go");
+                connection.say_no_more();
+            }
         }
     }
 
@@ -193,10 +220,40 @@ unsafe impl Backend for Leader {
     }
 
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
-        if batch.len() <= MAX_OPS {
-            return self.shared.send(&batch, done, None);
+        self.submit_fenced(batch, Fences::default(), done);
+    }
+
+    fn submit_fenced(&self, batch: Vec<CopyOp>, fences: Fences, done: Done) {
+        if !fences.after.is_done() {
+            let after = fences.after;
+            let why = format!("ranks cannot wait for {after:?}, which is another process's");
+            return done.refuse(0..batch.len(), &why);
         }
-        self.send_in_parts(&batch, &done, None);
+        let load = fences.layers.and_then(|layers| layers.name_in_ranks());
+        let order = BatchOrder::Copy { load };
+        if batch.len() <= MAX_OPS {
+            return self.shared.send(&batch, done, order);
+        }
+        self.send_in_parts(&batch, &done, order);
+    }
+}
+
+/// What ranks are to do with a batch.
+#[derive(Clone, Copy)]
+enum BatchOrder<'a> {
+    /// Of a load whose layers they count, if it is one.
+    Copy { load: Option<RankLoad> },
+    /// The sources are another worker's.
+    Pull(&'a PullOrder),
+}
+
+impl BatchOrder<'_> {
+    fn frame(self, batch: u64, ops: &[CopyOp]) -> Vec<u8> {
+        let ops = PackedOps::of(ops);
+        match self {
+            Self::Copy { load } => frame(&ToRank::Copy { batch, load, ops }),
+            Self::Pull(from) => frame(&ToRank::Pull { batch, from: from.clone(), ops }),
+        }
     }
 }
 
@@ -336,8 +393,8 @@ impl LeaderState {
         self.state.lock().pending.busy()
     }
 
-    /// Has all ranks do a batch, whose sources are another worker's if `from` names one.
-    fn send(&self, ops: &[CopyOp], done: Done, from: Option<&PullOrder>) {
+    /// Has all ranks do a batch.
+    fn send(&self, ops: &[CopyOp], done: Done, order: BatchOrder<'_>) {
         if ops.is_empty() {
             return;
         }
@@ -351,14 +408,11 @@ impl LeaderState {
                 return done.report((0..ops.len()).map(|op| (op, Err(away.clone()))).collect());
             }
         };
-        let batch = state.pending.add(ops.len(), done, from.is_some());
+        let is_pull = matches!(order, BatchOrder::Pull(_));
+        let batch = state.pending.add(ops.len(), done, is_pull);
         drop(state);
         // Written once for all of them.
-        let packed = PackedOps::of(ops);
-        let message = match from {
-            None => frame(&ToRank::Copy { batch, ops: packed }),
-            Some(from) => frame(&ToRank::Pull { batch, from: from.clone(), ops: packed }),
-        };
+        let message = order.frame(batch, ops);
         // What the thread that listens submits, since copies ended, goes at the end of its round:
         // several batches in one message, which costs little more than one.
         let is_listener = self.listener.get() == Some(&thread::current().id());

@@ -16,6 +16,7 @@ use super::connection::{
 };
 use super::forget::{DestroyKeys, RankForgetter};
 use super::leader::check_fingerprint;
+use super::loads::{RankLoad, RankLoads};
 use super::protocol::{
     EndedCopies, ForgotTenant, HelloFrame, MAX_GREETING, MAX_MESSAGE, Membership, RefusalFrame,
     ToLeader, ToRank, decode, frame,
@@ -23,7 +24,7 @@ use super::protocol::{
 use super::pull::{PullOrder, PullSlots, PulledSlot, RankSlots};
 use super::slots::{KeptSlots, LeftBehind, SlotGenerations, SlotJournals, part};
 use super::socket;
-use crate::backend::Backend;
+use crate::backend::{Backend, Fences};
 use crate::clock;
 use crate::copy::{CopyError, CopyOp, Done, Owner, Route, Tier};
 use crate::dram::DramRegion;
@@ -141,6 +142,7 @@ impl Member {
             ended: Condvar::new(),
             generations: Arc::default(),
             journals,
+            loads: Arc::default(),
         };
         let (work, is_stopping, reported) = (Arc::new(work), Arc::default(), clock::now());
         Ok(Self {
@@ -193,6 +195,11 @@ impl Member {
     pub fn pulling(mut self, memory: Arc<DramRegion>, pull: Box<PullSlots>) -> Self {
         self.puller = Some(RankPuller { memory, pull });
         self
+    }
+
+    /// Loads that this rank's engine may wait for, layer by layer.
+    pub fn loads(&self) -> Arc<RankLoads> {
+        Arc::clone(&self.work.loads)
     }
 
     /// What ends [`serve`](Self::serve).
@@ -262,10 +269,10 @@ impl Member {
         loop {
             let Some(message) = self.inbox.next()? else { return Ok(MemberTurn::Next) };
             match decode(message)? {
-                ToRank::Copy { batch, ops } => {
+                ToRank::Copy { batch, load, ops } => {
                     let ops = ops.unpack()?;
                     self.left.close();
-                    self.copy(batch, &ops);
+                    self.copy(batch, load, &ops);
                 }
                 ToRank::Pull { batch, from, ops } => {
                     let ops = ops.unpack()?;
@@ -281,6 +288,7 @@ impl Member {
                     ours.for_each(|slot| self.work.generations.adopt(slot));
                 }
                 ToRank::Forget { tenant, life } => self.forget(tenant, life),
+                ToRank::LoadEnded { load, arrived } => self.work.loads.ended(load, arrived),
                 ToRank::Goodbye => return Ok(MemberTurn::Last),
                 // A leader that says so again is harmless.
                 ToRank::Welcome | ToRank::Refused(_) => {}
@@ -297,7 +305,7 @@ impl Member {
     }
 
     /// Starts the copies of a batch, but for those that cannot be right.
-    fn copy(&self, batch: u64, ops: &[CopyOp]) {
+    fn copy(&self, batch: u64, load: Option<RankLoad>, ops: &[CopyOp]) {
         let Some(route) = ops.first().map(CopyOp::route) else { return };
         let backend = self.backends.get(&route);
         self.work.begin(batch, ops.len());
@@ -315,9 +323,11 @@ impl Member {
         let Some(backend) = backend.filter(|_| !started.is_empty()) else { return };
         let ops = started.iter().map(|&(_, op)| op).collect();
         let done = self.done(batch, started);
+        let layers = load.map(|load| self.work.loads.layers(load));
+        let fences = Fences { layers, ..Fences::default() };
         // What became of the copies of a backend that panicked is unknown: for the leader they will
         // be overdue.
-        if catch_unwind(AssertUnwindSafe(|| backend.submit(ops, done))).is_err() {
+        if catch_unwind(AssertUnwindSafe(|| backend.submit_fenced(ops, fences, done))).is_err() {
             tracing::error!(from = %route.0, to = %route.1, "a backend panicked when it was given a batch");
         }
     }
@@ -416,6 +426,14 @@ struct MemberWork {
     ended: Condvar,
     generations: Arc<SlotGenerations>,
     journals: SlotJournals,
+    loads: Arc<RankLoads>,
+}
+
+/// The service has ended, and all copies have, since a copy under way keeps this.
+impl Drop for MemberWork {
+    fn drop(&mut self) {
+        self.loads.close();
+    }
 }
 
 #[derive(Debug)]
@@ -524,6 +542,7 @@ fn hear_answer(
                 | ToRank::TakeInventory { .. }
                 | ToRank::Adopt { .. }
                 | ToRank::Forget { .. }
+                | ToRank::LoadEnded { .. }
                 | ToRank::Goodbye => return Err(NoAnswer::Gone(ConnectionEnd::Closed)),
             }
         }

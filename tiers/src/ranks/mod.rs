@@ -24,6 +24,7 @@
 //! | `leader` | the backend of the leader, and the thread that listens |
 //! | `member` | a rank: it does what the leader says and reports |
 //! | `slots` | what a rank's slots hold, what an earlier process left there, and who writes down what comes to them |
+//! | `loads` | loads that an engine awaits layer by layer in each rank |
 //! | `pull` | a rank's slots, for ranks of other workers |
 //! | `shares` | which heads of whose slices a rank needs, if the other worker has more ranks or fewer |
 //! | `forget` | which ranks have yet to destroy a tenant's keys |
@@ -38,6 +39,10 @@
 //! [`Unavailable`](crate::CopyErrorKind::Unavailable), as does what is asked for until it is there
 //! again. Before any of that is reported, the leader's owner is told, and must forget all blocks:
 //! what the rank held of each is lost.
+//!
+//! **A load in layers** has a name, which its copies carry: each rank copies its slice layer by
+//! layer, and counts what has come. How the load ended is the leader's to say, when no rank touches
+//! its slots any more.
 //!
 //! **A rank that hangs** is a medium that hangs: its copies do not end, and keep their slots. It is
 //! not cut off, since it might go on writing to slots that others have by then.
@@ -54,6 +59,7 @@
 mod connection;
 mod forget;
 mod leader;
+mod loads;
 mod member;
 mod pending;
 mod protocol;
@@ -67,6 +73,7 @@ mod tests;
 
 pub use forget::{DestroyKeys, NotForgotten};
 pub use leader::{Leader, LeaderOptions, RankRegistry};
+pub use loads::{RankLoad, RankLoads, SliceLoad};
 pub use member::{JoinOptions, LeaderGone, Member, Stopper};
 pub use pending::MAX_RANKS;
 pub use protocol::{Membership, VERSION};

@@ -14,13 +14,14 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::loads::RankLoad;
 use super::pull::{PeerSeat, PullOrder};
 use crate::copy::{BlockKey, CopyErrorKind, CopyOp, Owner, Route, SlotId, SlotRef, Tier};
 use crate::fields::{u32_at, u128_at};
 use crate::index::IndexEntry;
 
 /// What both sides must agree on. Raise it with every change of a message.
-pub const VERSION: u16 = 5;
+pub const VERSION: u16 = 6;
 /// `kvbm`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbm");
 
@@ -143,8 +144,10 @@ pub(super) struct FailedCopy {
 pub(super) enum ToRank {
     Refused(RefusalFrame),
     Welcome,
+    /// `load`: of a load whose layers the rank is to count.
     Copy {
         batch: u64,
+        load: Option<RankLoad>,
         ops: PackedOps,
     },
     /// The leader ends, and wants nothing more.
@@ -170,6 +173,12 @@ pub(super) enum ToRank {
         batch: u64,
         from: PullOrder,
         ops: PackedOps,
+    },
+    /// That load has ended: this many leading blocks are there in all ranks, and nothing of it
+    /// comes any more.
+    LoadEnded {
+        load: RankLoad,
+        arrived: u32,
     },
 }
 
@@ -469,6 +478,8 @@ pub fn read_in_every_way(bytes: &[u8]) {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU16;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -512,6 +523,14 @@ mod tests {
         )
     }
 
+    fn load() -> impl Strategy<Value = Option<RankLoad>> {
+        let load = (any::<u64>(), 1..=u16::MAX, any::<u32>());
+        prop::option::of(load.prop_map(|(number, layers, blocks)| {
+            let layers = layers.try_into().expect("from 1 on");
+            RankLoad { number, layers, blocks }
+        }))
+    }
+
     fn ended() -> impl Strategy<Value = EndedCopies> {
         let failures = prop::collection::vec((any::<u32>(), "\\PC*"), 0..20);
         (any::<u64>(), prop::collection::vec(any::<u32>(), 0..50), failures).prop_map(
@@ -535,14 +554,17 @@ mod tests {
         #[test]
         fn copies_arrive_as_sent_and_nothing_else_passes(
             batch: u64,
+            load in load(),
             ops in prop::collection::vec(op(), 0..80),
             cut: prop::sample::Index,
             flip: prop::sample::Index,
             bit in 0..8u8,
         ) {
-            let mut bytes = body(&ToRank::Copy { batch, ops: PackedOps::of(&ops) });
-            let ToRank::Copy { batch: same, ops: packed } = decode(&bytes).unwrap() else { panic!("{bytes:?}") };
-            prop_assert_eq!((same, packed.unpack().unwrap()), (batch, ops));
+            let mut bytes = body(&ToRank::Copy { batch, load, ops: PackedOps::of(&ops) });
+            let ToRank::Copy { batch: same, load: of, ops: packed } = decode(&bytes).unwrap() else {
+                panic!("{bytes:?}")
+            };
+            prop_assert_eq!((same, of, packed.unpack().unwrap()), (batch, load, ops));
             prop_assert!(decode::<ToRank>(&bytes[..cut.index(bytes.len())]).is_err());
             let place = flip.index(bytes.len());
             bytes[place] ^= 1 << bit;
@@ -603,7 +625,9 @@ mod tests {
         let slot = SlotRef { tier: Tier::Object, slot: SlotId(u32::MAX), generation: u32::MAX };
         let block = BlockKey { hash: u128::MAX, group: u8::MAX };
         let op = CopyOp { block, parent: Some(u128::MAX), owner: None, from: slot, to: slot };
-        let copy = ToRank::Copy { batch: u64::MAX, ops: PackedOps::of(&vec![op; MAX_OPS]) };
+        let load = RankLoad { number: u64::MAX, layers: NonZeroU16::MAX, blocks: u32::MAX };
+        let ops = PackedOps::of(&vec![op; MAX_OPS]);
+        let copy = ToRank::Copy { batch: u64::MAX, load: Some(load), ops };
         assert!(body(&copy).len() <= MAX_MESSAGE);
         let holding = HeldSlot { slot: slot.slot, generation: u32::MAX, block };
         let held = PackedHoldings::of(std::iter::repeat_n(holding, MAX_SLOTS_TOLD));

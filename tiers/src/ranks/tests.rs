@@ -1,6 +1,8 @@
 //! A leader and its ranks, which are threads here: `tests/ranks.rs` has them in processes, and
 //! kills them.
 
+#![expect(unsafe_code, reason = "a backend promises what the compiler cannot see")]
+
 use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -18,10 +20,10 @@ use super::protocol::{HelloFrame, MAX_SLOTS_TOLD, ToLeader, ToRank, decode, firs
 use super::socket::LeaderSocket;
 use super::{
     Disagreement, JoinOptions, KeptSlots, Leader, LeaderGone, LeaderOptions, Member, Membership,
-    PeerSeat, PullFrom, PullOrder, PulledSlot, SlotJournal, Stopper, VERSION,
+    PeerSeat, PullFrom, PullOrder, PulledSlot, RankLoads, SlotJournal, Stopper, VERSION,
 };
-use crate::backend::Backend;
-use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Route, SlotId, SlotRef, Tier};
+use crate::backend::{Backend, Fence, Fences, HostFence, Layers};
+use crate::copy::{BlockKey, CopyError, CopyErrorKind, CopyOp, Done, Route, SlotId, SlotRef, Tier};
 use crate::dram::DramRegion;
 use crate::error::{Failure, SetupError, SetupErrorKind};
 use crate::frame::Frame;
@@ -29,8 +31,8 @@ use crate::index::IndexEntry;
 use crate::memcpy::MemcpyBackend;
 use crate::memory::Memory;
 use crate::testing::{
-    Fault, FaultBackend, ParkedBackend, each, fill_pattern, has_pattern, kinds, options, order,
-    run, start,
+    Fault, FaultBackend, ParkedBackend, each, fill_pattern, has_pattern, holds_in_a_child, kinds,
+    options, order, run, start,
 };
 
 const SLOTS: u32 = 16;
@@ -261,6 +263,112 @@ fn a_slow_batch_reports_what_has_ended_first() {
     }
     drop(leader);
     service.join().unwrap().unwrap();
+}
+
+/// Leaves it to a test when layers and copies have come.
+#[derive(Debug, Default)]
+struct HeldBatches(Mutex<Vec<(Option<Layers>, Done)>>);
+
+// SAFETY: it touches no slot, and completes what a test takes.
+unsafe impl Backend for HeldBatches {
+    fn name(&self) -> &'static str {
+        "held"
+    }
+
+    fn routes(&self) -> &[Route] {
+        &[SAVE]
+    }
+
+    fn submit(&self, batch: Vec<CopyOp>, done: Done) {
+        self.submit_fenced(batch, Fences::default(), done);
+    }
+
+    fn submit_fenced(&self, _: Vec<CopyOp>, fences: Fences, done: Done) {
+        self.0.lock().push((fences.layers, done));
+    }
+}
+
+impl HeldBatches {
+    fn take(&self) -> (Option<Layers>, Done) {
+        loop {
+            if let Some(held) = self.0.lock().pop() {
+                return held;
+            }
+            thread::yield_now();
+        }
+    }
+}
+
+/// A rank that holds batches, and the loads that its engine waits for.
+struct HoldingRank {
+    held: Arc<HeldBatches>,
+    loads: Arc<RankLoads>,
+    service: JoinHandle<Result<(), Failure<LeaderGone>>>,
+}
+
+impl HoldingRank {
+    fn join(dir: &Path, rank: u16) -> Self {
+        let held = Arc::new(HeldBatches::default());
+        let backends = HashMap::from([(SAVE, Arc::clone(&held) as Arc<dyn Backend>)]);
+        let member = Member::join(join_options(dir, membership(rank, 2)), backends).unwrap();
+        let loads = member.loads();
+        Self { held, loads, service: thread::spawn(move || member.serve()) }
+    }
+}
+
+#[test]
+fn a_rank_counts_the_layers_of_its_own_slice() {
+    let dir = tempfile::tempdir().unwrap();
+    let joining = [0, 1].map(|rank| {
+        let at = dir.path().to_owned();
+        thread::spawn(move || HoldingRank::join(&at, rank))
+    });
+    let leader = Leader::open(leader_options(dir.path(), 2), |_| ()).unwrap();
+    let ranks = joining.map(|rank| rank.join().unwrap());
+    let begin = |fences: Fences| {
+        let (report, reports) = mpsc::channel();
+        let done = each(move |_, result| report.send(result).unwrap());
+        leader.submit_fenced((0..3).map(|slot| op(SAVE, slot)).collect(), fences, done);
+        reports
+    };
+    let load = leader.name_load(2.try_into().unwrap(), 3);
+    let [one, other] = [0, 1].map(|rank: usize| ranks[rank].loads.slice(load));
+    let layers = Layers::new(load.layers, |_, _| panic!("they are the ranks'"));
+    let layers = layers.in_ranks(Some(load));
+    let reports = begin(Fences { layers: Some(layers), ..Fences::default() });
+    let held = [0, 1].map(|rank: usize| ranks[rank].held.take());
+    let arrived = |rank: usize, layer| held[rank].0.as_ref().unwrap().arrived(layer, 3);
+    arrived(0, 0);
+    assert!(one.wait_layers(1, LIMIT) && !one.wait_layers(2, Duration::ZERO));
+    assert!(!other.wait_layers(1, Duration::ZERO), "its own is not there");
+    arrived(1, 0);
+    arrived(1, 1);
+    assert!(other.wait_layers(2, LIMIT) && !one.wait_layers(2, Duration::ZERO));
+    held.into_iter().for_each(|(_, done)| done.report((0..3).map(|op| (op, Ok(()))).collect()));
+    (0..3).for_each(|_| reports.recv_timeout(LIMIT).unwrap().unwrap());
+    assert_eq!((one.wait(Duration::ZERO), other.wait(Duration::ZERO)), (None, None));
+    assert!(holds_in_a_child(|| {
+        leader.end_load(load, 0);
+        true
+    }));
+    leader.end_load(load, 2);
+    assert_eq!((one.wait(LIMIT), other.wait(LIMIT)), (Some(2), Some(2)));
+    // Others have no name, and no layers; and what waits for this process cannot wait in ranks.
+    let reports = begin(Fences::default());
+    for rank in &ranks {
+        let (layers, done) = rank.held.take();
+        assert!(layers.is_none());
+        done.report((0..3).map(|op| (op, Ok(()))).collect());
+    }
+    (0..3).for_each(|_| reports.recv_timeout(LIMIT).unwrap().unwrap());
+    let refused = begin(Fences { after: Fence::Host(HostFence::new()), ..Fences::default() });
+    let refused = refused.recv_timeout(LIMIT).unwrap().unwrap_err();
+    assert_eq!(refused.kind(), CopyErrorKind::Refused);
+    // A service that ends ends all loads.
+    let last = ranks[0].loads.slice(leader.name_load(load.layers, 3));
+    drop(leader);
+    ranks.into_iter().for_each(|rank| rank.service.join().unwrap().unwrap());
+    assert_eq!(last.wait(LIMIT), Some(0));
 }
 
 #[test]

@@ -40,7 +40,7 @@ fn pattern(seed: usize, block_bytes: usize) -> Vec<u8> {
 
 /// The first call has the memory locked for the GPU, in a thread.
 pub(super) fn copies(memory: &Arc<PeerMemory>, engine: &Arc<DeviceRegion>) -> EngineCopies {
-    let until = Instant::now() + Duration::from_secs(60);
+    let until = Instant::now() + Duration::from_mins(1);
     loop {
         if let Some(copies) = EngineCopies::between(memory, engine, &Fence::Done) {
             return copies;

@@ -1,26 +1,30 @@
 //! Loads into an engine's slots: of all cache groups, as one transfer.
 
+use std::num::NonZeroU16;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use kvbm_policies::CheckpointPart;
-use kvbm_tiers::Fence;
+use kvbm_tiers::ranks::{Leader, RankLoad};
+use kvbm_tiers::{Fence, LayerCount};
 
 use super::lease::{CheckpointLeases, GroupLease};
 use super::{CheckpointGroups, FULL, GroupSlots, find};
+use crate::api::engine_memory::EngineMemory;
 use crate::api::lease::{AnyLease, Lease};
 use crate::api::manager::Manager;
-use crate::api::transfer::{LayerCount, Loaded, Transfer, Writers};
+use crate::api::transfer::{Loaded, Transfer, Writers};
 use crate::error::{Error, Result};
 use crate::peers::{EngineSlots, FollowRequest, Peers};
 use crate::scheduler::{JoinedTransfer, LoadInto};
+use crate::task::WithMedia;
 
 /// What the loads of all groups share.
 struct LoadPart<'a> {
     slots: &'a [GroupSlots<'a>],
     after: &'a Fence,
     /// Dropped when no medium uses a slot of any group any more.
-    with_media: Arc<()>,
+    with_media: WithMedia,
     joined: &'a Arc<JoinedTransfer>,
 }
 
@@ -107,7 +111,7 @@ impl Manager {
         let checkpoints = self.checkpoints();
         if checkpoints.is_empty() {
             return match CheckpointGroups::plain(slots) {
-                Ok(given) => self.begin_load(lease, given, after.clone(), Arc::default(), None),
+                Ok(given) => self.begin_load(lease, given, after.clone(), Arc::new(()), None),
                 Err(error) => Transfer::failed(error),
             };
         }
@@ -121,7 +125,7 @@ impl Manager {
         let (nothing, full) = (lease.of_nothing(), lease);
         let first = find(slots, FULL).map_or(blocks, |given| given.first);
         let joined = JoinedTransfer::of(self.core());
-        let with_media = Arc::new(());
+        let with_media: WithMedia = Arc::new(());
         let writers = Writers::new(&with_media);
         let common = LoadPart { slots, after, with_media, joined: &joined };
         let mut loads = vec![(FULL, self.load_part(full, first..blocks, 0, &common, FULL))];
@@ -154,7 +158,8 @@ impl Manager {
         // The part of full attention names the whole, even if nothing is wanted of it.
         let is_begun = group == FULL || !wanted.is_empty();
         let Some(given) = find(common.slots, group).filter(|_| is_begun) else {
-            return nothing_to_load(lease, self.engine().map_or(1, |engine| engine.layers().get()));
+            let layers = self.engine().map_or(NonZeroU16::MIN, EngineMemory::layers);
+            return nothing_to_load(lease, layers);
         };
         let slots = &given.slots[wanted.start - given.first..wanted.end - given.first];
         let wanted = GroupSlots { group, first: wanted.start - base, slots };
@@ -169,32 +174,91 @@ impl Manager {
         lease: Lease,
         wanted: GroupSlots<'_>,
         after: Fence,
-        with_media: Arc<()>,
+        with_media: WithMedia,
         part_of: Option<Arc<JoinedTransfer>>,
     ) -> Transfer<Loaded> {
-        let (blocks, slots) = (wanted.first..wanted.end(), wanted.slots);
-        let checked = self.engine().and_then(|engine| {
-            engine.check_load(slots)?;
-            self.core().check_lease(&lease)?;
-            wanted.check_within(usize::MAX)?;
-            Ok(engine.layers())
-        });
-        match checked {
+        match self.check_begin(&lease, &wanted) {
             Ok(layers) => {
-                let load = LoadInto { lease, blocks, slots, after, layers, with_media, part_of };
+                let (blocks, slots) = (wanted.first..wanted.end(), wanted.slots);
+                let layers = Arc::new(LayerCount::new(layers, slots.len()));
+                let in_ranks = None;
+                let load =
+                    LoadInto { lease, blocks, slots, after, layers, in_ranks, with_media, part_of };
                 self.core().load_into(load)
             }
             Err(error) => Transfer::failed(error),
         }
     }
+
+    /// Layers of the engine's blocks, if such a load may begin.
+    fn check_begin(&self, lease: &Lease, wanted: &GroupSlots<'_>) -> Result<NonZeroU16> {
+        let engine = self.engine()?;
+        engine.check_load(wanted.slots)?;
+        self.core().check_lease(lease)?;
+        wanted.check_within(usize::MAX)?;
+        Ok(engine.layers())
+    }
+
+    /// [`load_into`](Self::load_into) in ranks whose engines begin with a layer before the last one
+    /// is there. Each of them waits for [its slice](crate::Rank::slice_of) of the load that is
+    /// named; the transfer is the whole, and hears of layers at its end. Nothing uses the slots
+    /// before: ranks wait for no fence.
+    ///
+    /// # Errors
+    /// Those of [`load_into`](Self::load_into); nothing is begun then.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid), too: there are no ranks, or the model is
+    /// hybrid.
+    pub fn load_in_ranks(
+        &self,
+        lease: Lease,
+        slots: &[GroupSlots<'_>],
+    ) -> Result<(RankLoad, Transfer<Loaded>)> {
+        if !self.checkpoints().is_empty() {
+            let message = "with several cache groups a load is awaited as a whole: use load_into";
+            return Err(Error::invalid(message));
+        }
+        let leader = self.leader()?;
+        let wanted = CheckpointGroups::plain(slots)?;
+        let layers = self.check_begin(&lease, &wanted)?;
+        let (blocks, slots) = (wanted.first..wanted.end(), wanted.slots);
+        let load = leader.upgrade().ok_or_else(Error::closed)?.name_load(layers, slots.len());
+        let layers = Arc::new(LayerCount::new(layers, slots.len()));
+        let end = EndInRanks { leader: Weak::clone(leader), load, layers: Arc::clone(&layers) };
+        let transfer = self.core().load_into(LoadInto {
+            lease,
+            blocks,
+            slots,
+            after: Fence::Done,
+            layers,
+            in_ranks: Some(load),
+            with_media: Arc::new(end),
+            part_of: None,
+        });
+        Ok((load, transfer))
+    }
+}
+
+/// Tells ranks how a load ended, once its caller was told and no medium uses its slots any more:
+/// with the table unlocked, as all `Effects`.
+struct EndInRanks {
+    leader: Weak<Leader>,
+    load: RankLoad,
+    layers: Arc<LayerCount>,
+}
+
+impl Drop for EndInRanks {
+    fn drop(&mut self) {
+        if let Some(leader) = self.leader.upgrade() {
+            leader.end_load(self.load, self.layers.ended().unwrap_or(0));
+        }
+    }
 }
 
 /// The engine has all of it.
-fn nothing_to_load(lease: Lease, layers: u16) -> Transfer<Loaded> {
+fn nothing_to_load(lease: Lease, layers: NonZeroU16) -> Transfer<Loaded> {
     let layers = Arc::new(LayerCount::new(layers, 0));
-    layers.end(true);
-    let writers = Writers::new(&Arc::new(()));
-    Transfer::ended(Loaded::new(0..0, 0, lease, writers)).in_layers(layers)
+    layers.end(0);
+    Transfer::ended(Loaded::new(0..0, 0, lease, Writers::none())).in_layers(layers)
 }
 
 impl CheckpointGroups {
@@ -260,14 +324,13 @@ mod tests {
     }
 
     fn loaded(arrived: usize, failed: usize) -> Loaded {
-        let writers = Writers::new(&Arc::new(()));
-        Loaded::new(0..arrived + failed, arrived, nothing(), writers)
+        Loaded::new(0..arrived + failed, arrived, nothing(), Writers::none())
     }
 
     /// A group closes while another's medium still writes.
     #[test]
     fn the_writers_of_one_group_outlive_the_error_of_another() {
-        let medium = Arc::new(());
+        let medium: WithMedia = Arc::new(());
         let writers = Writers::new(&medium);
         for answers in [
             vec![Err(Error::closed()), Ok(loaded(0, 2))],

@@ -29,7 +29,7 @@ use super::policy::RequestContext;
 use super::record::TierSet;
 use crate::names::hash::BlockHash;
 use crate::observe::events::{EventBuffer, StoreReason};
-use crate::task::{Class, CopyTask, Defect, TaskId, TransferId};
+use crate::task::{Class, CopyTask, Defect, TaskId, TransferId, WithMedia};
 
 pub use self::land::TransferEnd;
 pub use self::plan::{Filled, Reserved, Steps, TransferPlan};
@@ -155,7 +155,7 @@ struct OpenTransfer {
     sources: Option<Pins>,
     caller: Option<TransferCaller>,
     /// Dropped when no medium uses its slots any more: the lender of the slots looks at that.
-    with_media: Option<Arc<()>>,
+    with_media: Option<WithMedia>,
     /// Set for a save that relies on copies of others.
     relying: Option<EngineBlocks>,
     account: TransferAccount,
@@ -230,7 +230,7 @@ pub struct Effects {
     /// Saves to plan anew.
     pub again: Vec<SaveAgain>,
     /// Markers for lenders of slots to transfers that no medium has any more.
-    pub released: Vec<Arc<()>>,
+    pub released: Vec<WithMedia>,
     /// Blocks that were dropped.
     pub dropped: Vec<Dropped>,
     /// Blocks that left a tier, if a listener is set.

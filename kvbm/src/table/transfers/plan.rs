@@ -22,7 +22,7 @@ use crate::table::pins::Pins;
 use crate::table::policy::{RequestContext, RequestInfo};
 use crate::table::record::TierSet;
 use crate::table::{MissReason, Table};
-use crate::task::{Class, CopyTask, TaskId, TransferId};
+use crate::task::{Class, CopyTask, TaskId, TransferId, WithMedia};
 
 /// The length of the steps of plans and drops, in blocks, unless the hold's [budget](Budget) ends
 /// them first.
@@ -165,7 +165,7 @@ struct EngineLoad {
     first: usize,
     slots: Vec<SlotRef>,
     /// Dropped when no medium uses the slots any more.
-    with_media: Arc<()>,
+    with_media: WithMedia,
 }
 
 /// The engine's blocks of a save that relies on copies of other transfers. If these fail, the save
@@ -312,7 +312,12 @@ impl TransferPlan {
     /// The plan to copy what a lease holds of its chain into slots of the engine's own: block
     /// `first` into the first of them, and so on. `with_media` is dropped when no medium uses these
     /// any more.
-    pub fn into_engine(pins: Pins, first: usize, slots: Vec<SlotRef>, with_media: Arc<()>) -> Self {
+    pub fn into_engine(
+        pins: Pins,
+        first: usize,
+        slots: Vec<SlotRef>,
+        with_media: WithMedia,
+    ) -> Self {
         Self {
             path: BlockPath::IntoEngine(EngineLoad { first, slots, with_media }),
             ..Self::copying(Class::Load, Tier::Device, pins)

@@ -164,7 +164,8 @@ class Config:
             )
         self.settings = settings.of_replica(parallel.data_parallel_index)
         # Whether prompts that a peer reads while they are computed are saved layer by layer.
-        self.saves_layers = settings["peers.enabled"] == "true" and not _why_not_by_layers(self, vllm_config)
+        has_peers = settings["peers.enabled"] == "true"
+        self.saves_layers = has_peers and self.is_alone and not _why_not_by_layers(self, vllm_config)
         # What the numbers of a block are, where hits are computed again and compared.
         self.shadow_elements = ""
         if float(settings["transfer.shadow_share"]) > 0:
@@ -392,8 +393,11 @@ def _check_layerwise(config: Config, vllm_config: "VllmConfig") -> None:
 def _why_not_by_layers(config: Config, vllm_config: "VllmConfig") -> str:
     """Why the layers of a step can neither wait for a load nor be saved one by one; empty: they can."""
     group = config.groups[0]
-    if config.is_windowed or group.shares != len(group.layers) or not config.is_alone:
-        return "is for full attention in layers that are alike, and one worker in the engine's process: leave it out"
+    if config.is_windowed or group.shares != len(group.layers) or config.is_shared:
+        return "is for full attention in layers that are alike, of which each worker has a slice of its own: leave it out"
+    if config.stages > 1:
+        # The next step is under way in the first stage by then.
+        return "is for steps that follow each other: leave it out, or set pipeline_parallel_size to 1"
     if vllm_config.speculative_config is not None:
         # vLLM asks what did not come before the step has waited for it. And a draft model computes its layers several times.
         return "is not for speculative decoding: leave it out"

@@ -30,7 +30,7 @@ from kvbm_rs.vllm.connector.hints import Asked, Limits, asked_by
 from kvbm_rs.vllm.connector.peers import Prefilled, Prefills
 from kvbm_rs.vllm.connector.shadow import Shadow, ShadowedHit
 from kvbm_rs.vllm.connector.stats import Stats
-from kvbm_rs.vllm.connector.worker import Ended, LayeredLoad, Stepped, StepSave, adopted
+from kvbm_rs.vllm.connector.worker import Ended, LayeredLoad, SlicedLoad, Stepped, StepSave, adopted
 from kvbm_rs.vllm.samples import Reader
 from kvbm_rs.vllm.versions import CacheHitSource, loads_amid
 
@@ -214,7 +214,7 @@ class Scheduler:
         self._filling: deque[tuple[int, list[str]]] = deque()
         self._loading: dict[str, _Loading] = {}
         # Loads of the step that is being scheduled.
-        self._layered: list[LayeredLoad] = []
+        self._layered: list[LayeredLoad | SlicedLoad] = []
         self._saving: list[_Saving] = []
         self._ending: list[_Ending] = []
         self._pinning: list[_Pinning] = []
@@ -358,7 +358,8 @@ class Scheduler:
             slots.append((number, start, tables[group.index][start:end]))
         if self._is_layered(lease):
             (given,) = slots
-            self._layered.append(LayeredLoad(request.request_id, self.manager, lease, *given[1:]))
+            kind = LayeredLoad if self._config.is_alone else SlicedLoad
+            self._layered.append(kind(request.request_id, self.manager, lease, *given[1:]))
         else:
             self._start_load(request.request_id, slots, lambda: self.manager.load_into(lease, slots))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvbm_rs import Chain, EngineMemory, Hints, LayeredSave, Lease, Load, Manager, Rank
+from kvbm_rs import Chain, EngineMemory, Hints, LayeredSave, Lease, Load, Manager, Rank, SliceLoad
 from kvbm_rs.errors import InvalidError, KvbmError
 from kvbm_rs.vllm import logger
 from kvbm_rs.vllm.connector.config import Config
@@ -49,7 +49,7 @@ class LayeredLoad:
         self._slots = slots
         self._load: Load | None = None
 
-    def begin(self, after: torch.cuda.Event | None) -> None:
+    def begin(self, _: Rank | None, after: torch.cuda.Event | None) -> None:
         """Begins behind `after`: what a GPU has not computed yet of the steps before."""
         self._load = self._manager.load_into(self._lease, [(0, self._first, self._slots)], after=after)
 
@@ -68,6 +68,35 @@ class LayeredLoad:
             # The engine is about to write there.
             time.sleep(0.001)
         return [] if end.is_whole else self._slots[end.usable - self._first :]
+
+
+class SlicedLoad:
+    """The same where workers are ranks: the scheduler begins it, and each of them waits for its slice. It is sent to them."""
+
+    def __init__(self, request: str, manager: Manager, lease: Lease, first: int, slots: list[int]) -> None:
+        self.request = request
+        self._slots = slots
+        self._named: tuple[int, int, int] | None = None
+        # In a worker.
+        self._slice: SliceLoad | None = None
+        try:
+            self._named, _ = manager.load_in_ranks(lease, [(0, first, slots)])
+        except KvbmError:
+            # A reset, or a shutdown, came first.
+            logger.exception("a load was refused")
+
+    def begin(self, rank: Rank | None, _: torch.cuda.Event | None) -> None:
+        if rank is not None and self._named is not None:
+            self._slice = rank.slice_of(self._named)
+
+    def wait_layers(self, layers: int) -> None:
+        if self._slice is not None:
+            self._slice.wait_layers(layers, _FOREVER)
+
+    def end(self) -> list[int]:
+        """Waits for its end in all workers. Returns the slots that hold nothing that can be used, which are the same in each."""
+        came, self._slice = self._slice, None
+        return self._slots if came is None else self._slots[came.wait(_FOREVER) :]
 
 
 class StepSave:
@@ -104,7 +133,7 @@ class Ended(KVConnectorMetadata):
 
     step: int
     # Loads that the step waits for.
-    layered: list[LayeredLoad] = field(default_factory=list)
+    layered: list[LayeredLoad | SlicedLoad] = field(default_factory=list)
     # What the step saves while it computes.
     saves: list[StepSave] = field(default_factory=list)
     # Blocks that came to each stage's first worker, where they are all workers'.
@@ -153,7 +182,7 @@ class Worker:
         self._told: Ended | None = None
         self._stepped: Stepped | None = None
         # Loads of the step under way that it waits for, and the layers of the one group that they are of, by name.
-        self._layered: list[LayeredLoad] = []
+        self._layered: list[LayeredLoad | SlicedLoad] = []
         self._layers = {name: number for number, name in enumerate(config.groups[0].layers, 1)}
         # Saves of the step under way, layer by layer; and whether there may be any.
         self._saves: list[StepSave] = []
@@ -191,12 +220,19 @@ class Worker:
             # The leader says which rank did not come, and ends the start.
             logger.exception("this rank cannot join its leader")
 
+    def _joined(self) -> Rank | None:
+        """The leader may be ready a moment before the rank is."""
+        if self._joining is not None:
+            self._joining.join()
+        return self._rank
+
     def begin(self, told: Ended) -> None:
         self._told, self._stepped = told, Stepped(told.step)
         self._layered = told.layered
-        after = self._computing() if self._layered else None
-        for load in self._layered:
-            load.begin(after)
+        if self._layered:
+            rank, after = self._joined(), self._computing()
+            for load in self._layered:
+                load.begin(rank, after)
         if told.shared:
             self._share(told.shared)
         # Whatever a load that failed left there must not be taken for keys and values.
