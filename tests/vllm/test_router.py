@@ -29,9 +29,9 @@ def test_a_prompt_that_would_hold_up_who_decodes_goes_to_the_other_engine(model,
         assert tokens(json.load(alone)) == said[0]
         assert alone.headers["x-kvbm-route"].startswith("computed here: ")
         long = router.stream(asked(model, prompt(1, LENGTH), 3000))
-        # An engine that is behind says several tokens at once.
+        # An engine that is behind says several tokens at once, on a busy machine more than are known.
         first = tokens(next(long))
-        assert first and first == said[1][: len(first)]
+        assert first and first[: len(said[1])] == said[1][: len(first)]
         until_computed(decodes, 2 * LENGTH)
         sent = router.post(asked(model, prompt(2, LENGTH)))
         assert tokens(json.load(sent)) == said[2]

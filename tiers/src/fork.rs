@@ -43,6 +43,12 @@ impl<T> ProcessBound<T> {
     pub(crate) fn new(value: T) -> Self {
         Self { value: ManuallyDrop::new(value), maker: MakerProcess::this_process() }
     }
+
+    /// Whether this process made it.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_here(&self) -> bool {
+        self.maker.is_this_process()
+    }
 }
 
 impl<T> Deref for ProcessBound<T> {

@@ -131,6 +131,8 @@ pub(super) enum PeerFault {
     Seal(#[from] CopyError),
     #[error("the GPU here does not copy its blocks: {0}")]
     Gpu(CopyError),
+    #[error("the GPU here does not end its copies")]
+    Stuck,
     #[error("its blocks are encrypted, and {0}")]
     NoKey(String),
     #[error("blocks before those that it named have left here meanwhile")]

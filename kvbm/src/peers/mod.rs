@@ -586,7 +586,8 @@ impl PeerRuntime {
         // blocks copied into an engine's slots.
         let threads = MAX_LOOKING + copy_threads;
         let mut runtime = Builder::new_current_thread();
-        Ok(Self(Some(runtime.enable_all().max_blocking_threads(threads).build()?)))
+        runtime.enable_all().max_blocking_threads(threads).thread_name("kvbm-peers-blocking");
+        Ok(Self(Some(runtime.build()?)))
     }
 
     fn runtime(&self) -> &Runtime {

@@ -740,7 +740,8 @@ impl Reader {
                 | PeerFault::Ended(LeaseEnd::Unfinished)
                 | PeerFault::Ranks(_)
                 | PeerFault::Seal(_)
-                | PeerFault::Gpu(_),
+                | PeerFault::Gpu(_)
+                | PeerFault::Stuck,
             ) => ReadEnd::GivenUp,
             Some(PeerFault::Cancelled) if link.memory.is_some() => ReadEnd::GivenUp,
             Some(_) => return,

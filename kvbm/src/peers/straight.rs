@@ -7,10 +7,11 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use kvbm_tiers::{CopyErrorKind, EngineCopies, SlotId, StraightBlock};
 use tokio::task::spawn_blocking;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 use super::link::{NamedBlocks, PeerFault};
@@ -21,6 +22,11 @@ use super::reader::{PeerLease, Pulled, PulledLease, PulledPart, Reader};
 use crate::error::{Error, Result};
 use crate::sync::Mutex;
 use crate::task::WithMedia;
+
+/// How often an engine's event is asked whether it has passed.
+const ASK_AGAIN: Duration = Duration::from_micros(500);
+/// Copies that have begun end within this time of the lease's end, or of being cancelled.
+const GRACE: Duration = Duration::from_secs(5);
 
 /// Between a holder and an engine whose slots may be written, or waited for. `None`: blocks must pass
 /// through the host tier, since they are changed on the way, come in layers or over a network, or go
@@ -62,6 +68,9 @@ struct StraightEnd {
 impl StraightCopy {
     async fn run(self, threads: usize) -> StraightEnd {
         let copy = Arc::new(self);
+        if let Err(fault) = copy.await_engine().await {
+            return StraightEnd { blocks: 0, fault: Some(fault) };
+        }
         let work = |_| {
             let copy = Arc::clone(&copy);
             spawn_blocking(move || copy.work())
@@ -69,14 +78,49 @@ impl StraightCopy {
         // One at least: what no thread takes would count as arrived.
         let threads = threads.max(1).min(copy.blocks.len());
         let threads: Vec<_> = (0..threads).map(work).collect();
-        for thread in threads {
-            if let Err(error) = thread.await {
-                // It is not known which block it was copying.
-                tracing::error!(%error, "a copy from a neighbour's memory ended early");
-                copy.end_at(0, PeerFault::Cancelled);
+        let ended = async {
+            for thread in threads {
+                if let Err(error) = thread.await {
+                    // It is not known which block it was copying.
+                    tracing::error!(%error, "a copy from a neighbour's memory ended early");
+                    copy.end_at(0, PeerFault::Cancelled);
+                }
+            }
+        };
+        tokio::select! {
+            biased;
+            () = ended => {}
+            // A GPU hangs. What its copies may still write is told by `_with_media`.
+            () = copy.overdue() => {
+                copy.cancelled.cancel();
+                copy.end_at(0, PeerFault::Stuck);
             }
         }
         std::mem::take(&mut *copy.end.lock())
+    }
+
+    /// Until the engine's slots may be written. No thread is taken for that.
+    async fn await_engine(&self) -> Result<(), PeerFault> {
+        while !self.way.is_ready().map_err(PeerFault::Gpu)? {
+            self.check_time()?;
+            sleep(ASK_AGAIN).await;
+        }
+        Ok(())
+    }
+
+    async fn overdue(&self) {
+        tokio::select! {
+            () = self.cancelled.cancelled() => sleep(GRACE).await,
+            () = sleep_until(self.until + GRACE) => {}
+        }
+    }
+
+    fn check_time(&self) -> Result<(), PeerFault> {
+        if self.cancelled.is_cancelled() {
+            return Err(PeerFault::Cancelled);
+        }
+        let is_over = Instant::now() >= self.until;
+        if is_over { Err(PeerFault::Ended(LeaseEnd::Expired)) } else { Ok(()) }
     }
 
     /// Copies blocks until none is left, or one does not arrive: those behind it are of no use.
@@ -99,12 +143,7 @@ impl StraightCopy {
     /// An error has the number of leading blocks that have arrived. Once the lease is over the
     /// neighbour may write its slots during the copy: then what arrived does not match its checksum.
     fn copy(&self, blocks: &[NamedBlock]) -> Result<(), (usize, PeerFault)> {
-        if self.cancelled.is_cancelled() {
-            return Err((0, PeerFault::Cancelled));
-        }
-        if Instant::now() >= self.until {
-            return Err((0, PeerFault::Ended(LeaseEnd::Expired)));
-        }
+        self.check_time().map_err(|fault| (0, fault))?;
         let moves: Vec<_> = blocks.iter().map(|named| named.block).collect();
         let arrived = match self.way.copy(&moves) {
             Ok(arrived) => arrived,
@@ -205,7 +244,6 @@ fn blocks_behind(
 #[cfg(test)]
 mod tests {
     use std::thread;
-    use std::time::Duration;
 
     use kvbm_tiers::checksum::checksum;
     use kvbm_tiers::testing::{TensorView, Tensors, fill_pattern, has_pattern};

@@ -118,7 +118,8 @@ impl ChecksumScratch {
         // SAFETY: the pieces are of a slot that nothing writes, and nothing else has this scratch
         // before the wait has ended.
         let started = unsafe { self.sums.start(&self.stream, kernels, summands, 1) };
-        started.and_then(|()| self.stream.wait()).map_err(gone)?;
+        // Also if not all was started: what was uses the scratch.
+        self.stream.wait_for_quiet().and(started).map_err(gone)?;
         let mut sum = [0];
         self.sums.results.copy_to(&mut sum);
         Ok(sum[0])

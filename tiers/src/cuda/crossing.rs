@@ -35,6 +35,7 @@ const SMALL_ALONE: usize = 256 << 10;
 const MANY_PIECES: usize = 4;
 /// Pieces that one launch of the kernel takes, unless a single block has more.
 const TABLE_PIECES: usize = 4096;
+
 /// Where a block crosses.
 #[derive(Clone, Copy)]
 pub(super) struct BlockEnds {

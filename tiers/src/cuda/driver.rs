@@ -8,6 +8,7 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::Duration;
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUresult};
@@ -34,6 +35,8 @@ struct PrimaryContext {
     events: Mutex<Vec<sys::CUevent>>,
 }
 
+/// How often a driver is asked again that gave no answer.
+const ASK_AGAIN: Duration = Duration::from_millis(1);
 /// Events made at the start, for fences of engines: more are rarely in use at once.
 const EVENTS: usize = 64;
 
@@ -86,6 +89,16 @@ impl Gpu {
     /// Its number.
     pub fn ordinal(&self) -> u32 {
         self.0.ordinal
+    }
+
+    /// Whether an event of an engine's has passed.
+    ///
+    /// # Safety
+    /// It lives, is this GPU's, and was not recorded inside a capture.
+    pub(crate) unsafe fn event_has_passed(&self, event: u64) -> Result<bool, DriverError> {
+        let event = std::ptr::with_exposed_provenance_mut(event as usize);
+        // SAFETY: as the caller promises.
+        self.inside(|| unsafe { has_passed(event) })
     }
 
     /// The start of the allocation that an address of this GPU's memory is in; 0: the driver does
@@ -538,6 +551,23 @@ impl CudaStream {
         unsafe { result::stream::synchronize(self.stream) }
     }
 
+    /// [`wait`](Self::wait), until nothing that was started is under way: an error that does not end
+    /// the context says nothing of that.
+    pub(crate) fn wait_for_quiet(&self) -> Result<(), DriverError> {
+        let mut is_told = false;
+        loop {
+            match self.wait() {
+                Err(error) if !ends_the_context(error) => {
+                    if !std::mem::replace(&mut is_told, true) {
+                        tracing::warn!(%error, "the driver does not say whether its work has ended: asking again");
+                    }
+                    std::thread::sleep(ASK_AGAIN);
+                }
+                ended => return ended,
+            }
+        }
+    }
+
     /// Starts a copy between any two places that the GPU can address.
     ///
     /// # Safety
@@ -688,11 +718,7 @@ impl StreamEvent {
     /// nothing: ask again.
     pub(crate) fn has_passed(&self) -> Result<bool, DriverError> {
         // SAFETY: the event lives.
-        match unsafe { result::event::query(self.event) } {
-            Ok(()) => Ok(true),
-            Err(DriverError(CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
-            Err(error) => Err(error),
-        }
+        unsafe { has_passed(self.event) }
     }
 
     /// For others to wait for.
@@ -792,6 +818,17 @@ impl Drop for LoadedModule {
 
 pub(crate) fn failed(what: &str, error: DriverError) -> SetupError {
     SetupError::caused(SetupErrorKind::Unavailable, format!("CUDA: {what}: {error}"), error)
+}
+
+/// # Safety
+/// The event lives. The context is current.
+unsafe fn has_passed(event: sys::CUevent) -> Result<bool, DriverError> {
+    // SAFETY: as the caller promises.
+    match unsafe { result::event::query(event) } {
+        Ok(()) => Ok(true),
+        Err(DriverError(CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 /// Nothing can be done about an error in a `drop`.

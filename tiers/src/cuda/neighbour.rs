@@ -4,16 +4,15 @@
 //! CPU touches no byte of it, and the host tier here has no copy.
 
 use std::sync::Arc;
-use std::thread;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use crossbeam_channel::{Receiver, Sender};
 use cudarc::driver::result::DriverError;
 use memmap2::MmapRaw;
-use parking_lot::Mutex;
 
 use super::checksum::BlockSummer;
 use super::crossing::{BlockCopier, BlockEnds, TO_GPU};
-use super::driver::{CudaStream, Gpu, HostUse, KernelTable, LockedHost, ends_the_context, failed};
+use super::driver::{CudaStream, Gpu, HostUse, KernelTable, LockedHost, failed};
 use super::kernels::CopyKernels;
 use crate::backend::Fence;
 use crate::copy::{CopyError, CopyErrorKind};
@@ -24,8 +23,8 @@ use crate::peers::StraightBlock;
 
 /// What is copied with one wait for the GPU.
 const AT_ONCE_BYTES: usize = 16 << 20;
-/// How often a driver is asked again that does not say whether copies have ended.
-const ASK_AGAIN: Duration = Duration::from_millis(1);
+/// Threads that copy at a time: while one copies, another's blocks are summed.
+const THREADS: usize = 2;
 
 /// Copies blocks of a neighbour's to an engine's memory on a GPU.
 #[derive(Debug)]
@@ -33,12 +32,15 @@ pub(crate) struct NeighbourCopies {
     gpu: Gpu,
     device: Arc<DeviceRegion>,
     kernels: Arc<CopyKernels>,
-    host: Arc<LockedHost>,
     /// The neighbour's first slot.
     base: usize,
     geometry: Geometry,
     at_once: usize,
-    idle: Mutex<Vec<CopyScratch>>,
+    /// Made at the start: an engine leaves little of a GPU's memory, and to allocate while it works
+    /// takes locks of the driver's.
+    idle: (Sender<CopyScratch>, Receiver<CopyScratch>),
+    /// The GPU failed.
+    is_broken: AtomicBool,
 }
 
 /// What one thread needs that copies.
@@ -88,10 +90,31 @@ impl NeighbourCopies {
             SetupError::caused(SetupErrorKind::Unavailable, message, error)
         })?;
         let (kernels, host) = (Arc::new(CopyKernels::load(&gpu)?), Arc::new(host));
-        let grain = BlockCopier::new(TO_GPU, &gpu, &host, device, &kernels).grain();
-        let at_once = (AT_ONCE_BYTES / ours).clamp(1, grain);
-        let (device, idle) = (Arc::clone(device), Mutex::default());
-        Ok(Self { gpu, device, kernels, host, base, geometry, at_once, idle })
+        let copier = || BlockCopier::new(TO_GPU, &gpu, &host, device, &kernels);
+        let at_once = (AT_ONCE_BYTES / ours).clamp(1, copier().grain());
+        let idle = crossbeam_channel::bounded(THREADS);
+        for _ in 0..THREADS {
+            // It has room for all.
+            let _ = idle.0.send(CopyScratch::new(&gpu, copier(), at_once, device)?);
+        }
+        let (device, is_broken) = (Arc::clone(device), AtomicBool::new(false));
+        Ok(Self { gpu, device, kernels, base, geometry, at_once, idle, is_broken })
+    }
+
+    /// It failed once: other ways are better.
+    pub(crate) fn is_broken(&self) -> bool {
+        self.is_broken.load(Ordering::Relaxed)
+    }
+
+    /// Whether the engine's slots may be written.
+    ///
+    /// # Errors
+    /// `Io`: the GPU does not say.
+    pub(crate) fn is_ready(&self, after: &Fence) -> Result<bool, CopyError> {
+        let Fence::Event(event) = after else { return Ok(after.is_done()) };
+        // SAFETY: the event is as the fence's maker promised, and lives as long as the fence.
+        let passed = unsafe { self.gpu.event_has_passed(event.handle()) };
+        passed.map_err(|error| self.failed(error))
     }
 
     pub(crate) const fn device(&self) -> &Arc<DeviceRegion> {
@@ -103,34 +126,36 @@ impl NeighbourCopies {
         self.at_once
     }
 
-    /// Copies blocks, each from a slot of the neighbour's to one of the engine's, behind a fence, and
-    /// returns the checksums of what arrived: any bytes, as the neighbour may write its slots
-    /// meanwhile. It returns when nothing writes the engine's slots any more.
+    /// Copies blocks, each from a slot of the neighbour's to one of the engine's, and returns the
+    /// checksums of what arrived: any bytes, as the neighbour may write its slots meanwhile. It
+    /// returns when nothing writes the engine's slots any more.
     ///
     /// # Errors
-    /// `Refused`: too many blocks, a slot that does not exist, or a fence that a thread raises. `Io`:
-    /// the GPU failed. Some slots may have been written.
-    pub(crate) fn copy(
-        &self,
-        after: &Fence,
-        blocks: &[StraightBlock],
-    ) -> Result<Vec<u32>, CopyError> {
-        if blocks.len() > self.at_once || matches!(after, Fence::Host(_)) && !after.is_done() {
-            return Err(CopyError::refused("more blocks, or another fence, than a GPU takes"));
+    /// `Refused`: too many blocks, or a slot that does not exist. `Io`: the GPU failed. Some slots may
+    /// have been written.
+    pub(crate) fn copy(&self, blocks: &[StraightBlock]) -> Result<Vec<u32>, CopyError> {
+        if blocks.len() > self.at_once {
+            return Err(CopyError::refused("more blocks than are copied at once"));
         }
         let ends = blocks.iter().map(|block| self.ends(*block)).collect::<Result<Vec<_>, _>>()?;
-        let _entered = self.gpu.enter().map_err(failed_copy)?;
-        let idle = self.idle.lock().pop();
-        let scratch = idle.map_or_else(|| self.scratch(), Ok);
-        let mut scratch = scratch
-            .map_err(|error| CopyError::caused(CopyErrorKind::Io, error.to_string(), error))?;
-        let started = self.start(&mut scratch, after, &ends);
+        let _entered = self.gpu.enter().map_err(|error| self.failed(error))?;
+        let (give_back, idle) = &self.idle;
+        let Ok(mut scratch) = idle.recv() else {
+            return Err(CopyError::refused("nothing copies any more"));
+        };
+        let started = self.start(&mut scratch, &ends);
         // Also if not all was started: what was may still write.
-        wait(&scratch.stream).map_err(failed_copy)?;
-        started?;
-        let sums = scratch.sums.sums(&self.device, blocks.len());
-        self.idle.lock().push(scratch);
-        Ok(sums)
+        let ended = scratch.stream.wait_for_quiet().map_err(|error| self.failed(error));
+        let sums = ended.and(started).map(|()| scratch.sums.sums(&self.device, blocks.len()));
+        // It has room for all.
+        let _ = give_back.send(scratch);
+        sums
+    }
+
+    fn failed(&self, error: DriverError) -> CopyError {
+        self.is_broken.store(true, Ordering::Relaxed);
+        let message = failed("a copy from a neighbour failed", error).to_string();
+        CopyError::caused(CopyErrorKind::Io, message, error)
     }
 
     fn ends(&self, StraightBlock { from, to }: StraightBlock) -> Result<BlockEnds, CopyError> {
@@ -142,55 +167,33 @@ impl NeighbourCopies {
         Ok(BlockEnds { host: self.base + offset, slot: to, is_to_gpu: true })
     }
 
-    fn scratch(&self) -> Result<CopyScratch, SetupError> {
-        let copier = BlockCopier::new(TO_GPU, &self.gpu, &self.host, &self.device, &self.kernels);
-        let parts = self.device.segments().parts().len();
-        Ok(CopyScratch {
-            stream: CudaStream::new(&self.gpu)?,
-            pieces: copier.table()?,
-            copier,
-            sums: BlockSummer::new(&self.gpu, self.at_once, parts)?,
-        })
-    }
-
     fn start(
         &self,
         CopyScratch { stream, copier, pieces, sums }: &mut CopyScratch,
-        after: &Fence,
         blocks: &[BlockEnds],
     ) -> Result<(), CopyError> {
         let slots = blocks.iter().map(|block| block.slot);
-        // SAFETY: the event is as the fence's maker promised, and lives as long as the fence. The
-        // slots were looked at; the engine's are the caller's, and the scratch is this call's, until
-        // the stream has got past.
+        // SAFETY: the slots were looked at; the engine's are the caller's, and the scratch is this
+        // call's, until the stream has got past.
         unsafe {
-            if let Fence::Event(event) = after {
-                stream.wait_for(event.handle()).map_err(failed_copy)?;
-            }
-            copier.copy(stream, blocks, pieces).map_err(failed_copy)?;
+            copier.copy(stream, blocks, pieces).map_err(|error| self.failed(error))?;
             sums.start_slots(stream, &self.kernels, &self.device, slots)
         }
     }
 }
 
-/// Until nothing that was started is under way: an error that does not end the context says nothing
-/// of that.
-fn wait(stream: &CudaStream) -> Result<(), DriverError> {
-    let mut is_told = false;
-    loop {
-        match stream.wait() {
-            Err(error) if !ends_the_context(error) => {
-                if !std::mem::replace(&mut is_told, true) {
-                    tracing::warn!(%error, "the driver does not say whether copies have ended: asking again");
-                }
-                thread::sleep(ASK_AGAIN);
-            }
-            ended => return ended,
-        }
+impl CopyScratch {
+    fn new(
+        gpu: &Gpu,
+        copier: BlockCopier,
+        blocks: usize,
+        device: &DeviceRegion,
+    ) -> Result<Self, SetupError> {
+        Ok(Self {
+            stream: CudaStream::new(gpu)?,
+            pieces: copier.table()?,
+            copier,
+            sums: BlockSummer::new(gpu, blocks, device.segments().parts().len())?,
+        })
     }
-}
-
-fn failed_copy(error: DriverError) -> CopyError {
-    let message = failed("a copy from a neighbour failed", error).to_string();
-    CopyError::caused(CopyErrorKind::Io, message, error)
 }

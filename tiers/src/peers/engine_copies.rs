@@ -31,7 +31,6 @@ enum Copier {
         memory: Arc<PeerMemory>,
         engine: Arc<DeviceRegion>,
     },
-    /// The GPU waits for the fence.
     #[cfg(feature = "cuda")]
     Gpu {
         copies: Arc<NeighbourCopies>,
@@ -46,7 +45,7 @@ impl fmt::Debug for EngineCopies {
 }
 
 impl EngineCopies {
-    /// `None`: blocks do not go this way now. A CPU does not wait for the fence. A GPU reads the
+    /// `None`: blocks do not go this way now. On a CPU the fence must be raised. A GPU reads the
     /// neighbour's memory once that is locked for it, which begins with the first call.
     pub fn between(
         memory: &Arc<PeerMemory>,
@@ -79,7 +78,19 @@ impl EngineCopies {
         }
     }
 
-    /// Copies blocks, and returns the checksums of what arrived. The neighbour may write its slots
+    /// Whether the engine's slots may be written by now: on a GPU once its event has passed.
+    ///
+    /// # Errors
+    /// `Io`: the GPU does not say.
+    pub fn is_ready(&self) -> Result<bool, CopyError> {
+        match &self.0 {
+            Copier::Cpu { .. } => Ok(true),
+            #[cfg(feature = "cuda")]
+            Copier::Gpu { copies, after } => copies.is_ready(after),
+        }
+    }
+
+    /// Copies blocks once it [is ready](Self::is_ready), and returns the checksums of what arrived. The neighbour may write its slots
     /// meanwhile: these are any bytes. Nothing writes the engine's slots when it returns.
     ///
     /// # Errors
@@ -93,7 +104,7 @@ impl EngineCopies {
                 blocks.iter().map(copy).collect()
             }
             #[cfg(feature = "cuda")]
-            Copier::Gpu { copies, after } => copies.copy(after, blocks),
+            Copier::Gpu { copies, .. } => copies.copy(blocks),
         }
     }
 }

@@ -36,7 +36,7 @@ pub struct PeerMemory {
     _mapper: PageMapper,
     /// The GPU that reads it.
     #[cfg(feature = "cuda")]
-    gpu: ProcessBound<Arc<Mutex<GpuReach>>>,
+    gpu: ProcessBound<Arc<Mutex<GpuAccess>>>,
     map: ProcessBound<Arc<MmapRaw>>,
     /// From the mapping's start to the first slot.
     base: usize,
@@ -46,12 +46,24 @@ pub struct PeerMemory {
 /// How far a GPU is with a peer's memory.
 #[cfg(feature = "cuda")]
 #[derive(Debug, Default)]
-enum GpuReach {
+enum GpuAccess {
     #[default]
-    Unasked,
+    NotAsked,
     Locking,
     Reads(Arc<NeighbourCopies>),
     Refused,
+}
+
+/// A GPU takes a while to let go of some GiB, and who drops them has other work.
+#[cfg(feature = "cuda")]
+impl Drop for PeerMemory {
+    fn drop(&mut self) {
+        if self.gpu.is_here() {
+            let access = std::mem::take(&mut *self.gpu.lock());
+            // Without a thread it is done here.
+            let _ = clock::spawn("kvbm-peer-gpu", move || drop(access));
+        }
+    }
 }
 
 impl PeerMemory {
@@ -86,13 +98,14 @@ impl PeerMemory {
     /// GPU: there are none before it is done, nor if the GPU refuses.
     #[cfg(feature = "cuda")]
     pub(super) fn gpu_copies(&self, engine: &Arc<DeviceRegion>) -> Option<Arc<NeighbourCopies>> {
-        let mut reach = self.gpu.lock();
-        match &*reach {
-            GpuReach::Reads(copies) => {
-                return Arc::ptr_eq(copies.device(), engine).then(|| Arc::clone(copies));
+        let mut access = self.gpu.lock();
+        match &*access {
+            GpuAccess::Reads(copies) => {
+                let is_of_use = Arc::ptr_eq(copies.device(), engine) && !copies.is_broken();
+                return is_of_use.then(|| Arc::clone(copies));
             }
-            GpuReach::Locking | GpuReach::Refused => return None,
-            GpuReach::Unasked => {}
+            GpuAccess::Locking | GpuAccess::Refused => return None,
+            GpuAccess::NotAsked => {}
         }
         let (map, base, geometry) = (Arc::clone(&self.map), self.base, self.geometry);
         let (engine, told) = (Arc::clone(engine), Arc::clone(&self.gpu));
@@ -100,15 +113,15 @@ impl PeerMemory {
             // SAFETY: the slots begin there, on a page's boundary, and their file is sealed.
             let copies = unsafe { NeighbourCopies::new(&map, base, geometry, &engine) };
             *told.lock() = match copies {
-                Ok(copies) => GpuReach::Reads(Arc::new(copies)),
+                Ok(copies) => GpuAccess::Reads(Arc::new(copies)),
                 Err(error) => {
-                    tracing::warn!(%error, "blocks of a neighbour come by way of the host tier");
-                    GpuReach::Refused
+                    tracing::warn!(%error, "blocks of a neighbour come by way of the host tier: its memory could not be locked for the GPU (see ulimit -l)");
+                    GpuAccess::Refused
                 }
             };
         };
         let is_started = clock::spawn("kvbm-peer-gpu", lock).is_ok();
-        *reach = if is_started { GpuReach::Locking } else { GpuReach::Refused };
+        *access = if is_started { GpuAccess::Locking } else { GpuAccess::Refused };
         None
     }
 

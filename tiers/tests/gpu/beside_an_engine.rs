@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use cudarc::driver::sys;
 use kvbm_tiers::backend;
 use kvbm_tiers::cuda::DeviceWindow;
-use kvbm_tiers::{Fence, Fences, HostFence, Mark};
+use kvbm_tiers::{EngineCopies, Fence, Fences, HostFence, Mark, StraightBlock};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::*;
@@ -124,6 +124,28 @@ fn current() -> sys::CUcontext {
     // SAFETY: the pointer is valid for the call.
     unsafe { sys::cuCtxGetCurrent(&raw mut context) }.result().unwrap();
     context
+}
+
+#[test]
+fn a_neighbours_blocks_wait_for_its_event() {
+    static FLAG: AtomicBool = AtomicBool::new(false);
+    let Some(engine) = Engine::new() else { return };
+    let neighbour = neighbours::holder(BLOCK).memory;
+    // Locked before the engine computes.
+    drop(neighbours::copies(&neighbour, &engine.bench.device));
+    let held = Held(&FLAG);
+    engine.computes_until(&FLAG);
+    // SAFETY: the stream lives, and captures nothing.
+    let after = unsafe { engine.gpu.fence_behind(engine.handle()) }.unwrap();
+    let copies = EngineCopies::between(&neighbour, &engine.bench.device, &after).unwrap();
+    assert!(!copies.is_ready().unwrap(), "the engine still uses its slots");
+    held.free();
+    engine.waits();
+    assert!(copies.is_ready().unwrap());
+    let block = [StraightBlock { from: SlotId(3), to: SlotId(0) }];
+    let mut expected = vec![0; BLOCK];
+    fill_pattern(3, &mut expected);
+    assert_eq!(copies.copy(&block).unwrap(), [checksum(&expected)]);
 }
 
 #[test]

@@ -89,8 +89,12 @@ fn of_none_nothing_is_allocated_while_copies_run() {
         // The kernel, one call for all, and copies one by one.
         for pieces in [64, 4, 1] {
             let bench = Bench::new(&gpu, tensors(&gpu, 100, 1 << 20, pieces));
+            let neighbour = neighbours::holder(1 << 20).memory;
+            let from_neighbour = neighbours::copies(&neighbour, &bench.device);
             let before = simulation::allocations();
             for _ in 0..3 {
+                let block = [StraightBlock { from: SlotId(0), to: SlotId(1) }];
+                from_neighbour.copy(&block).unwrap();
                 let up = |i: usize| order(i, bench.here[i].slot_ref(), bench.there[i].slot_ref());
                 let back = |i: usize| order(i, bench.there[i].slot_ref(), bench.here[i].slot_ref());
                 run(&bench.backend, (0..100).map(up).collect())

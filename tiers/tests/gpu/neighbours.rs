@@ -87,7 +87,7 @@ fn what_a_neighbour_writes_meanwhile_has_another_checksum() {
 }
 
 #[test]
-fn what_a_gpu_does_not_copy_from_a_neighbour_is_refused() {
+fn a_gpu_refuses_slots_that_do_not_exist() {
     let Some(gpu) = gpu() else { return };
     let bench = Bench::new(&gpu, tensors(&gpu, SLOTS, 4096, 1));
     let memory = holder(4096).memory;
@@ -104,7 +104,7 @@ fn what_a_gpu_does_not_copy_from_a_neighbour_is_refused() {
 }
 
 #[test]
-fn blocks_that_leave_a_gpu_are_summed_there_if_asked_for() {
+fn a_gpu_sums_what_leaves_it_if_asked() {
     let Some(gpu) = gpu() else { return };
     for (block_bytes, pieces) in [(4096, 1), (5000, 5), (1 << 20, 64)] {
         let mut bench = Bench::new(&gpu, tensors(&gpu, SLOTS, block_bytes, pieces));
