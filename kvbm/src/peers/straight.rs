@@ -26,7 +26,7 @@ use crate::task::WithMedia;
 /// How often an engine's event is asked whether it has passed.
 const ASK_AGAIN: Duration = Duration::from_micros(500);
 /// Copies that have begun end within this time of the lease's end, or of being cancelled.
-const GRACE: Duration = Duration::from_secs(5);
+const GRACE: Duration = Duration::from_secs(2);
 
 /// Between a holder and an engine whose slots may be written, or waited for. `None`: blocks must pass
 /// through the host tier, since they are changed on the way, come in layers or over a network, or go
@@ -49,8 +49,9 @@ struct StraightCopy {
     /// The first block that no thread has taken.
     next: AtomicUsize,
     end: Mutex<StraightEnd>,
-    /// Dropped once no thread writes the engine's slots.
-    _with_media: WithMedia,
+    /// Dropped once no thread writes the engine's slots: of the load, and of all that a close waits
+    /// for.
+    _with_media: (WithMedia, Arc<()>),
 }
 
 struct NamedBlock {
@@ -206,7 +207,7 @@ impl Reader {
                     until: lease.asked + lease.named.ttl,
                     cancelled: cancelled.clone(),
                     next: AtomicUsize::new(0),
-                    _with_media: loads.with_media(),
+                    _with_media: (loads.with_media(), self.core.with_media()),
                 };
                 copy.run(self.copy_threads).await
             }
@@ -289,7 +290,7 @@ mod tests {
             cancelled: CancellationToken::new(),
             next: AtomicUsize::new(0),
             end: Mutex::new(StraightEnd { blocks: BLOCKS as usize, fault: None }),
-            _with_media: Arc::new(()),
+            _with_media: (Arc::new(()), Arc::new(())),
         };
         (copy, view)
     }

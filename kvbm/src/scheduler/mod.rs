@@ -574,7 +574,13 @@ impl Core {
             // As often as a drain looks: a close is in no hurry.
             std::thread::sleep(Duration::from_micros(200));
         }
-        self.overdue_in_all()
+        let held = Arc::strong_count(&self.sending.with_media) - 1;
+        self.overdue_in_all().max(held as u64)
+    }
+
+    /// What is kept while something copies that no backend knows of: a close waits for it.
+    pub(crate) fn with_media(&self) -> Arc<()> {
+        Arc::clone(&self.sending.with_media)
     }
 
     /// Copies that are overdue now, on all routes.
