@@ -131,7 +131,7 @@ pub(super) enum PeerFault {
     Seal(#[from] CopyError),
     #[error("the GPU here does not copy its blocks: {0}")]
     Gpu(CopyError),
-    #[error("the GPU here does not end its copies")]
+    #[error("copies from its memory do not end")]
     Stuck,
     #[error("its blocks are encrypted, and {0}")]
     NoKey(String),

@@ -91,7 +91,7 @@ impl StraightCopy {
         tokio::select! {
             biased;
             () = ended => {}
-            // A GPU hangs. What its copies may still write is told by `_with_media`.
+            // A GPU hangs, or no thread is free. What may still be written `_with_media` tells.
             () = copy.overdue() => {
                 copy.cancelled.cancel();
                 copy.end_at(0, PeerFault::Stuck);

@@ -114,7 +114,7 @@ impl NeighbourCopies {
         let Fence::Event(event) = after else { return Ok(after.is_done()) };
         // SAFETY: the event is as the fence's maker promised, and lives as long as the fence.
         let passed = unsafe { self.gpu.event_has_passed(event.handle()) };
-        passed.map_err(|error| self.failed(error))
+        passed.map_err(failed_copy)
     }
 
     pub(crate) const fn device(&self) -> &Arc<DeviceRegion> {
@@ -138,24 +138,21 @@ impl NeighbourCopies {
             return Err(CopyError::refused("more blocks than are copied at once"));
         }
         let ends = blocks.iter().map(|block| self.ends(*block)).collect::<Result<Vec<_>, _>>()?;
-        let _entered = self.gpu.enter().map_err(|error| self.failed(error))?;
+        let _entered = self.gpu.enter().map_err(failed_copy)?;
         let (give_back, idle) = &self.idle;
         let Ok(mut scratch) = idle.recv() else {
             return Err(CopyError::refused("nothing copies any more"));
         };
         let started = self.start(&mut scratch, &ends);
         // Also if not all was started: what was may still write.
-        let ended = scratch.stream.wait_for_quiet().map_err(|error| self.failed(error));
+        let ended = scratch.stream.wait_for_quiet().map_err(failed_copy);
         let sums = ended.and(started).map(|()| scratch.sums.sums(&self.device, blocks.len()));
+        if sums.is_err() {
+            self.is_broken.store(true, Ordering::Relaxed);
+        }
         // It has room for all.
         let _ = give_back.send(scratch);
         sums
-    }
-
-    fn failed(&self, error: DriverError) -> CopyError {
-        self.is_broken.store(true, Ordering::Relaxed);
-        let message = failed("a copy from a neighbour failed", error).to_string();
-        CopyError::caused(CopyErrorKind::Io, message, error)
     }
 
     fn ends(&self, StraightBlock { from, to }: StraightBlock) -> Result<BlockEnds, CopyError> {
@@ -176,7 +173,7 @@ impl NeighbourCopies {
         // SAFETY: the slots were looked at; the engine's are the caller's, and the scratch is this
         // call's, until the stream has got past.
         unsafe {
-            copier.copy(stream, blocks, pieces).map_err(|error| self.failed(error))?;
+            copier.copy(stream, blocks, pieces).map_err(failed_copy)?;
             sums.start_slots(stream, &self.kernels, &self.device, slots)
         }
     }
@@ -196,4 +193,9 @@ impl CopyScratch {
             sums: BlockSummer::new(gpu, blocks, device.segments().parts().len())?,
         })
     }
+}
+
+fn failed_copy(error: DriverError) -> CopyError {
+    let message = failed("a copy from a neighbour failed", error).to_string();
+    CopyError::caused(CopyErrorKind::Io, message, error)
 }

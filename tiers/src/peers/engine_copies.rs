@@ -90,8 +90,9 @@ impl EngineCopies {
         }
     }
 
-    /// Copies blocks once it [is ready](Self::is_ready), and returns the checksums of what arrived. The neighbour may write its slots
-    /// meanwhile: these are any bytes. Nothing writes the engine's slots when it returns.
+    /// Copies blocks once it [is ready](Self::is_ready), and returns the checksums of what arrived.
+    /// The neighbour may write its slots meanwhile: these are any bytes. Nothing writes the engine's
+    /// slots when it returns.
     ///
     /// # Errors
     /// `Refused`: a slot does not exist, blocks differ in size, or there are more than go at once.
