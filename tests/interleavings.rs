@@ -13,11 +13,10 @@ use kvbm::scheduler::{Core, LoadInto, SaveFrom};
 use kvbm::{BlockHash, Chain, Class, ErrorKind, Fence, HostFence, RequestInfo, SlotId, Tier};
 use kvbm_tests::follower::Follower;
 use kvbm_tests::rig::{
-    DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, chain, hash, info_of, parked_core, seed,
-    seed_for,
+    DISK, MEMORY, OBJECT, Sizes, TIGHT, bare_core, chain, info_of, parked_core, seed, seed_for,
 };
 use kvbm_tiers::testing::ParkedBackend;
-use kvbm_tiers::{Backend, CopyError, CopyErrorKind, CopyOp};
+use kvbm_tiers::{Backend, CopyError, CopyErrorKind, CopyOp, LayerCount};
 use shuttle::future::block_on;
 use shuttle::rand::Rng;
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
@@ -239,7 +238,7 @@ fn compute(core: &Arc<Core>, chain: &[BlockHash]) {
 }
 
 #[test]
-fn whoever_waits_for_others_gets_an_answer() {
+fn one_that_waits_for_others_gets_an_answer() {
     check(|| {
         let machine = Machine::start(SIZES, Some(5));
         seed(&machine.core, Tier::Disk, Chain::from(&chain(1, 3)));
@@ -343,7 +342,7 @@ fn a_transfer_cancelled_amid_others_is_answered_and_leaves_nothing() {
 }
 
 #[test]
-fn whoever_asks_while_it_closes_gets_an_answer() {
+fn one_that_asks_while_it_closes_gets_an_answer() {
     check(|| {
         let machine = Machine::start(SIZES, Some(6));
         seed(&machine.core, Tier::Disk, Chain::from(&chain(1, 3)));
@@ -378,7 +377,7 @@ fn whoever_asks_while_it_closes_gets_an_answer() {
 
 /// The medium ends a copy or two and then hangs: the closing answers all that wait.
 #[test]
-fn closing_answers_whoever_waits_for_a_medium_that_hangs() {
+fn closing_answers_all_that_wait_for_a_medium_that_hangs() {
     check(|| {
         let routes = [MEMORY, DISK, OBJECT].concat();
         let parked =
@@ -410,6 +409,11 @@ fn closing_answers_whoever_waits_for_a_medium_that_hangs() {
     });
 }
 
+/// Those that a load of `blocks` blocks counts.
+fn layers(count: u16, blocks: usize) -> Arc<LayerCount> {
+    Arc::new(LayerCount::new(count.try_into().expect("above zero"), blocks))
+}
+
 /// What becomes of an engine's fence.
 fn end_fence(fence: HostFence, hands_off: &AtomicBool) {
     if shuttle::rand::thread_rng().gen_range(0..2) == 0 {
@@ -439,14 +443,14 @@ fn nothing_touches_an_engines_memory_before_its_fence() {
             let slots: Vec<_> = (0..6).map(SlotId).collect();
             let order = || Fence::Host(fence.clone());
             let lease = core.lease(Chain::from(&wanted), RequestInfo::default());
-            let (layers, with_media) = (2.try_into().expect("above zero"), Arc::default());
             let load = LoadInto {
                 lease,
                 blocks: 0..3,
                 slots: &slots[..3],
                 after: order(),
-                layers,
-                with_media,
+                layers: layers(2, 3),
+                in_ranks: None,
+                with_media: Arc::new(()),
                 part_of: None,
             };
             let mut load = core.load_into(load);
@@ -622,12 +626,17 @@ fn an_engine_is_given_each_positions_own_bytes_or_none() {
             thread::spawn(move || {
                 let slots: Vec<_> = (0..5).map(|at| SlotId(10 * first as u32 + at)).collect();
                 let lease = core.lease(Chain::from(&chain(10, 5)), info_of(TENANT));
-                let (blocks, layers) = (first..5, 1.try_into().expect("above zero"));
                 let slots = &slots[first..];
-                let after = Fence::Done;
-                let with_media = Arc::default();
-                let load =
-                    LoadInto { lease, blocks, slots, after, layers, with_media, part_of: None };
+                let load = LoadInto {
+                    lease,
+                    blocks: first..5,
+                    slots,
+                    after: Fence::Done,
+                    layers: layers(1, slots.len()),
+                    in_ranks: None,
+                    with_media: Arc::new(()),
+                    part_of: None,
+                };
                 let Ok(loaded) = block_on(core.load_into(load)) else { return };
                 for (slot, hash) in slots.iter().zip(&chain(10, 5)[first..]).take(loaded.arrived) {
                     assert_eq!(contents.of(Tier::Device, *slot), Some(*hash), "given for {hash:?}");
