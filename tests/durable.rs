@@ -459,20 +459,20 @@ fn the_greatest_epoch_is_continued_wherever_it_comes_from() {
     drop(first);
     // The medium's is greater.
     let second = open(settings.clone(), engine::in_epoch("one", 2)).unwrap();
-    assert_eq!((second.epoch(), engine::recovered(&second).blocks), (3, 6));
+    assert_eq!((second.admin().epoch(), engine::recovered(&second).blocks), (3, 6));
     assert_eq!(second.matches(&chain(1, 6)).longest(), 0);
     assert_eq!(engine::serve(&second, &chain(2, 6)).hit, 6);
     drop(second);
     // The fingerprint's is greater.
     let third = open(settings.clone(), engine::in_epoch("one", 4)).unwrap();
     assert_eq!(
-        (third.epoch(), engine::recovered(&third).blocks, engine::recovered(&third).past),
+        (third.admin().epoch(), engine::recovered(&third).blocks, engine::recovered(&third).past),
         (4, 0, 6)
     );
     store(&third, 5);
     drop(third);
     let fourth = open(settings, engine::in_epoch("one", 0)).unwrap();
-    assert_eq!((fourth.epoch(), engine::recovered(&fourth).blocks), (4, 6));
+    assert_eq!((fourth.admin().epoch(), engine::recovered(&fourth).blocks), (4, 6));
     assert_eq!(fourth.matches(&chain(5, 6)).blocks(Tier::Disk), 6);
 }
 
@@ -490,7 +490,7 @@ fn an_unwritable_epoch_is_an_error_and_is_tried_again() {
     std::fs::create_dir(&in_the_way).unwrap();
     let error = manager.reset(1).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
-    assert_eq!((manager.epoch(), manager.matches(&chain(1, 6)).longest()), (1, 0));
+    assert_eq!((manager.admin().epoch(), manager.matches(&chain(1, 6)).longest()), (1, 0));
     // Others do not notice.
     assert_eq!(engine::serve(&manager, &chain(2, 6)).computed, 6);
     assert_eq!(engine::serve(&manager, &chain(2, 6)).hit, 6);
@@ -499,7 +499,7 @@ fn an_unwritable_epoch_is_an_error_and_is_tried_again() {
     engine::drain(&manager);
     drop(manager);
     let again = open(settings, engine::in_epoch("one", 0)).unwrap();
-    assert_eq!((again.epoch(), engine::recovered(&again).blocks), (1, 6));
+    assert_eq!((again.admin().epoch(), engine::recovered(&again).blocks), (1, 6));
     assert_eq!(engine::serve(&again, &chain(2, 6)).hit, 6);
 }
 
@@ -695,7 +695,7 @@ fn nothing_from_before_a_reset_is_found_after_a_kill() {
     assert_eq!(engine.hear(), "reset");
     engine.kill();
     let manager = open(kept(home.path(), 64, 64), engine::in_epoch("one", 0)).unwrap();
-    assert_eq!((manager.epoch(), engine::recovered(&manager).blocks), (1, 0));
+    assert_eq!((manager.admin().epoch(), engine::recovered(&manager).blocks), (1, 0));
     for n in [1, 2] {
         assert_eq!(manager.matches(&chain(n, 6)).longest(), 0);
         assert_eq!(engine::serve(&manager, &chain(n, 6)).computed, 6);

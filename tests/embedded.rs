@@ -410,7 +410,7 @@ fn weights_change_while_blocks_are_on_their_way(engine: &mut Engine, prompts: [P
     let load = engine.begin_load(two, &into, &Fence::Host(fence.clone()));
     let stale = engine.manager.lease(&two.chain);
     let under_way = engine.save(one, 5, &Fence::Host(fence.clone()));
-    engine.manager.reset(engine.manager.epoch() + 1).unwrap();
+    engine.manager.reset(engine.manager.admin().epoch() + 1).unwrap();
     fence.raise();
     let Loaded { arrived, writers, .. } = end(load);
     assert_eq!(arrived, 0);

@@ -116,7 +116,7 @@ fn an_epoch_is_in_sealed_memory_before_a_reset_returns() {
     assert_eq!(process.ask("reset 1"), "reset");
     process.kill();
     let (manager, _) = kept::open(home.path(), BLOCK).unwrap();
-    assert_eq!((manager.epoch(), manager.matches(&chain(2, CHAIN)).longest()), (1, 0));
+    assert_eq!((manager.admin().epoch(), manager.matches(&chain(2, CHAIN)).longest()), (1, 0));
     assert_served(&manager, 2, 0);
     assert!(manager.close(LIMIT).is_complete());
     drop(manager);

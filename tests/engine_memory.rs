@@ -830,7 +830,7 @@ proptest! {
                     }
                 }
                 Step::Evict { tier, blocks } => drop(engine.manager.admin().evict(tier, blocks)),
-                Step::Reset => engine.manager.reset(engine.manager.epoch() + 1).unwrap(),
+                Step::Reset => engine.manager.reset(engine.manager.admin().epoch() + 1).unwrap(),
                 Step::Drain => prop_assert!(engine.manager.drain(SOON).is_complete()),
             }
             prop_assert_eq!(engine.manager.admin().audit(), []);

@@ -750,7 +750,7 @@ fn a_restart_finds_checkpoints_made_by_the_same_rule() {
     // Another rule has other files, which know of no reset yet: the newest epoch is that of all
     // groups.
     let engine = open(8);
-    assert_eq!((engine.manager.epoch(), engine.lease(&all).usable()), (7, 0));
+    assert_eq!((engine.manager.admin().epoch(), engine.lease(&all).usable()), (7, 0));
     engine.prefill(&all, 8);
     engine.assert_loads(&all, 18);
     engine.assert_well();
@@ -1212,7 +1212,7 @@ proptest! {
                 }
                 Step::Drain => prop_assert!(engine.manager.drain(SOON).is_complete()),
                 Step::Reset => {
-                    engine.manager.reset(engine.manager.epoch() + 1).unwrap();
+                    engine.manager.reset(engine.manager.admin().epoch() + 1).unwrap();
                     (least, most, is_whole) = (Reference::default(), all_orphans(), true);
                 }
             }

@@ -268,7 +268,7 @@ fn a_manager_says_what_an_old_lease_does() {
     under_way.blocks().for_each(|block| assert!(under_way.mark_filled(block)));
 
     manager.reset(1).unwrap();
-    assert_eq!((manager.epoch(), manager.matches(&hashes).longest()), (1, 0));
+    assert_eq!((manager.admin().epoch(), manager.matches(&hashes).longest()), (1, 0));
     assert_eq!(manager.reset(1).unwrap_err().kind(), ErrorKind::Invalid);
     let kind = |answer: kvbm::Result<()>| answer.unwrap_err().kind();
     assert_eq!(kind(manager.load(loads).wait().map(drop)), ErrorKind::Stale);

@@ -81,7 +81,10 @@ fn an_epoch_is_in_memory_before_a_reset_returns() {
         assert_eq!(process.ask(&format!("reset {epoch}")), "reset");
         process.kill();
         let (manager, _) = kept::open(home.path(), BLOCK).unwrap();
-        assert_eq!((manager.epoch(), manager.matches(&chain(1, CHAIN)).longest()), (epoch, 0));
+        assert_eq!(
+            (manager.admin().epoch(), manager.matches(&chain(1, CHAIN)).longest()),
+            (epoch, 0)
+        );
         let served = engine::serve(&manager, &chain(1, CHAIN));
         assert_eq!((served.hit, served.wrong, served.computed), (0, 0, 8));
         assert_eq!(manager.admin().audit(), []);
@@ -89,7 +92,10 @@ fn an_epoch_is_in_memory_before_a_reset_returns() {
         assert!(manager.close(LIMIT).is_complete());
         drop(manager);
         let (again, _) = kept::open(home.path(), BLOCK).unwrap();
-        assert_eq!((again.epoch(), engine::serve(&again, &chain(1, CHAIN)).hit), (epoch, 8));
+        assert_eq!(
+            (again.admin().epoch(), engine::serve(&again, &chain(1, CHAIN)).hit),
+            (epoch, 8)
+        );
     }
 }
 

@@ -393,7 +393,7 @@ fn nothing_from_before_a_reset_comes_back_whatever_ranks_have() {
             (0..WORLD).for_each(|rank| copy_files(old.path(), &slots(home.path()), rank));
         }
         let mut fleet = open(home.path());
-        assert_eq!((fleet.manager.epoch(), recovered(&fleet.manager).blocks), (1, 0));
+        assert_eq!((fleet.manager.admin().epoch(), recovered(&fleet.manager).blocks), (1, 0));
         for n in [1, 2].into_iter().filter(|_| is_older) {
             assert_eq!(fleet.serve(&chain(n, 6)), computed());
         }

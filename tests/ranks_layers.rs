@@ -346,7 +346,7 @@ fn a_reset_amid_a_load_ends_it_and_nothing_stays() {
     fleet.keep(1);
     fleet.ranks[1].stop();
     let (number, transfer) = load(&fleet.manager, 1);
-    fleet.manager.reset(fleet.manager.epoch() + 1).unwrap();
+    fleet.manager.reset(fleet.manager.admin().epoch() + 1).unwrap();
     assert_eq!(transfer.wait().unwrap().arrived, 0);
     assert_eq!(fleet.ranks[0].ask(&format!("load {number}")), "");
     assert_eq!(fleet.ranks[0].ask("ended"), "None", "the other may write yet");
@@ -369,7 +369,7 @@ fn loads_that_cannot_be_named_are_refused() {
     assert_eq!(refused(&[SlotId(SLOTS)]), ErrorKind::Invalid);
     assert_eq!(refused(&[SlotId(1), SlotId(1)]), ErrorKind::Invalid);
     let stale = lease();
-    fleet.manager.reset(fleet.manager.epoch() + 1).unwrap();
+    fleet.manager.reset(fleet.manager.admin().epoch() + 1).unwrap();
     let named = slots(LOADED);
     let named = [GroupSlots::full(0, &named)];
     assert_eq!(fleet.manager.load_in_ranks(stale, &named).unwrap_err().kind(), ErrorKind::Stale);

@@ -109,5 +109,5 @@ fn workers_share_a_bucket_of_a_real_server() {
     // Epochs are conditional puts: the second announcement finds the first.
     first.reset(5).unwrap();
     second.reset(5).unwrap();
-    assert_eq!((known(&first), server.worker().epoch()), (0, 5));
+    assert_eq!((known(&first), server.worker().admin().epoch()), (0, 5));
 }

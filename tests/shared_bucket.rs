@@ -147,7 +147,11 @@ fn what_a_killed_worker_left_is_collected_and_everything_works() {
     assert_eq!(files_of(home.path(), "kvman").len(), 1);
     assert_eq!(serve(&next), ALL);
     let late = following(home.path());
-    assert_eq!((late.epoch(), serve(&late)), (1, ALL), "it goes on with the epoch of the others");
+    assert_eq!(
+        (late.admin().epoch(), serve(&late)),
+        (1, ALL),
+        "it goes on with the epoch of the others"
+    );
 }
 
 #[test]
@@ -157,7 +161,7 @@ fn a_reset_holds_for_whoever_starts_later() {
     fill(&first, 0..CHAINS);
     first.reset(7).unwrap();
     let second = following(home.path());
-    assert_eq!((second.epoch(), known(&second)), (7, 0));
+    assert_eq!((second.admin().epoch(), known(&second)), (7, 0));
     eventually("the past is still there", || files_of(home.path(), "kvseg").is_empty());
     fill(&first, 0..CHAINS);
     assert_eq!(serve(&following(home.path())), ALL);
@@ -174,7 +178,7 @@ fn a_start_in_an_older_epoch_fails_and_names_both() {
         settings.object.older_epoch = older_epoch;
         let options =
             Options { fingerprint: Some(engine::in_epoch("one", epoch)), ..Options::default() };
-        engine::open_with(settings, options).map(|manager| manager.epoch())
+        engine::open_with(settings, options).map(|manager| manager.admin().epoch())
     };
     let error = start(OlderEpoch::Refuse, 3).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
@@ -206,7 +210,7 @@ fn a_start_without_readable_epochs_says_so_and_follows_later() {
         ..Options::default()
     };
     let second = engine::open_with(settings, options).unwrap();
-    assert_eq!((second.epoch(), known(&second)), (0, 0));
+    assert_eq!((second.admin().epoch(), known(&second)), (0, 0));
     let degraded = second.admin().readiness().degraded;
     assert!(
         degraded
@@ -219,7 +223,7 @@ fn a_start_without_readable_epochs_says_so_and_follows_later() {
     hears(&second, ALL);
     // A tier that refused what was to be flushed there is left alone for a moment.
     eventually("what is there is not served", || serve(&second) == ALL);
-    assert_eq!((second.epoch(), second.admin().audit()), (7, vec![]));
+    assert_eq!((second.admin().epoch(), second.admin().audit()), (7, vec![]));
     engine::serve(&second, &chain(600, BLOCKS));
     let stored = || second.matches(&chain(600, BLOCKS)).blocks(Tier::Object) == BLOCKS as usize;
     eventually("what it brings now is not stored", stored);

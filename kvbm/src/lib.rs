@@ -60,7 +60,7 @@ pub use api::groups::{CacheGroup, CheckpointsSaved, GroupKind, GroupSlots, SaveR
 pub use api::kv_transfer::{KvMoved, KvPlace, KvTransfer};
 pub use api::layers::{LayeredPut, LayeredSave};
 pub use api::lease::{AnyLease, Lease};
-pub use api::manager::{Closing, Manager, Options, RouteReport};
+pub use api::manager::{Closing, Manager, Options, RequestEnd, RouteReport};
 pub use api::rank::{Rank, RankGroup, RankOptions};
 pub use api::transfer::{Loaded, Saved, Transfer, Transferred, Writers};
 pub use assemble::{

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvbm::{
-    Elements, Fence, FollowRequest, Options, RankGroup, RequestId, RequestInfo, SaveRequest,
-    ShadowSample, ShadowVerdict, Tier,
+    Elements, Fence, FollowRequest, Options, RankGroup, RequestEnd, RequestId, RequestInfo,
+    SaveRequest, ShadowSample, ShadowVerdict, Tier,
 };
 use prometheus::Registry;
 use pyo3::prelude::*;
@@ -354,9 +354,8 @@ impl Manager {
     /// With `for_good`, that no request will continue it.
     #[pyo3(signature = (request, output_tokens, *, for_good=false))]
     fn finished(&self, py: Python<'_>, request: u64, output_tokens: u32, for_good: bool) {
-        let finished =
-            if for_good { kvbm::Manager::finished_for_good } else { kvbm::Manager::finished };
-        py.detach(|| finished(&self.inner, RequestId(request), output_tokens));
+        let end = RequestEnd { output_tokens, will_not_return: for_good };
+        py.detach(|| self.inner.finished(RequestId(request), end));
     }
 
     /// Begins the next epoch: no block that was there before is found again. Returns its number. A
@@ -463,7 +462,7 @@ pub(crate) fn reset(
     manager: &kvbm::Manager,
     weights: Option<&str>,
 ) -> PyResult<u64> {
-    let number = manager.epoch() + 1;
+    let number = manager.admin().epoch() + 1;
     let epoch = kvbm::NewEpoch { number, weights };
     py.detach(|| manager.reset(epoch)).map_err(|error| of_manager(&error))?;
     Ok(number)

@@ -135,7 +135,7 @@ fn a_reset_amid_a_pull_leaves_every_group_right() {
             pair.here.assert_loads(&all, usable);
         }
         for engine in [&pair.there, &pair.here] {
-            if engine.manager.epoch() < number.into() {
+            if engine.manager.admin().epoch() < number.into() {
                 engine.manager.reset(NewEpoch::of_weights(number.into(), "new")).unwrap();
             }
         }

@@ -47,6 +47,12 @@ impl<'a> Admin<'a> {
         self.0.observed.why_of(request)
     }
 
+    /// The present epoch: that of the [fingerprint](crate::Options::fingerprint), or 0, until the
+    /// first [`reset`](Manager::reset).
+    pub fn epoch(self) -> u64 {
+        self.0.core().table().epoch()
+    }
+
     /// From here on remembers what the last 4,096 requests found. A manager that serves HTTP
     /// (`metrics.enabled`) always does.
     pub fn remember_requests(self) {

@@ -225,20 +225,10 @@ impl Manager {
         self.pinned.add(lease, until_ms, |lease| self.core.check_lease(lease))
     }
 
-    /// The request has ended and generated `output_tokens`. Policies learn the length of the answer
-    /// from it; how soon a chain returns depends on that.
-    pub fn finished(&self, request: RequestId, output_tokens: u32) {
-        self.end(request, output_tokens, false);
-    }
-
-    /// [`finished`](Self::finished), and no request will continue it: what only it used may leave
-    /// first. An engine knows that best at the end; [`Hints::will_not_return`](crate::Hints) says
-    /// it earlier.
-    pub fn finished_for_good(&self, request: RequestId, output_tokens: u32) {
-        self.end(request, output_tokens, true);
-    }
-
-    fn end(&self, request: RequestId, output_tokens: u32, will_not_return: bool) {
+    /// The request has ended and generated `end` tokens; a [`RequestEnd`] may say more. Policies
+    /// learn the length of the answer from it; how soon a chain returns depends on that.
+    pub fn finished(&self, request: RequestId, end: impl Into<RequestEnd>) {
+        let RequestEnd { output_tokens, will_not_return } = end.into();
         let at_ms = self.core.now_ms();
         let ended = Ended { request, output_tokens, will_not_return, at_ms };
         self.cores().for_each(|core| core.table().finished(&ended));
@@ -481,12 +471,6 @@ impl Manager {
         destroyed.and(self.durable.flush(MAX_RESET))
     }
 
-    /// The present epoch: that of the [fingerprint](Options::fingerprint), or 0, until the first
-    /// [`reset`](Self::reset).
-    pub fn epoch(&self) -> u64 {
-        self.core.table().epoch()
-    }
-
     /// Flushes all dirty blocks and waits until nothing is in flight, at most for `limit`. Tells
     /// what was not flushed: it waits for a tier that is away until then, unless the manager is
     /// closed. The next process finds what reached a tier that outlives this one.
@@ -576,6 +560,22 @@ fn countdown(limit: Duration) -> impl Fn() -> Duration {
     // None: the deadline overflows.
     let deadline = clock::now().checked_add(limit);
     move || deadline.map_or(limit, |deadline| deadline.saturating_duration_since(clock::now()))
+}
+
+/// How a request ended. A number alone is that of its tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct RequestEnd {
+    /// Tokens that it generated.
+    pub output_tokens: u32,
+    /// No request will continue it: what only it used may leave first. An engine knows that best at
+    /// the end; [`Hints::will_not_return`](crate::Hints) says it earlier.
+    pub will_not_return: bool,
+}
+
+impl From<u32> for RequestEnd {
+    fn from(output_tokens: u32) -> Self {
+        Self { output_tokens, will_not_return: false }
+    }
 }
 
 /// What a [`Manager::close`] left behind.

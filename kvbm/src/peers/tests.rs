@@ -125,7 +125,7 @@ impl Worker {
     }
 
     fn reset_again(&self, weights: Option<&str>) {
-        self.reset(self.manager().epoch() + 1, weights);
+        self.reset(self.manager().admin().epoch() + 1, weights);
     }
 
     /// A counter, or the sum of those that have these labels.
@@ -460,7 +460,8 @@ impl Pair {
         self.reader.waiting.lock().clear();
         tokio::time::sleep(2 * TTL).await;
         assert_eq!(self.leased.blocks(), 0, "leases are left");
-        let epoch = 1 + self.there.manager().epoch().max(self.here.manager().epoch());
+        let epoch =
+            1 + self.there.manager().admin().epoch().max(self.here.manager().admin().epoch());
         for worker in [&self.there, &self.here] {
             worker.reset(epoch, Some("healed"));
             worker.manager().admin().tick();
@@ -594,7 +595,7 @@ fn equal_epochs_with_other_weights_share_nothing() {
         let mut pair = Pair::new().await;
         let wanted = chain(0, 8);
         for (theirs, ours) in [(None, None), (Some("new"), None), (Some("new"), Some("newer"))] {
-            let number = pair.here.manager().epoch() + 1;
+            let number = pair.here.manager().admin().epoch() + 1;
             pair.there.reset(number, theirs);
             pair.here.reset(number, ours);
             pair.there.compute(&wanted);

@@ -217,7 +217,7 @@ impl Tier {
             };
             requests.rename(salt);
             drop(requests);
-            (left, manager.reset(manager.epoch() + 1).err().map(|error| error.to_string()))
+            (left, manager.reset(manager.admin().epoch() + 1).err().map(|error| error.to_string()))
         })
     }
 
@@ -261,7 +261,7 @@ impl Tier {
         let Some(Running { manager, jobs }) = &*running else { return Vec::new() };
         let mut stats = jobs.counts();
         stats.push(("requests", self.requests.lock().count() as u64));
-        stats.push(("epoch", manager.epoch()));
+        stats.push(("epoch", manager.admin().epoch()));
         stats.push((
             "recovered_blocks",
             manager.admin().recovered().iter().map(|found| found.blocks as u64).sum(),

@@ -209,11 +209,12 @@ fn check(groups: &[CacheGroup]) -> Result<()> {
 
 /// Catches up at a start, if the last reset did not reach all groups.
 fn join_epochs(full: &Manager, checkpoints: &CheckpointGroups) -> Result<()> {
-    let newest = checkpoints.managers().map(Manager::epoch).fold(full.epoch(), u64::max);
-    for manager in checkpoints.managers().chain([full]).filter(|manager| manager.epoch() < newest) {
-        manager.reset(newest)?;
-    }
-    Ok(())
+    let managers = || checkpoints.managers().chain([full]);
+    let epoch_of = |manager: &Manager| manager.admin().epoch();
+    let newest = managers().map(epoch_of).max().unwrap_or(0);
+    managers()
+        .filter(|manager| epoch_of(manager) < newest)
+        .try_for_each(|manager| manager.reset(newest))
 }
 
 /// What each group gets, full attention first.
