@@ -56,7 +56,9 @@ def alone(model) -> list[list[int]]:
         return engine.generate(*ASKED, tokens=TOKENS).said
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["each step awaited", "asynchronous"])
+@pytest.mark.parametrize(
+    "is_async", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["asynchronous", "each step awaited"]
+)
 def test_all_of_it_on_under_pressure_says_the_same(model, alone, tmp_path, is_async):
     """Layers awaited one by one, hits computed again, events, chunks of prompts, and room in memory for a few prompts alone."""
     few = {"num_gpu_blocks_override": 60, "max_model_len": 16 * BLOCK, "max_num_batched_tokens": 6 * BLOCK}
