@@ -41,12 +41,14 @@ use crate::peers::{OneSided, TierPlace, UnmetReader};
 const PLUGIN: &str = "UCX";
 /// Of the plugin: UCX's own settings. Variables of the environment (`UCX_…`) come before them.
 const UCX_SETTINGS: &str = "engine_config";
-const SETTINGS: [(&str, &str); 2] = [
+const SETTINGS: [(&str, &str); 3] = [
     // Else a holder whose link was cut is noticed after minutes or never.
     ("TCP_USER_TIMEOUT", "3s"),
     // Where neither hardware nor the kernel reads, over TCP for one, UCX has the holder send the
     // bytes, and ends the *holder's* process if the reader dies meanwhile (seen with UCX 1.23).
     ("PROTO_EMULATION_ENABLE", "n"),
+    // POSIX's shared memory carries the same messages, and each agent saves a descriptor.
+    ("TLS", "^sysv"),
 ];
 
 /// NIXL between the host tier of this process and those of others.
