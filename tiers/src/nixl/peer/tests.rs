@@ -248,7 +248,7 @@ fn settings_of_ucx_that_were_chosen_are_kept() {
         super::add_settings(&mut settings);
         settings
     };
-    assert_eq!(with(""), "TCP_USER_TIMEOUT=3s,PROTO_EMULATION_ENABLE=n");
+    assert_eq!(with(""), "TCP_USER_TIMEOUT=3s,PROTO_EMULATION_ENABLE=n,TLS=^sysv");
     assert_eq!(
         with("TLS=rc, TCP_USER_TIMEOUT=9s"),
         "TLS=rc, TCP_USER_TIMEOUT=9s,PROTO_EMULATION_ENABLE=n"
