@@ -1,6 +1,8 @@
 //! An engine loads what a peer holds into its own slots: every byte is right, and what does not come
 //! is a miss.
 
+mod gpu;
+
 use std::fs::{self, OpenOptions};
 use std::net::SocketAddr;
 use std::os::unix::fs::FileExt;
@@ -11,7 +13,7 @@ use kvbm::{
     BlockHash, EngineMemory, ErrorKind, Fence, FollowRequest, GroupSlots, KvPlace, Loaded, Manager,
     NewEpoch, Options, PeerLease, RequestInfo, Result, SaveRequest, SlotId, Tier, Transfer,
 };
-use kvbm_settings::PeerNixl;
+use kvbm_settings::{PeerNixl, Settings};
 use kvbm_tests::engine::{
     add_peers, assert_sound, fingerprint, model, open_with, peer_name, without_device,
 };
@@ -33,15 +35,19 @@ struct Worker {
     memory: TensorView,
 }
 
+fn settings(peers: &str) -> Settings {
+    let mut settings = without_device(BLOCK as u64, SLOTS.into());
+    add_peers(&mut settings, peers);
+    settings.peers.nixl = PeerNixl::Off;
+    settings.peers.lease_share = 1.0;
+    settings
+}
+
 impl Worker {
     fn new(port: u16, peer: Option<SocketAddr>, shared_memory: bool) -> Self {
-        let mut settings = without_device(BLOCK as u64, SLOTS.into());
-        let peer = peer.map_or_else(String::new, |address| address.to_string());
-        add_peers(&mut settings, &peer);
+        let mut settings = settings(&peer.map_or_else(String::new, |address| address.to_string()));
         settings.peers.port = port;
         settings.peers.shared_memory = shared_memory;
-        settings.peers.nixl = PeerNixl::Off;
-        settings.peers.lease_share = 1.0;
         let (region, memory) = Tensors::new(SLOTS, BLOCK, 2 * usize::from(LAYERS)).shared();
         let engine = EngineMemory::new(region, LAYERS).expect("layers of one size");
         let options = Options { engine: Some(engine), ..model(fingerprint("some")) };

@@ -1,5 +1,6 @@
 //! Runs tests of this binary in child processes that find simulated libraries in place of NVIDIA's.
 
+use std::ffi::{CStr, c_char};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,6 +21,17 @@ pub(crate) fn is(fault: &str) -> bool {
 /// Whether this process simulates anything.
 pub(crate) fn is_on() -> bool {
     std::env::var_os(VARIABLE).is_some()
+}
+
+/// The simulated driver has another fault from here on; `none` heals it.
+pub(crate) fn set(fault: &'static CStr) {
+    // SAFETY: it is the library that this process uses already.
+    let driver = unsafe { libloading::Library::new("libcuda.so.1") }.expect("a simulated library");
+    // SAFETY: the simulation's own function, and a name that stays.
+    unsafe {
+        let set = driver.get::<unsafe extern "C" fn(*const c_char)>(b"simulated_fault");
+        set.expect("a simulation")(fault.as_ptr());
+    }
 }
 
 /// How many things the simulated driver has made.

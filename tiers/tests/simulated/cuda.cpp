@@ -5,8 +5,8 @@
 // Like a real one it ends a stream's capture when a thread that has not asked to be let makes a call that could
 // disturb it.
 //
-// KVBM_SIMULATED names a fault: no-device, old-driver, out-of-memory, copies-fail, streams-hang, no-lock,
-// queries-fail (the first hundred), rows-refused. The macro WITHOUT_BATCHES leaves out the symbol of batched copies, WITHOUT_LOCK
+// KVBM_SIMULATED names a fault, until `simulated_fault` names another: no-device, old-driver, out-of-memory, copies-fail,
+// streams-hang, no-lock, no-lock-to-read, queries-fail (the first hundred), rows-refused. The macro WITHOUT_BATCHES leaves out the symbol of batched copies, WITHOUT_LOCK
 // one that is needed. `simulated_…` are for tests: what no driver would tell.
 
 #include <atomic>
@@ -52,10 +52,12 @@ enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVAL
        CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURED_EVENT = 907 };
 enum { GLOBAL = 0, THREAD_LOCAL = 1, RELAXED = 2 };
 
+static std::atomic<const char *> chosen_fault{getenv("KVBM_SIMULATED")};
 static bool fault(const char *name) {
-    const char *chosen = getenv("KVBM_SIMULATED");
+    const char *chosen = chosen_fault;
     return chosen && std::string(chosen) == name;
 }
+extern "C" __attribute__((visibility("default"))) void simulated_fault(const char *name) { chosen_fault = name; }
 
 // Never destroyed, since threads may call the driver until the process is gone.
 static std::mutex &lock = *new std::mutex;
@@ -127,7 +129,7 @@ struct Stream {
             work.pop_front();
             busy = true;
             guard.unlock();
-            while (fault("streams-hang")) std::this_thread::sleep_for(std::chrono::seconds(1));
+            while (fault("streams-hang")) std::this_thread::sleep_for(std::chrono::milliseconds(10));
             if (++step % 7 == 0) std::this_thread::sleep_for(std::chrono::microseconds(step % 50));
             next();
             guard.lock();
@@ -233,9 +235,11 @@ API cuMemHostAlloc(void **start, size_t bytes, unsigned) {
 }
 API cuMemFreeHost(void *start) { return cuMemFree_v2((uintptr_t)start); }
 #ifndef WITHOUT_LOCK
-API cuMemHostRegister_v2(void *start, size_t bytes, unsigned) {
+API cuMemHostRegister_v2(void *start, size_t bytes, unsigned flags) {
     ALLOCATES;
-    return fault("no-lock") ? OUT_OF_MEMORY : remember((uintptr_t)start, bytes);
+    const unsigned read_only = 8;
+    const bool refused = fault("no-lock") || (fault("no-lock-to-read") && flags & read_only);
+    return refused ? OUT_OF_MEMORY : remember((uintptr_t)start, bytes);
 }
 #endif
 API cuMemHostUnregister(void *start) {
