@@ -118,6 +118,11 @@ fn that_hang_the_gpu_hang_nobody_who_drops_the_backend() {
         let order = order(0, bench.here[0].slot_ref(), bench.there[0].slot_ref());
         let reports = start(&bench.backend, vec![order]);
         let started = Instant::now();
+        while simulation::streams_hanging() == 0 {
+            assert!(started.elapsed() < Duration::from_mins(1), "no copy begins");
+            std::thread::yield_now();
+        }
+        let started = Instant::now();
         drop(bench);
         assert!(started.elapsed() < Duration::from_secs(1));
         assert!(reports.recv_timeout(Duration::from_millis(50)).is_err());

@@ -39,6 +39,11 @@ pub(crate) fn allocations() -> i64 {
     ask("libcuda.so.1", b"simulated_allocations")
 }
 
+/// How many streams hang at their work.
+pub(crate) fn streams_hanging() -> i64 {
+    ask("libcuda.so.1", b"simulated_streams_hanging")
+}
+
 /// How many groups of threads had part in checksums since the last question.
 pub(crate) fn summing_groups() -> i64 {
     ask("libcuda.so.1", b"simulated_summing_groups")

@@ -111,6 +111,10 @@ static int forget(uintptr_t start) {
     return known.erase(start) ? SUCCESS : NOT_REGISTERED;
 }
 
+// Streams that are about to work: all that have work, if they hang.
+static std::atomic<int64_t> hanging{0};
+extern "C" __attribute__((visibility("default"))) int64_t simulated_streams_hanging() { return hanging; }
+
 // Does its work in order, on a thread, and not at once.
 struct Stream {
     std::mutex lock;
@@ -129,7 +133,9 @@ struct Stream {
             work.pop_front();
             busy = true;
             guard.unlock();
+            hanging++;
             while (fault("streams-hang")) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+            hanging--;
             if (++step % 7 == 0) std::this_thread::sleep_for(std::chrono::microseconds(step % 50));
             next();
             guard.lock();
