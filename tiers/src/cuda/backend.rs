@@ -86,12 +86,12 @@ impl CudaBackend {
         let routes = [(memory.tier(), Tier::Device), (Tier::Device, memory.tier())];
         let host = Arc::new(LockedHost::of(gpu, &memory)?);
         let kernels = Arc::new(CopyKernels::load(gpu)?);
-        let start = |name: &str, way, kernels_for_sums, memory| {
+        let start = |name: &str, way, sums, memory| {
             let copier = BlockCopier::new(way, gpu, &host, device, &kernels);
-            CopyLane::start(name, copier, kernels_for_sums, gpu, memory, device)
+            CopyLane::start(name, copier, sums, gpu, memory, device)
         };
-        let sums = (sums && memory.checksums().is_some()).then(|| Arc::clone(&kernels));
-        let to_gpu = start("kvbm-to-gpu", TO_GPU, None, Arc::clone(&memory))?;
+        let sums = sums && memory.checksums().is_some();
+        let to_gpu = start("kvbm-to-gpu", TO_GPU, false, Arc::clone(&memory))?;
         let lanes = [to_gpu, start("kvbm-from-gpu", FROM_GPU, sums, memory)?];
         Ok(Self { routes, lanes, origin: kernels.origin().clone() })
     }
@@ -166,8 +166,6 @@ impl FencedBatch {
 /// One direction.
 struct CopyLane {
     copier: BlockCopier,
-    /// `None`: blocks are not summed.
-    kernels_for_sums: Option<Arc<CopyKernels>>,
     gpu: Gpu,
     stream: CudaStream,
     memory: Arc<dyn Memory>,
@@ -183,6 +181,7 @@ struct CopyLane {
 struct FlightScratch {
     /// What the kernel reads, if it copies.
     table: KernelTable<Piece>,
+    /// `None`: blocks are not summed.
     sums: Option<BlockSummer>,
     /// Not reported yet, with their places in the batch.
     indices: Vec<usize>,
@@ -211,12 +210,12 @@ impl CopyLane {
     fn start(
         name: &str,
         copier: BlockCopier,
-        kernels_for_sums: Option<Arc<CopyKernels>>,
+        sums: bool,
         gpu: &Gpu,
         memory: Arc<dyn Memory>,
         device: &Arc<DeviceRegion>,
     ) -> Result<Sender<FencedBatch>, SetupError> {
-        let lane = Self::new(copier, kernels_for_sums, gpu, memory, device)?;
+        let lane = Self::new(copier, sums, gpu, memory, device)?;
         let (batches, incoming) = crossbeam_channel::unbounded();
         let (tell, told) = mpsc::sync_channel(1);
         let serve = move || lane.serve(&incoming, &tell);
@@ -232,7 +231,7 @@ impl CopyLane {
 
     fn new(
         copier: BlockCopier,
-        kernels_for_sums: Option<Arc<CopyKernels>>,
+        sums: bool,
         gpu: &Gpu,
         memory: Arc<dyn Memory>,
         device: &Arc<DeviceRegion>,
@@ -242,7 +241,7 @@ impl CopyLane {
             let summer = || BlockSummer::new(gpu, copier.grain(), parts);
             Ok(FlightScratch {
                 table: copier.table()?,
-                sums: kernels_for_sums.is_some().then(summer).transpose()?,
+                sums: sums.then(summer).transpose()?,
                 indices: Vec::new(),
                 summed: Vec::new(),
             })
@@ -251,7 +250,6 @@ impl CopyLane {
         gpu.reserve_events(MAX_FLIGHTS).map_err(|error| failed("no events", error))?;
         Ok(Self {
             copier,
-            kernels_for_sums,
             gpu: gpu.clone(),
             stream: CudaStream::new(gpu)?,
             memory,
@@ -366,12 +364,13 @@ impl CopyLane {
 
     /// Starts summing what is copied out. What is not summed here is when it is needed.
     fn sum(&self, FlightScratch { sums, summed, .. }: &mut FlightScratch, ops: &[CopyOp]) {
-        let (Some(kernels), Some(sums)) = (&self.kernels_for_sums, sums) else { return };
+        let Some(sums) = sums else { return };
         // Some of the operations were refused otherwise.
         if self.blocks.len() != ops.len() {
             return;
         }
         let slots = self.blocks.iter().map(|block| block.slot);
+        let kernels = &self.copier.kernels;
         // SAFETY: the slots are the operations', which do not write them, and the scratch the
         // flight's, until the event behind has passed.
         if unsafe { sums.start_slots(&self.stream, kernels, &self.device, slots) }.is_ok() {

@@ -60,7 +60,7 @@ pub(super) struct BlockCopier {
     gpu: Gpu,
     host: Arc<LockedHost>,
     device: Arc<DeviceRegion>,
-    kernels: Arc<CopyKernels>,
+    pub(super) kernels: Arc<CopyKernels>,
     /// The pieces of a block, if they are rows.
     rows: Vec<PitchedRows>,
     /// Of the blocks that are being started.

@@ -31,7 +31,6 @@ const THREADS: usize = 2;
 pub(crate) struct NeighbourCopies {
     gpu: Gpu,
     device: Arc<DeviceRegion>,
-    kernels: Arc<CopyKernels>,
     /// The neighbour's first slot.
     base: usize,
     geometry: Geometry,
@@ -98,7 +97,7 @@ impl NeighbourCopies {
             let _ = idle.0.send(CopyScratch::new(&gpu, copier(), at_once, device)?);
         }
         let (device, is_broken) = (Arc::clone(device), AtomicBool::new(false));
-        Ok(Self { gpu, device, kernels, base, geometry, at_once, idle, is_broken })
+        Ok(Self { gpu, device, base, geometry, at_once, idle, is_broken })
     }
 
     /// It failed once: other ways are better.
@@ -174,7 +173,7 @@ impl NeighbourCopies {
         // call's, until the stream has got past.
         unsafe {
             copier.copy(stream, blocks, pieces).map_err(failed_copy)?;
-            sums.start_slots(stream, &self.kernels, &self.device, slots)
+            sums.start_slots(stream, &copier.kernels, &self.device, slots)
         }
     }
 }
