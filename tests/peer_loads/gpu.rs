@@ -56,8 +56,8 @@ impl GpuWorker {
         self.check(self.begin(peer, chain), chain)
     }
 
-    fn check(&self, load: Transfer<Loaded>, chain: &[BlockHash]) -> Loaded {
-        let loaded = load.wait().expect("the manager is open");
+    fn check(&self, mut load: Transfer<Loaded>, chain: &[BlockHash]) -> Loaded {
+        let loaded = load.wait_for(LIMIT).expect("it ends").expect("the manager is open");
         let memory = File::open("/proc/self/mem").expect("it is ours");
         let mut block = vec![0; BLOCK];
         for (&hash, slot) in chain.iter().zip(last_slots(chain.len())).take(loaded.arrived) {
@@ -92,8 +92,8 @@ fn computed(peer: &Worker, prompt: u32) -> Vec<BlockHash> {
 }
 
 #[test]
-fn a_neighbours_blocks_come_straight_to_a_gpu_or_are_misses() {
-    let name = "peer_loads::gpu::a_neighbours_blocks_come_straight_to_a_gpu_or_are_misses";
+fn a_neighbours_blocks_come_straight_to_a_gpu() {
+    let name = "peer_loads::gpu::a_neighbours_blocks_come_straight_to_a_gpu";
     if simulation::is("no-fault") {
         let there = Worker::new(0, None, true);
         let here = GpuWorker::new(&[&there]);
@@ -142,8 +142,8 @@ fn a_gpu_that_hangs_amid_a_load_keeps_its_slots() {
 }
 
 #[test]
-fn what_a_gpu_may_not_read_comes_by_the_host_tier() {
-    let name = "peer_loads::gpu::what_a_gpu_may_not_read_comes_by_the_host_tier";
+fn what_a_gpu_may_not_read_takes_another_way() {
+    let name = "peer_loads::gpu::what_a_gpu_may_not_read_takes_another_way";
     if simulation::is("no-lock-to-read") {
         let [refused, read] = [(); 2].map(|()| Worker::new(0, None, true));
         let here = GpuWorker::new(&[&refused, &read]);

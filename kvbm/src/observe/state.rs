@@ -56,7 +56,7 @@ pub struct State {
 /// The names of blocks.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct NamespaceState {
-    /// See [`Manager::epoch`](crate::Manager::epoch).
+    /// See [`Admin::epoch`](crate::Admin::epoch).
     pub epoch: u64,
 }
 

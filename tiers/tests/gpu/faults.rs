@@ -1,7 +1,7 @@
 //! Faults that only a simulated driver can have: each test does nothing but in the child of its
 //! own.
 
-use kvbm_tiers::StraightBlock;
+use kvbm_tiers::{EngineCopies, Fence, StraightBlock};
 
 use super::*;
 
@@ -51,6 +51,7 @@ fn of_copies_end_every_operation_in_an_error() {
         let from_neighbour = neighbours::copies(&neighbour, &bench.device);
         let block = [StraightBlock { from: SlotId(0), to: SlotId(1) }];
         assert_eq!(from_neighbour.copy(&block).unwrap_err().kind(), CopyErrorKind::Io);
+        assert!(EngineCopies::between(&neighbour, &bench.device, &Fence::Done).is_none());
         // After the first batch the context is gone: what comes later fails too.
         for _ in 0..2 {
             for result in run(&bench.backend, (0..9).map(up).collect()) {

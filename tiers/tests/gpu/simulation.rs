@@ -23,7 +23,7 @@ pub(crate) fn is_on() -> bool {
     std::env::var_os(VARIABLE).is_some()
 }
 
-/// The simulated driver has another fault from here on; `none` heals it.
+/// The simulated driver has another fault from here on; `no-fault` heals it.
 pub(crate) fn set(fault: &'static CStr) {
     // SAFETY: it is the library that this process uses already.
     let driver = unsafe { libloading::Library::new("libcuda.so.1") }.expect("a simulated library");

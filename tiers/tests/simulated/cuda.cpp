@@ -5,9 +5,10 @@
 // Like a real one it ends a stream's capture when a thread that has not asked to be let makes a call that could
 // disturb it.
 //
-// KVBM_SIMULATED names a fault, until `simulated_fault` names another: no-device, old-driver, out-of-memory, copies-fail,
-// streams-hang, no-lock, no-lock-to-read, queries-fail (the first hundred), rows-refused. The macro WITHOUT_BATCHES leaves out the symbol of batched copies, WITHOUT_LOCK
-// one that is needed. `simulated_…` are for tests: what no driver would tell.
+// KVBM_SIMULATED names a fault, until `simulated_fault` names another: no-device, old-driver, out-of-memory,
+// copies-fail, streams-hang, no-lock, no-lock-to-read, queries-fail (the first hundred), rows-refused. The macro
+// WITHOUT_BATCHES leaves out the symbol of batched copies, WITHOUT_LOCK one that is needed. `simulated_…` are for
+// tests: what no driver would tell.
 
 #include <atomic>
 #include <chrono>
