@@ -79,9 +79,7 @@ impl Worker {
     }
 
     fn lease(&self, peer: SocketAddr, chain: &[BlockHash]) -> Result<PeerLease> {
-        let peers = self.manager.peers().expect("it has peers");
-        let name = peer_name(&peer.to_string());
-        peers.lease(&name, chain, RequestInfo::default()).wait()
+        lease_at(peer, &self.manager, chain)
     }
 
     /// Loads `chain` into the last slots, and checks what arrived.
@@ -120,6 +118,11 @@ impl Worker {
         }
         loaded
     }
+}
+
+fn lease_at(peer: SocketAddr, manager: &Manager, chain: &[BlockHash]) -> Result<PeerLease> {
+    let peers = manager.peers().expect("it has peers");
+    peers.lease(&peer_name(&peer.to_string()), chain, RequestInfo::default()).wait()
 }
 
 /// Flips a bit of a block where it lies in a host tier, without its worker.

@@ -6,14 +6,15 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use kvbm::{EngineMemory, Fence, GroupSlots, Loaded, Manager, Options, Tier, Transfer};
-use kvbm_tests::engine::{assert_sound, fingerprint, model, open_with, peer_name};
+use kvbm_tests::engine::{assert_sound, fingerprint, model, open_with};
 use kvbm_tests::rig::{chain, wait_until};
 use kvbm_tiers::Geometry;
 use kvbm_tiers::cuda::Gpu;
 use kvbm_tiers::testing::has_pattern;
 
 use super::{
-    BLOCK, BlockHash, Duration, LIMIT, SLOTS, Worker, last_slots, pattern, settings, spoil,
+    BLOCK, BlockHash, Duration, LIMIT, SLOTS, Worker, last_slots, lease_at, pattern, settings,
+    spoil,
 };
 
 #[allow(dead_code, reason = "tests of kvbm_tiers ask it for more")]
@@ -42,13 +43,18 @@ impl GpuWorker {
         Self { manager, base }
     }
 
+    /// And a neighbour whose memory the GPU reads.
+    fn with_neighbour() -> (Worker, Self) {
+        let there = Worker::new(0, None, true);
+        let here = Self::new(&[&there]);
+        here.await_gpu(&there, 1..1000);
+        (there, here)
+    }
+
     fn begin(&self, peer: &Worker, chain: &[BlockHash]) -> Transfer<Loaded> {
         let slots = last_slots(chain.len());
-        let peers = self.manager.peers().expect("it has peers");
-        let name = peer_name(&peer.address().to_string());
-        let lease = peers.lease(&name, chain, super::RequestInfo::default()).wait();
-        let named = [GroupSlots::full(0, &slots)];
-        self.manager.load_into(lease.expect("it is there"), &named, &Fence::Done)
+        let lease = lease_at(peer.address(), &self.manager, chain).expect("it is there");
+        self.manager.load_into(lease, &[GroupSlots::full(0, &slots)], &Fence::Done)
     }
 
     /// Loads what the peer has of `chain`, and checks what arrived.
@@ -95,9 +101,7 @@ fn computed(peer: &Worker, prompt: u32) -> Vec<BlockHash> {
 fn a_neighbours_blocks_come_straight_to_a_gpu() {
     let name = "peer_loads::gpu::a_neighbours_blocks_come_straight_to_a_gpu";
     if simulation::is("no-fault") {
-        let there = Worker::new(0, None, true);
-        let here = GpuWorker::new(&[&there]);
-        here.await_gpu(&there, 1..1000);
+        let (there, here) = GpuWorker::with_neighbour();
         let prompt = computed(&there, 1000);
         spoil(prompt[17], 0);
         let loaded = here.load(&there, &prompt);
@@ -113,9 +117,7 @@ fn a_neighbours_blocks_come_straight_to_a_gpu() {
 fn a_gpu_that_hangs_amid_a_load_keeps_its_slots() {
     let name = "peer_loads::gpu::a_gpu_that_hangs_amid_a_load_keeps_its_slots";
     if simulation::is("no-fault") {
-        let there = Worker::new(0, None, true);
-        let here = GpuWorker::new(&[&there]);
-        here.await_gpu(&there, 1..1000);
+        let (there, here) = GpuWorker::with_neighbour();
         let hangs = |prompt| {
             let prompt = computed(&there, prompt);
             simulation::set(c"streams-hang");

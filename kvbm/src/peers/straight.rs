@@ -91,7 +91,7 @@ impl StraightCopy {
         tokio::select! {
             biased;
             () = ended => {}
-            // A GPU hangs, or no thread is free. What may still be written `_with_media` tells.
+            // A GPU hangs, or no thread is free. `_with_media` tells what may still be written.
             () = copy.overdue() => {
                 copy.cancelled.cancel();
                 copy.end_at(0, PeerFault::Stuck);
