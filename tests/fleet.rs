@@ -7,17 +7,18 @@ use std::{fs, thread};
 
 use kvbm::table::SlotCounts;
 use kvbm::{
-    Allocation, BlockHash, Fingerprint, Lease, Manager, Options, Rank, RankGroup, RankOptions,
-    RequestInfo, SlotId, Tier, Transfer, Transferred,
+    Allocation, BlockHash, Fingerprint, KvLayout, Lease, Manager, Options, Rank, RankGroup,
+    RankOptions, Ranks, RequestInfo, SlotId, Tier, Transfer, Transferred,
 };
 use kvbm_settings::Settings;
 use kvbm_tiers::ranks::{HeadLayout, HeadShare};
+use kvbm_tiers::sealed::{RECORD_BYTES, WrappedKey};
 use kvbm_tiers::testing::{Child as Forked, fill_pattern};
 use prometheus::Registry;
 
 use crate::engine;
 use crate::process::{Process, say};
-use crate::rig::{metric, number_of, wait_until};
+use crate::rig::{files, metric, number_of, wait_until};
 
 /// Ranks of a fleet.
 pub const WORLD: u16 = 4;
@@ -67,8 +68,57 @@ pub fn pattern(rank: u16, number: usize) -> usize {
     (usize::from(rank) << 24) + number
 }
 
+/// The ranks of `world` that have a key of a tenant in this directory.
+///
+/// # Panics
+/// If it cannot be read.
+pub fn keepers(dir: &Path, world: u16, tenant: u32) -> Vec<u16> {
+    let has_key = |path: &PathBuf| {
+        let bytes = fs::read(path).expect("keys");
+        let records = bytes.as_chunks::<RECORD_BYTES>().0.iter().skip(1);
+        records
+            .filter_map(|record| WrappedKey::parse(*record))
+            .any(|key| key.tenant() == Some(tenant))
+    };
+    let keys: Vec<_> =
+        files(dir).into_iter().filter(|path| is_keys(path) && has_key(path)).collect();
+    (0..world).filter(|rank| keys.iter().any(|path| is_of_rank(path, *rank))).collect()
+}
+
+/// Whether a file has keys of tenants.
+pub fn is_keys(path: &Path) -> bool {
+    path.extension().is_some_and(|kind| kind == "keys")
+}
+
+/// Whether a file is this rank's.
+pub fn is_of_rank(path: &Path, rank: u16) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str());
+    name.is_some_and(|name| name.contains(&format!("-rank{rank}of")))
+}
+
 /// How heads lie in a whole block of a test whose ranks split them: layers, keys and values, tokens.
 pub const HEADS: (u32, [u64; 4]) = (4, [2, 16, 8, 128]);
+
+/// Of `world` ranks that split the heads of a model.
+pub fn split_heads(world: u16) -> Fingerprint {
+    let (layers, mut shape) = HEADS;
+    shape[2] /= u64::from(world);
+    let [_, tokens, heads, bytes] = shape;
+    let layout = KvLayout {
+        layers,
+        order: "kv,token,head,byte".to_owned(),
+        shape: shape.to_vec(),
+        strides: vec![tokens * heads * bytes, heads * bytes, bytes, 1],
+    };
+    Fingerprint {
+        model: "tests".to_owned(),
+        weights: "1".to_owned(),
+        layouts: vec![layout],
+        ranks: Ranks { tensor_world: world.into(), ..Ranks::default() },
+        block_tokens: 16,
+        ..Fingerprint::default()
+    }
+}
 
 /// What a rank has of a test's blocks: blocks of its own, or its heads of what all ranks have.
 struct Slice(Option<HeadShare>);
@@ -81,18 +131,11 @@ impl Slice {
     }
 
     fn bytes(&self, number: usize, bytes: usize) -> Vec<u8> {
-        let Some(share) = self.0 else {
-            let mut block = vec![0; bytes];
-            fill_pattern(number, &mut block);
-            return block;
-        };
-        let mut block = vec![0; bytes * usize::from(share.get().1)];
-        // Of no rank.
-        fill_pattern(number % pattern(1, 0), &mut block);
-        let (layers, [kv, tokens, heads, _]) = HEADS;
-        let outer = u64::from(layers) * kv * tokens;
-        let layout = HeadLayout::new(outer as usize, heads as usize, block.len());
-        layout.and_then(|layout| layout.cut(share, &mut block)).expect("whole heads");
+        if let Some(share) = self.0 {
+            return heads_of(share, number, bytes);
+        }
+        let mut block = vec![0; bytes];
+        fill_pattern(number, &mut block);
         block
     }
 
@@ -103,6 +146,21 @@ impl Slice {
     fn is_in(&self, number: usize, block: &[u8]) -> bool {
         block == self.bytes(number, block.len())
     }
+}
+
+/// The heads of a test's block `number` that are this share: `bytes` of it.
+///
+/// # Panics
+/// If heads do not make such shares.
+pub fn heads_of(share: HeadShare, number: usize, bytes: usize) -> Vec<u8> {
+    let mut block = vec![0; bytes * usize::from(share.get().1)];
+    // Of no rank.
+    fill_pattern(number % pattern(1, 0), &mut block);
+    let (layers, [kv, tokens, heads, _]) = HEADS;
+    let outer = u64::from(layers) * kv * tokens;
+    let layout = HeadLayout::new(outer as usize, heads as usize, block.len());
+    layout.and_then(|layout| layout.cut(share, &mut block)).expect("whole heads");
+    block
 }
 
 /// Plays the engine of a rank: it writes and checks the slots that its commands name.

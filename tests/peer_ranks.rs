@@ -4,12 +4,10 @@
 use std::path::Path;
 use std::time::Instant;
 
-use kvbm::{
-    BlockHash, Fingerprint, KvLayout, NewEpoch, RankGroup, RankOptions, Ranks, RequestInfo, Tier,
-};
+use kvbm::{BlockHash, NewEpoch, RankGroup, RankOptions, RequestInfo, Tier};
 use kvbm_settings::{PeerNixl, Settings};
 use kvbm_tests::engine::{self, address, peer_name};
-use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, be_a_rank};
+use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, be_a_rank, split_heads};
 use kvbm_tests::process::{Process, role};
 use kvbm_tests::rig::{chain, wait_until};
 use serde_json::json;
@@ -31,27 +29,6 @@ fn of_peer(dir: &Path) -> Settings {
     settings
 }
 
-/// Of ranks that split the heads of a model.
-fn fingerprint(world: u16) -> Fingerprint {
-    let (layers, mut shape) = fleet::HEADS;
-    shape[2] /= u64::from(world);
-    let [_, tokens, heads, bytes] = shape;
-    let layout = KvLayout {
-        layers,
-        order: "kv,token,head,byte".to_owned(),
-        shape: shape.to_vec(),
-        strides: vec![tokens * heads * bytes, heads * bytes, bytes, 1],
-    };
-    Fingerprint {
-        model: "tests".to_owned(),
-        weights: "1".to_owned(),
-        layouts: vec![layout],
-        ranks: Ranks { tensor_world: world.into(), ..Ranks::default() },
-        block_tokens: 16,
-        ..Fingerprint::default()
-    }
-}
-
 /// The directory says how many ranks there are: `reader-2`.
 fn group(dir: &Path) -> RankGroup {
     let (_, world) = dir.to_str().unwrap().rsplit_once('-').unwrap();
@@ -63,7 +40,7 @@ fn group(dir: &Path) -> RankGroup {
 fn process() {
     let Some((rank, place)) = role() else { return };
     let group = group(&place);
-    let fingerprint = Some(fingerprint(group.world));
+    let fingerprint = Some(split_heads(group.world));
     let options = RankOptions { fingerprint, ..RankOptions::new(group, rank.parse().unwrap()) };
     be_a_rank(&of_peer(&place), options);
 }
@@ -72,7 +49,7 @@ fn open(home: &Path, name: &str, world: u16, reads_at: &str) -> Fleet {
     let dir = home.join(format!("{name}-{world}"));
     let mut settings = of_peer(&dir);
     settings.peers.addresses = Some(reads_at.to_owned()).filter(|list| !list.is_empty());
-    Fleet::open(module_path!(), &dir, settings, group(&dir), Some(fingerprint(world)))
+    Fleet::open(module_path!(), &dir, settings, group(&dir), Some(split_heads(world)))
 }
 
 struct Pair {

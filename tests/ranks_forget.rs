@@ -12,7 +12,6 @@ use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, WORLD, be_a_rank, drained};
 use kvbm_tests::kept::shm;
 use kvbm_tests::process::role;
 use kvbm_tests::rig::{chain, files, info_of, wait_until};
-use kvbm_tiers::sealed::{RECORD_BYTES, WrappedKey};
 use kvbm_tiers::testing::main_key;
 use tempfile::TempDir;
 
@@ -69,30 +68,9 @@ fn assert_served(fleet: &mut Fleet, tenant: u32, hit: usize) {
     assert_eq!((served.hit, served.wrong, served.saved), (hit, 0, 6), "{served:?}");
 }
 
-fn is_keys(path: &Path) -> bool {
-    path.extension().is_some_and(|kind| kind == "keys")
-}
-
 /// The ranks that have a key of a tenant.
 fn keepers(home: &Path, tenant: u32) -> Vec<u16> {
-    let has_key = |path: &PathBuf| {
-        let bytes = fs::read(path).unwrap();
-        let records = bytes.as_chunks::<RECORD_BYTES>().0.iter().skip(1);
-        records
-            .filter_map(|record| WrappedKey::parse(*record))
-            .any(|key| key.tenant() == Some(tenant))
-    };
-    let of_rank = |path: PathBuf| {
-        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
-        (0..WORLD).find(|rank| name.contains(&format!("-rank{rank}of")))
-    };
-    let mut ranks: Vec<_> = files(&home.join("slots"))
-        .into_iter()
-        .filter(|path| is_keys(path) && has_key(path))
-        .filter_map(of_rank)
-        .collect();
-    ranks.sort_unstable();
-    ranks
+    fleet::keepers(&home.join("slots"), WORLD, tenant)
 }
 
 #[test]
@@ -102,7 +80,7 @@ fn the_forgotten_have_no_key_in_any_rank_ever_again() {
         let mut fleet = open(home);
         [ONE, OTHER].into_iter().for_each(|tenant| assert_served(&mut fleet, tenant, 0));
         assert_eq!(keepers(home, ONE), [0, 1, 2, 3]);
-        let kept = files(&home.join("slots")).into_iter().filter(|path| !is_keys(path));
+        let kept = files(&home.join("slots")).into_iter().filter(|path| !fleet::is_keys(path));
         let before: Vec<_> = kept.map(|path| (fs::read(&path).unwrap(), path)).collect();
         fleet.manager.forget(ONE).unwrap();
         assert_eq!(fleet.manager.matches(&chain(ONE, 6)).longest(), 0);
