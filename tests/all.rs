@@ -14,6 +14,7 @@ mod durable;
 mod embedded;
 mod encrypted;
 mod encrypted_dram;
+mod encrypted_peer_ranks;
 mod encrypted_peers;
 mod engine_memory;
 mod events;

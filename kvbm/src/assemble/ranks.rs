@@ -23,7 +23,7 @@ use crate::durable::DurableTiers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::metrics::RankGauges;
 use crate::names::fingerprint::{Fingerprint, Ranks};
-use crate::peers::{RankListener, RankPeers, sealed_ranks};
+use crate::peers::{RankListener, RankPeers};
 use crate::scheduler::Core;
 
 /// When a rank is lost, all residency ends, since a part of every block is gone.
@@ -198,10 +198,7 @@ pub(crate) fn open_rank(
     let namespace = NamespaceNames { identity, shares_objects: false, ..namespace };
     let region = engine.as_ref().map(EngineMemory::region).transpose()?;
     let tiers = OpenedRegions::open(settings, namespace, media_layer, region)?;
-    let tenants = tiers.tenants();
-    if peers.is_some() && tiers.keys_of(Tier::Host).is_some() {
-        return Err(sealed_ranks());
-    }
+    let (tenants, seal) = (tiers.tenants(), tiers.host_seal(settings));
     let OpenedRegions { device, host, specs, executor, kept, away, .. } = tiers;
     if !away.is_empty() {
         return Err(leader_counts_on(&away));
@@ -229,7 +226,7 @@ pub(crate) fn open_rank(
     let mut member = member.map_err(setup)?;
     let peers = match peers.zip(host) {
         Some((listener, memory)) => {
-            let peers = listener.serve(member.host_slots(&memory))?;
+            let peers = listener.serve(member.host_slots(&memory), seal)?;
             member = member.pulling(memory, peers.puller());
             Some(peers)
         }

@@ -445,8 +445,12 @@ impl Holder {
         is_cut: bool,
     ) -> LeaseAnswer {
         let asked = if request.form.wants_slots { named } else { &[] };
+        let (epoch, forgotten) = {
+            let table = self.core.table();
+            (table.epoch_digest(), table.naming().epoch.forgotten)
+        };
         LeaseAnswer {
-            epoch: self.core.table().epoch_digest(),
+            epoch,
             blocks: blocks as u32,
             ttl_ms: self.ttl.as_millis().try_into().unwrap_or(u32::MAX),
             checksums: named.iter().map(|block| block.name.to_le_bytes()).collect(),
@@ -456,6 +460,7 @@ impl Holder {
             usable: blocks as u32,
             keys: None,
             layers: 0,
+            forgotten,
         }
     }
 

@@ -25,21 +25,20 @@ use super::protocol::{
     BrokenLink, LeaseAnswer, LeaseEnd, LeaseForm, LeaseRequest, MAX_BLOCKS, MAX_WAIT_MS, Member,
     Probe, ReadEnd, ReadRequest, SlotRun, ToHolder, ToReader, receive, send,
 };
-use super::sealed::{self, Intake};
+use super::sealed::{self, Intake, NOT_CONVERTED};
 use super::stream::{PeerStream, connect};
 use super::{nixl, parts, probes};
 use crate::api::filling::FillingSlots;
 use crate::metrics::PeerWay;
 use crate::names::epoch::EpochDigest;
 use crate::names::hash::BlockHash;
+use crate::table::EpochNames;
 use crate::traces::TraceParent;
 
 /// What a request for blocks asks for. Tests have small blocks.
 const READ_BYTES: usize = if cfg!(test) { 2 << 10 } else { 4 << 20 };
 /// Requests for blocks that are on their way: one, while the blocks of another arrive.
 const READS: usize = 2;
-
-const NOT_CONVERTED: &str = "blocks of another form are not converted where they lie encrypted";
 
 /// A connection to a holder that has let us in.
 pub(super) struct PeerLink {
@@ -73,6 +72,7 @@ pub(super) struct Wanted<'a> {
     /// Leading blocks that it has.
     pub(super) before: usize,
     pub(super) epoch: EpochDigest,
+    pub(super) naming: EpochNames,
     pub(super) tenant: Option<u32>,
     /// How long the holder may wait for the first of them, if it has none yet.
     pub(super) wait: Patience,
@@ -111,6 +111,8 @@ pub(super) struct NamedBlocks {
     pub(super) seats: Vec<PeerSeat>,
     /// What opens them, if they come sealed.
     pub(super) seal: Option<OtherSeal>,
+    /// The bits in which their names differ there.
+    pub(super) renamed: u128,
 }
 
 impl NamedBlocks {
@@ -559,9 +561,10 @@ fn named(
     let mut checksums: Vec<_> = checksums.map(|crc| u32::from_le_bytes(*crc)).collect();
     // A peer does not say how long we wait at most.
     let ttl = Duration::from_millis(answer.ttl_ms.into()).min(wanted.limit);
+    let renamed = wanted.naming.renamed_after(answer.forgotten);
     let (seal, openable) = match &answer.keys {
         Some(keys) if !checksums.is_empty() => {
-            let (seal, openable) = sealed::unwrapped(wanted.seal, keys)?;
+            let (seal, openable) = sealed::unwrapped(wanted.seal, keys, renamed)?;
             (Some(seal), openable)
         }
         _ => (None, usize::MAX),
@@ -574,5 +577,5 @@ fn named(
     checksums.truncate(openable);
     let slots = SlotRun::slots(&answer.slots, layers.map_or(checksums.len(), |_| behind));
     let LeaseAnswer { is_cut, seats, .. } = answer;
-    Ok(NamedBlocks { before, checksums, layers, slots, asked, ttl, is_cut, seats, seal })
+    Ok(NamedBlocks { before, checksums, layers, slots, asked, ttl, is_cut, seats, seal, renamed })
 }

@@ -206,12 +206,6 @@ pub(crate) fn no_groups() -> Error {
     Error::invalid(message)
 }
 
-pub(crate) fn sealed_ranks() -> Error {
-    let message = "ranks with peers must not keep blocks encrypted in the host tier yet: leave host.persist \
-         (DYN_KVBM_CPU_CACHE_PERSIST) or the keys of encryption unset, or set peers.enabled (DYN_KVBM_PEERS) to false";
-    Error::invalid(message)
-}
-
 pub(crate) fn no_host_tier() -> Error {
     let message = "peers read the host tier, and there is none: set host.capacity (DYN_KVBM_CPU_CACHE_GB), or \
          peers.enabled (DYN_KVBM_PEERS) to false";

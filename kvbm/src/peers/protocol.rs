@@ -27,7 +27,7 @@ use crate::names::hash::BlockHash;
 use crate::traces::TraceParent;
 
 /// What both sides must agree on. Raise it with every change of a message.
-pub(super) const VERSION: u16 = 8;
+pub(super) const VERSION: u16 = 9;
 /// `kvbp`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbp");
 
@@ -137,6 +137,10 @@ pub(super) enum ToReader {
     Layers(LayersAnswer),
     /// The blocks of which all layers were given are resident there, and leased as any others.
     Landed,
+    /// By a rank, as `Slice`, where slices lie sealed: the bytes that follow, and are summed, have
+    /// their seal. Its key, unless an earlier slice of the same request needed it: its `first` is
+    /// the slice's place in the request.
+    SealedSlice([u8; 4], Option<NamedKey>),
 }
 
 /// What a reader says first.
@@ -261,6 +265,9 @@ pub(super) struct LeaseAnswer {
     /// Layers of each block behind those that the reader has, which are still being saved: they and
     /// their checksums are asked for as they come. 0: the blocks are there.
     pub(super) layers: u16,
+    /// How often everything was forgotten in the epoch: blocks are called otherwise since, and are
+    /// sealed under these names.
+    pub(super) forgotten: u64,
 }
 
 /// Layers of blocks that are leased while they are saved.
@@ -286,7 +293,7 @@ pub(super) struct LayersAnswer {
 /// A tenant's key, wrapped by a main key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct NamedKey {
-    /// The first of the named blocks that is sealed with it.
+    /// The first of the named blocks, or slices, that is sealed with it.
     pub(super) first: [u8; 4],
     record: [[u8; 32]; 4],
 }
@@ -531,6 +538,7 @@ mod tests {
                 usable: blocks,
                 keys,
                 layers: u16::MAX,
+                forgotten: u64::MAX,
             };
             postcard::to_extend(&ToReader::Leased(leased), vec![0; 4]).unwrap().len()
         };
@@ -563,10 +571,11 @@ mod tests {
         let hello = |hello: &Hello| postcard::to_allocvec(&ToHolder::Hello(hello.clone())).unwrap();
         let ours = Hello::new([7; 32]);
         assert_eq!(Hello::parse(&hello(&ours)).unwrap(), [7; 32]);
+        let (later, speaks) = (VERSION + 1, format!("it speaks version {}", VERSION + 1));
         for (message, said) in [
             (Vec::new(), "bytes that are no message"),
             (b"GET / HTTP/1.1".to_vec(), "it is no kvbm worker"),
-            (hello(&Hello { version: 9, ..ours.clone() }), "it speaks version 9"),
+            (hello(&Hello { version: later, ..ours.clone() }), &speaks),
             (hello(&Hello { magic: 1, ..ours }), "it is no kvbm worker"),
         ] {
             let error = Hello::parse(&message).unwrap_err().to_string();

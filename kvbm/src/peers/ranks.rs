@@ -18,7 +18,8 @@ use kvbm_tiers::checksum::checksum;
 use kvbm_tiers::ranks::{
     HeadLayout, HeadShare, PeerSeat, PullFrom, PullSlots, PullSource, PulledSlot, RankSlots,
 };
-use kvbm_tiers::{CopyError, CopyErrorKind, SlotRef};
+use kvbm_tiers::sealed::{ArrivingBlock, HostSeal, KeyId, OtherSeal, SEAL_BYTES};
+use kvbm_tiers::{CopyError, CopyErrorKind, CopyOp};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
@@ -31,6 +32,7 @@ use super::protocol::{
     BrokenLink, MAX_SLICES, Member, SlotLife, ToHolder, ToReader, decode, receive, send,
 };
 use super::reader::{MAX_WAIT, MAX_WAITING};
+use super::sealed::{self, NOT_CONVERTED, SliceSeals};
 use super::stream::{self, PeerStream, connect};
 use super::{PeerRuntime, Serves, accept, bind, needs_fingerprint, proofs_of, shares, tidy};
 use crate::error::{Error, ErrorKind, Result};
@@ -93,11 +95,12 @@ impl RankListener {
         self.seat
     }
 
-    /// Serves others from these slots, and brings what they have, on a thread of its own.
+    /// Serves others from these slots, and brings what they have, on a thread of its own. `seal`:
+    /// how slices travel where they lie sealed, if there are keys.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] if the system refuses a thread.
-    pub(crate) fn serve(self, slots: RankSlots) -> Result<RankPeers> {
+    pub(crate) fn serve(self, slots: RankSlots, seal: Option<Arc<HostSeal>>) -> Result<RankPeers> {
         let Self { socket, credentials, limit, .. } = self;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve peers", error);
         let runtime = PeerRuntime::new(0).map_err(refused)?;
@@ -108,10 +111,12 @@ impl RankListener {
         let reader = Arc::new(SliceReader {
             credentials: Arc::clone(&credentials),
             waiting: Mutex::default(),
+            seal: seal.clone(),
         });
         let tidied = Arc::clone(&reader);
         handle.spawn(tidy(move || tidied.tidy()));
-        let holder = Arc::new(SliceHolder { slots, credentials, limit });
+        let sealed = seal.filter(|seal| seal.is_of_memory());
+        let holder = Arc::new(SliceHolder { slots, sealed, credentials, limit });
         let (stop, stopped) = oneshot::channel();
         let serve = move || {
             runtime.runtime().block_on(async {
@@ -174,6 +179,8 @@ impl Drop for RankPeers {
 /// Gives out slices.
 struct SliceHolder {
     slots: RankSlots,
+    /// What slices lie sealed with; `None`: they lie in the clear.
+    sealed: Option<Arc<HostSeal>>,
     credentials: Arc<Credentials>,
     /// A reader that takes nothing for so long is gone.
     limit: Duration,
@@ -197,10 +204,16 @@ impl Serves for SliceHolder {
         let heads = shares::heads_of(&self.credentials.member);
         while let Ok(Some(Ok(frame))) = timeout(MAX_IDLE, link.next()).await {
             let given = match decode(&frame) {
+                Ok(ToHolder::Slices(share, _))
+                    if self.sealed.is_some() && share != HeadShare::WHOLE =>
+                {
+                    refuse(link.get_mut(), NOT_CONVERTED, self.limit).await
+                }
                 Ok(ToHolder::Slices(share, lives)) => {
                     let copy =
                         |life, slice: &mut Vec<u8>| cut(copy(life, slice)?, share, heads, slice);
-                    give(link.get_mut(), &lives, copy, self.limit).await
+                    let sealed = self.sealed.as_ref();
+                    give(link.get_mut(), &lives, copy, sealed, self.limit).await
                 }
                 Ok(_) => Err(BrokenLink::Unexpected("a rank gives slices, and nothing else")),
                 Err(why) => Err(why),
@@ -222,19 +235,36 @@ fn cut(crc: u32, share: HeadShare, heads: Option<HeadLayout>, slice: &mut Vec<u8
     Some(checksum(slice))
 }
 
-/// Sends slices, each with its checksum, and says which of them are not there. `copy` reads one.
+/// Ends a connection over which what cannot be had was asked for.
+async fn refuse(
+    stream: &mut (impl AsyncWrite + Unpin),
+    why: &'static str,
+    limit: Duration,
+) -> Result<(), BrokenLink> {
+    let refusal = ToReader::Refused(why.to_owned());
+    timeout(limit, send(stream, &refusal)).await.unwrap_or(Err(BrokenLink::Late))?;
+    Err(BrokenLink::Unexpected(why))
+}
+
+/// Sends slices, each with its checksum, and says which of them are not there. `copy` reads one,
+/// which lies `sealed` if there is something that seals.
 async fn give(
     stream: &mut (impl AsyncWrite + Unpin),
     lives: &[SlotLife],
     copy: impl Fn((kvbm_tiers::SlotId, u32), &mut Vec<u8>) -> Option<u32>,
+    sealed: Option<&Arc<HostSeal>>,
     limit: Duration,
 ) -> Result<(), BrokenLink> {
     let mut slice = Vec::new();
-    for life in lives {
-        let crc = copy(life.get(), &mut slice);
+    let mut keys = sealed.map(|seal| SentKeys { seal, is_sent: HashMap::new() });
+    for (place, life) in lives.iter().enumerate() {
+        let head = match (copy(life.get(), &mut slice), &mut keys) {
+            (Some(crc), Some(keys)) => keys.head(place, crc, &slice).await,
+            (crc, _) => crc.map(|crc| ToReader::Slice(Some(crc.to_le_bytes()))),
+        };
         let sent = async {
-            send(stream, &ToReader::Slice(crc.map(u32::to_le_bytes))).await?;
-            if crc.is_some() {
+            send(stream, head.as_ref().unwrap_or(&ToReader::Slice(None))).await?;
+            if head.is_some() {
                 stream.write_all(&slice).await?;
             }
             Ok(())
@@ -244,9 +274,34 @@ async fn give(
     Ok(stream.flush().await?)
 }
 
+/// The keys of a request's slices.
+struct SentKeys<'a> {
+    seal: &'a Arc<HostSeal>,
+    /// Whether the reader has it, or it cannot be had.
+    is_sent: HashMap<KeyId, bool>,
+}
+
+impl SentKeys<'_> {
+    /// What goes before a slice that lies sealed. `None`: its key cannot be had.
+    async fn head(&mut self, place: usize, crc: u32, slice: &[u8]) -> Option<ToReader> {
+        let id = HostSeal::key_of(slice)?;
+        let key = match self.is_sent.get(&id) {
+            Some(true) => None,
+            Some(false) => return None,
+            None => {
+                let key = sealed::named_keys(self.seal, &[(place, id)]).await.pop();
+                self.is_sent.insert(id, key.is_some());
+                Some(key?)
+            }
+        };
+        Some(ToReader::SealedSlice(crc.to_le_bytes(), key))
+    }
+}
+
 /// A slot that a slice comes into.
 trait SliceSlot {
-    fn from(&self) -> SlotRef;
+    /// Which block it is, whose it will be, and from which slot there it comes.
+    fn op(&self) -> &CopyOp;
     fn bytes(&mut self) -> &mut [u8];
     /// It is written: its checksum.
     fn written(&mut self) -> u32;
@@ -254,8 +309,8 @@ trait SliceSlot {
 }
 
 impl SliceSlot for PulledSlot {
-    fn from(&self) -> SlotRef {
-        self.from()
+    fn op(&self) -> &CopyOp {
+        self.op()
     }
 
     fn bytes(&mut self) -> &mut [u8] {
@@ -281,13 +336,21 @@ type WaitingStream = (Box<dyn PeerStream>, Instant);
 struct SliceReader {
     credentials: Arc<Credentials>,
     waiting: Mutex<HashMap<RankPlace, Vec<WaitingStream>>>,
+    /// How slices that come sealed, or are to lie sealed, do so. `None`: no key is given.
+    seal: Option<Arc<HostSeal>>,
 }
 
 impl SliceReader {
     async fn bring<S: SliceSlot>(&self, from: PullFrom, slots: VecDeque<S>) {
         let heads = shares::heads_of(&self.credentials.member);
-        let mut slots = ComingSlots { left: slots, came: VecDeque::new(), heads };
+        let seals = SliceSeals::new(self.seal.clone(), from.renamed);
+        let mut slots = ComingSlots { left: slots, came: VecDeque::new(), heads, seals };
         let until = Instant::now() + from.limit;
+        let late =
+            |_| Err(CopyError::new(CopyErrorKind::Unavailable, "its key does not come in time"));
+        if let Err(why) = timeout_at(until, slots.prepare()).await.unwrap_or_else(late) {
+            return slots.fail(&why);
+        }
         for source in &from.sources {
             let place = (from.host.clone(), source.seat);
             let brought = timeout_at(until, self.bring_from(&place, source, &mut slots)).await;
@@ -356,9 +419,18 @@ struct ComingSlots<S> {
     /// Those that have what all ranks before gave, and it.
     came: VecDeque<S>,
     heads: Option<HeadLayout>,
+    seals: SliceSeals,
 }
 
 impl<S: SliceSlot> ComingSlots<S> {
+    /// Sees to it that slices can be sealed here without a wait: all of an order are one tenant's.
+    async fn prepare(&self) -> Result<(), CopyError> {
+        match self.seals.own().zip(self.left.front()) {
+            Some((seal, first)) => sealed::prepare(seal, first.op().owner).await,
+            None => Ok(()),
+        }
+    }
+
     /// The next slot has come or failed as far as this rank goes.
     fn next(&mut self, came: Result<(), CopyError>) {
         let Some(slot) = self.left.pop_front() else { return };
@@ -387,38 +459,75 @@ async fn take<S: SliceSlot>(
 ) -> Result<(), BrokenLink> {
     slots.left.append(&mut slots.came);
     let Some(first) = slots.left.front_mut() else { return Ok(()) };
+    let is_whole = source.into == HeadShare::WHOLE;
+    let seal_bytes = if slots.seals.own().is_some() { SEAL_BYTES } else { 0 };
+    if seal_bytes > 0 && !(is_whole && source.give == HeadShare::WHOLE) {
+        return Err(BrokenLink::Unexpected(NOT_CONVERTED));
+    }
     let (_, shares) = source.into.get();
-    let bytes = first.bytes().len() / usize::from(shares);
-    let mut part = vec![0; if source.into == HeadShare::WHOLE { 0 } else { bytes }];
+    let bytes = (first.bytes().len() - seal_bytes) / usize::from(shares);
+    // What does not come straight into its slot.
+    let mut part = Vec::new();
     let at_once = (SLICE_BYTES / bytes.max(1)).clamp(1, MAX_SLICES);
     let mut asked = 0;
     loop {
         while asked <= (SLICE_READS - 1) * at_once && asked < slots.left.len() {
             let next = asked..slots.left.len().min(asked + at_once);
             asked = next.end;
-            let lives = slots.left.range(next).map(|slot| SlotLife::of(slot.from())).collect();
+            let lives = slots.left.range(next).map(|slot| SlotLife::of(slot.op().from)).collect();
             send(stream, &ToHolder::Slices(source.give, lives)).await?;
         }
-        let heads = slots.heads;
-        let Some(slot) = slots.left.front_mut() else { return Ok(()) };
+        let ComingSlots { left, heads, seals, .. } = &mut *slots;
+        let Some(slot) = left.front_mut() else { return Ok(()) };
         let came = match receive(stream).await? {
-            ToReader::Slice(Some(crc)) if source.into == HeadShare::WHOLE => {
+            ToReader::Slice(Some(crc)) if is_whole && seal_bytes == 0 => {
                 stream.read_exact(slot.bytes()).await?;
                 expect(slot.written(), crc)
             }
             ToReader::Slice(Some(crc)) => {
+                part.resize(bytes, 0);
                 stream.read_exact(&mut part).await?;
-                expect(checksum(&part), crc).and_then(|()| join(slot, heads, source.into, &part))
+                expect(checksum(&part), crc).and_then(|()| match seals.own() {
+                    Some(seal) => take_in(slot, (seal, None), crc, &mut part),
+                    None => join(slot, *heads, source.into, &part),
+                })
+            }
+            ToReader::SealedSlice(crc, key) => {
+                part.resize(bytes + SEAL_BYTES, 0);
+                stream.read_exact(&mut part).await?;
+                expect(checksum(&part), crc).and_then(|()| {
+                    if !is_whole {
+                        return Err(CopyError::refused(NOT_CONVERTED));
+                    }
+                    let (seal, other) = seals.opening(key.as_ref())?;
+                    take_in(slot, (seal, Some(other)), crc, &mut part)
+                })
             }
             ToReader::Slice(None) => {
                 let why = "its slot holds something else by now";
                 Err(CopyError::new(CopyErrorKind::Unavailable, why))
             }
+            ToReader::Refused(why) => return Err(BrokenLink::refused(&why)),
             _ => return Err(BrokenLink::Unexpected("no answer to a request for slices")),
         };
         slots.next(came);
         asked -= 1;
     }
+}
+
+/// Puts a slice into its slot as slices lie here: `other` opens it, if it came sealed.
+fn take_in(
+    slot: &mut impl SliceSlot,
+    (seal, other): (&HostSeal, Option<&OtherSeal>),
+    crc: [u8; 4],
+    arrived: &mut [u8],
+) -> Result<(), CopyError> {
+    let CopyOp { block: name, owner, .. } = *slot.op();
+    let block = ArrivingBlock { name, owner, crc: u32::from_le_bytes(crc) };
+    seal.take_in(other, block, arrived, slot.bytes())?;
+    // Of what lies there: an index may tell it to anybody.
+    slot.written();
+    Ok(())
 }
 
 /// Puts a share of a slice into its slot, which is written when the last one has come.

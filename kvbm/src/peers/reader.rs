@@ -10,7 +10,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvbm_tiers::{BlockKey, CopyError, Memory, Tier};
+use kvbm_tiers::{CopyError, Memory, Owner, Tier};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -24,7 +24,7 @@ use super::neighbour::Neighbours;
 use super::nixl::{NixlHolders, ReadByNixl};
 use super::protocol::{BrokenLink, LeaseEnd, ReadEnd};
 use super::sealed::Intake;
-use super::slices::{self, HostBytes};
+use super::slices::{self, HostBytes, WantedSlices};
 use super::{ChainNames, FollowRequest, sealed, spans};
 use crate::api::filling::FillingSlots;
 use crate::api::groups::{CheckpointGroups, NamedCheckpoint};
@@ -37,7 +37,7 @@ use crate::names::hash::{BlockHash, Chain};
 use crate::observe::requests::FromPeer;
 use crate::scheduler::Core;
 use crate::sync::Mutex;
-use crate::table::{NamespaceId, RequestInfo};
+use crate::table::{EpochNames, NamespaceId, RequestInfo};
 use crate::task::Class;
 use crate::traces::TraceParent;
 
@@ -209,7 +209,7 @@ impl Reader {
         let address = self.known.borrow().get(&peer).map(str::to_owned);
         let address = address.ok_or_else(|| Error::invalid(format!("no peer {peer} is known")))?;
         let before = self.bring_ours(&chain, info).await?.max(held);
-        let (epoch, namespace) = self.present();
+        let (epoch, namespace, naming) = self.present();
         let (tenant, limit) = (info.hints.tenant, self.limit);
         let group = self.group;
         let seal = self.host.seal().map(|seal| &**seal);
@@ -222,6 +222,7 @@ impl Reader {
             group,
             before,
             epoch,
+            naming,
             tenant,
             wait,
             limit,
@@ -303,10 +304,10 @@ impl Reader {
         self.core.note_from_peer(request, Chain::from(&lease.chain), &taken);
     }
 
-    /// The epoch here, and what blocks are blocks of in it.
-    fn present(&self) -> (EpochDigest, NamespaceId) {
+    /// The epoch here, what blocks are blocks of in it, and what they are called.
+    fn present(&self) -> (EpochDigest, NamespaceId, EpochNames) {
         let table = self.core.table();
-        (table.epoch_digest(), table.namespace())
+        (table.epoch_digest(), table.namespace(), table.epoch_names())
     }
 
     async fn lease_at(
@@ -542,8 +543,8 @@ impl Reader {
             match &self.host {
                 HostBytes::Here(..) => {
                     let (link, named) = (&mut lease.link, &lease.named);
-                    let entered = (chain, lease.namespace);
-                    match self.intake(entered, lease.info, named).await {
+                    let of = (chain, lease.namespace);
+                    match self.intake(of, lease.info, named).await {
                         Ok(intake) => {
                             let into = (&mut filling, intake);
                             link.bring(named, limit, into, &mut by_nixl, cancelled).await
@@ -552,10 +553,11 @@ impl Reader {
                     }
                 }
                 HostBytes::InRanks(leader) => {
-                    let keys = self.keys(chain, lease.namespace)?;
-                    let (host, named) = (lease.host(), (&lease.named, &*keys));
-                    let bytes = self.block_bytes();
-                    let brought = slices::bring(leader, host, named, limit, &mut filling, bytes);
+                    let entered = self.entered((chain, lease.namespace), lease.info);
+                    let (chain, owner) = entered.ok_or_else(Error::stale)?;
+                    let wanted = WantedSlices { named: &lease.named, chain, owner };
+                    let (host, bytes) = (lease.host(), self.block_bytes());
+                    let brought = slices::bring(leader, host, &wanted, limit, &mut filling, bytes);
                     tokio::select! {
                         biased;
                         () = cancelled.cancelled() => Err(PeerFault::Cancelled),
@@ -591,7 +593,7 @@ impl Reader {
     /// How blocks become blocks of the host tier here, if they come sealed or are to lie sealed.
     async fn intake<'a>(
         &'a self,
-        (chain, namespace): (Chain<'a>, NamespaceId),
+        of: (Chain<'a>, NamespaceId),
         info: RequestInfo,
         named: &'a NamedBlocks,
     ) -> Result<Option<Intake<'a>>, CopyError> {
@@ -599,25 +601,22 @@ impl Reader {
         if named.seal.is_none() && !seal.is_of_memory() {
             return Ok(None);
         }
-        let (chain, owner) = {
-            let table = self.core.table();
-            if table.namespace() != namespace {
-                return Err(CopyError::refused("a reset came meanwhile"));
-            }
-            (table.enter(chain), table.present_owner(info.hints.tenant))
-        };
+        let reset = || CopyError::refused("a reset came meanwhile");
+        let (chain, owner) = self.entered(of, info).ok_or_else(reset)?;
         sealed::prepare(seal, owner).await?;
         Ok(Some(Intake { seal, other: named.seal.as_ref(), chain, owner }))
     }
 
-    /// What the table calls the blocks of a chain.
-    fn keys(&self, chain: Chain<'_>, namespace: NamespaceId) -> Result<Vec<BlockKey>> {
+    /// A chain with the names that its blocks have now, and whose they will be. `None`: a reset came
+    /// meanwhile.
+    fn entered<'a>(
+        &self,
+        (chain, namespace): (Chain<'a>, NamespaceId),
+        info: RequestInfo,
+    ) -> Option<(Chain<'a>, Option<Owner>)> {
         let table = self.core.table();
-        if table.namespace() != namespace {
-            return Err(Error::stale());
-        }
-        let chain = table.enter(chain);
-        Ok((0..chain.len()).map(|at| chain.key(at)).collect())
+        let is_present = table.namespace() == namespace;
+        is_present.then(|| (table.enter(chain), table.present_owner(info.hints.tenant)))
     }
 
     /// Bytes of a block in one process.

@@ -1,6 +1,7 @@
 //! Blocks that lie encrypted in a host tier: the holder's, the reader's, or both. They travel as they
 //! lie, with the wrapped keys of their tenants beside them; the reader opens them, and seals them
-//! with its own.
+//! with its own. So do slices of ranks, each of which has keys of its own: they come beside its
+//! slices, since its leader has none.
 
 use std::sync::Arc;
 
@@ -12,6 +13,9 @@ use super::link::PeerFault;
 use super::protocol::{MAX_KEYS, NamedKey};
 use crate::api::filling::FillingSlots;
 use crate::names::hash::Chain;
+
+pub(super) const NOT_CONVERTED: &str =
+    "blocks of another form are not converted where they lie encrypted";
 
 /// The keys of successive blocks, each with the place of the first block that needs it.
 pub(super) fn first_uses(keys: impl Iterator<Item = KeyId>) -> Vec<(usize, KeyId)> {
@@ -47,16 +51,13 @@ pub(super) async fn prepare(seal: &Arc<HostSeal>, owner: Option<Owner>) -> Resul
 }
 
 /// Unwraps what a holder sent. Returns what opens the blocks that it named, and how many of them.
+/// `renamed`: the bits in which their names differ there.
 pub(super) fn unwrapped(
     ours: Option<&HostSeal>,
     keys: &[NamedKey],
+    renamed: u128,
 ) -> Result<(OtherSeal, usize), PeerFault> {
-    let ours = ours.ok_or_else(|| {
-        let why = "this worker has no keys: give it those of the holder by encryption.key_file \
-                   (DYN_KVBM_ENCRYPTION_KEY_FILE)";
-        PeerFault::NoKey(why.to_owned())
-    })?;
-    let other = ours.of_other();
+    let other = ours.ok_or_else(no_keys)?.of_other(renamed);
     for key in keys.iter().take(MAX_KEYS) {
         let Err(why) = other.take(&key.record()) else { continue };
         match u32::from_le_bytes(key.first) as usize {
@@ -65,6 +66,58 @@ pub(super) fn unwrapped(
         }
     }
     Ok((other, usize::MAX))
+}
+
+fn no_keys() -> PeerFault {
+    let why = "this worker has no keys: give it those of the holder by encryption.key_file \
+               (DYN_KVBM_ENCRYPTION_KEY_FILE)";
+    PeerFault::NoKey(why.to_owned())
+}
+
+/// What a rank opens slices with that come sealed, for as long as its leader's order lasts, and what
+/// slices are sealed with here.
+#[derive(Default)]
+pub(super) struct SliceSeals {
+    ours: Option<Arc<HostSeal>>,
+    /// The bits in which names of blocks differ there.
+    renamed: u128,
+    /// Has the keys that came.
+    other: Option<OtherSeal>,
+    /// Why one of these is of no use here: nor is what comes behind it.
+    unusable: Option<CopyError>,
+}
+
+impl SliceSeals {
+    /// `None`: this rank has no keys.
+    pub(super) fn new(ours: Option<Arc<HostSeal>>, renamed: u128) -> Self {
+        Self { ours, renamed, ..Self::default() }
+    }
+
+    /// What slices lie sealed with here. `None`: they lie in the clear.
+    pub(super) fn own(&self) -> Option<&Arc<HostSeal>> {
+        self.ours.as_ref().filter(|ours| ours.is_of_memory())
+    }
+
+    /// What opens a slice, beside which this key came if it is the first that needs it.
+    pub(super) fn opening(
+        &mut self,
+        key: Option<&NamedKey>,
+    ) -> Result<(&HostSeal, &OtherSeal), CopyError> {
+        if let Some(why) = &self.unusable {
+            return Err(why.clone());
+        }
+        if let Err(why) = self.learn(key) {
+            return Err(self.unusable.insert(CopyError::refused(why.to_string())).clone());
+        }
+        let both = self.ours.as_deref().zip(self.other.as_ref());
+        both.ok_or_else(|| CopyError::refused(no_keys().to_string()))
+    }
+
+    fn learn(&mut self, key: Option<&NamedKey>) -> Result<(), PeerFault> {
+        let ours = self.ours.as_ref().ok_or_else(no_keys)?;
+        let other = self.other.get_or_insert_with(|| ours.of_other(self.renamed));
+        key.map_or(Ok(()), |key| other.take(&key.record()).map_err(PeerFault::NoKey))
+    }
 }
 
 /// How blocks that arrive become blocks of the host tier here.

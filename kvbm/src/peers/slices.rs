@@ -8,8 +8,8 @@ use std::time::Duration;
 use kvbm_tiers::ranks::{Leader, PeerSeat, PullOrder};
 use kvbm_tiers::sealed::HostSeal;
 use kvbm_tiers::{
-    BlockKey, Completion, CopyError, CopyErrorKind, CopyOp, Done, DramRegion, Frame, Memory,
-    SlotRef, Tier,
+    Completion, CopyError, CopyErrorKind, CopyOp, Done, DramRegion, Frame, Memory, Owner, SlotRef,
+    Tier,
 };
 use tokio::time::{Instant, timeout_at};
 
@@ -17,6 +17,7 @@ use super::link::{NamedBlocks, PeerFault};
 use super::parts;
 use super::protocol::LeaseEnd;
 use crate::api::filling::{FillingSlots, FramesBack};
+use crate::names::hash::Chain;
 use crate::sync::Mutex;
 
 /// Blocks that ranks are told of together, by the bytes of a slice, and how many times at once.
@@ -70,23 +71,33 @@ impl HostBytes {
     }
 }
 
+/// What ranks are to bring.
+pub(super) struct WantedSlices<'a> {
+    pub(super) named: &'a NamedBlocks,
+    /// The chain with the names that its blocks have now.
+    pub(super) chain: Chain<'a>,
+    /// Whose they will be.
+    pub(super) owner: Option<Owner>,
+}
+
 /// Brings blocks into the slots of the ranks, and keeps those that have come to all of them as their
-/// checksums say. Everything behind one that has not is left. `keys`: the blocks of the chain.
+/// checksums say. Everything behind one that has not is left.
 pub(super) async fn bring(
     leader: &Weak<Leader>,
     host: &str,
-    (named, keys): (&NamedBlocks, &[BlockKey]),
+    wanted: &WantedSlices<'_>,
     until: Instant,
     filling: &mut FillingSlots<'_>,
     block_bytes: usize,
 ) -> Result<(), PeerFault> {
+    let named = wanted.named;
     if filling.kept() < named.before {
         return Err(PeerFault::Behind);
     }
     let why = Arc::<Mutex<Option<CopyError>>>::default();
     let brought = async {
-        let wanted = filling.kept()..filling.kept() + filling.left();
-        let mut parts = parts(wanted, (PULL_BYTES / block_bytes.max(1)).max(1));
+        let all = filling.kept()..filling.kept() + filling.left();
+        let mut parts = parts(all, (PULL_BYTES / block_bytes.max(1)).max(1));
         loop {
             while filling.lent() < PULLS
                 && let Some(part) = parts.next()
@@ -98,10 +109,10 @@ pub(super) async fn bring(
                 let leader = leader.upgrade().ok_or_else(|| gone("the manager is closed"))?;
                 let (frames, back) = filling.lend_unsummed(part.len());
                 let limit_ms = left.as_millis().try_into().unwrap_or(u32::MAX);
-                let from =
-                    PullOrder { host: host.to_owned(), seats: named.seats.clone(), limit_ms };
+                let (host, seats) = (host.to_owned(), named.seats.clone());
+                let from = PullOrder { host, seats, limit_ms, renamed: named.renamed };
                 let ops: Option<Vec<_>> =
-                    part.zip(&frames).map(|(at, frame)| op(named, keys, at, frame)).collect();
+                    part.zip(&frames).map(|(at, frame)| wanted.op(at, frame)).collect();
                 let Some(ops) = ops else {
                     back(frames, Ok(Vec::new()));
                     return Err(gone("its leader does not say where a block lies"));
@@ -145,19 +156,20 @@ fn fault(error: &CopyError) -> PeerFault {
     }
 }
 
-/// The copy of the block at a position of the chain.
-fn op(named: &NamedBlocks, keys: &[BlockKey], at: usize, to: &Frame) -> Option<CopyOp> {
-    let behind = at - named.before;
-    let (slot, generation) = (*named.slots.get(behind)?, *named.checksums.get(behind)?);
-    let parent = at.checked_sub(1).and_then(|before| keys.get(before)).map(|key| key.hash);
-    Some(CopyOp {
-        block: *keys.get(at)?,
-        parent,
-        // Blocks of ranks with peers are not encrypted in the host tier.
-        owner: None,
-        from: SlotRef { tier: Tier::Host, slot, generation },
-        to: to.slot_ref(),
-    })
+impl WantedSlices<'_> {
+    /// The copy of the block at a position of the chain.
+    fn op(&self, at: usize, to: &Frame) -> Option<CopyOp> {
+        let behind = at - self.named.before;
+        let (slots, lives) = (&self.named.slots, &self.named.checksums);
+        let (slot, generation) = (*slots.get(behind)?, *lives.get(behind)?);
+        Some(CopyOp {
+            block: self.chain.key(at),
+            parent: at.checked_sub(1).map(|before| self.chain.key(before).hash),
+            owner: self.owner,
+            from: SlotRef { tier: Tier::Host, slot, generation },
+            to: to.slot_ref(),
+        })
+    }
 }
 
 /// What ranks were told to bring together. Its slots come back when the last block has ended.

@@ -79,6 +79,7 @@ pub use self::flush::FlushStep;
 pub use self::index::RecordId;
 pub use self::journal::{Journal, Note, Notes, Taken};
 pub use self::miss_history::{Miss, MissReason};
+pub(crate) use self::namespace::EpochNames;
 pub use self::namespace::{NamespaceId, Naming, Unflushed};
 pub use self::pins::{Pins, Scrubbed};
 pub use self::policy::{RequestContext, RequestInfo};

@@ -50,24 +50,42 @@ impl Naming {
     }
 }
 
+/// What the names of an epoch's blocks depend on, here and at other workers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct EpochNames {
+    /// The salt of workers that have forgotten nothing.
+    base: u128,
+    here: u128,
+}
+
+impl EpochNames {
+    /// The bits in which names differ at a worker of the same fingerprint, where everything was
+    /// forgotten so often in the epoch.
+    pub(crate) fn renamed_after(self, forgotten: u64) -> u128 {
+        salt_after(self.base, forgotten) ^ self.here
+    }
+}
+
+/// The salt once everything was forgotten so often.
+fn salt_after(base: u128, forgotten: u64) -> u128 {
+    match forgotten {
+        0 => base,
+        forgotten => digest(&[base.to_le_bytes().as_slice(), &forgotten.to_le_bytes()].concat()),
+    }
+}
+
 impl PresentNamespace {
     fn of(fingerprint: Fingerprint) -> Self {
         let (epoch, salt) = (fingerprint.epoch, fingerprint.digest());
         Self { epoch, salt, fingerprint: Some(fingerprint), ..Self::default() }
     }
 
-    /// The same in every process for the same fingerprint and epoch, unless everything was
-    /// forgotten meanwhile.
-    fn salt(&self) -> u128 {
-        let base = match &self.fingerprint {
+    /// The salt while nothing was forgotten: the same in every process for the same fingerprint and
+    /// epoch.
+    fn base(&self) -> u128 {
+        match &self.fingerprint {
             Some(fingerprint) => fingerprint.digest_in(self.epoch),
             None => digest(&[b"kvbm epoch 1", &self.epoch.to_le_bytes()[..]].concat()),
-        };
-        match self.forgotten {
-            0 => base,
-            forgotten => {
-                digest(&[base.to_le_bytes().as_slice(), &forgotten.to_le_bytes()].concat())
-            }
         }
     }
 
@@ -79,7 +97,7 @@ impl PresentNamespace {
     fn change(&mut self, epoch: u64, forgotten: u64) {
         (self.epoch, self.forgotten) = (epoch, forgotten);
         self.id = NamespaceId(self.id.0 + 1);
-        self.salt = self.salt();
+        self.salt = salt_after(self.base(), forgotten);
     }
 }
 
@@ -126,6 +144,11 @@ impl Table {
     pub const fn naming(&self) -> Naming {
         let PresentNamespace { epoch, forgotten, salt, .. } = self.namespace;
         Naming { epoch: TierEpoch { epoch, forgotten }, salt }
+    }
+
+    /// What the names of blocks have in common with those at workers in the present epoch.
+    pub(crate) fn epoch_names(&self) -> EpochNames {
+        EpochNames { base: self.namespace.base(), here: self.namespace.salt }
     }
 
     /// Whether a lease is of the present namespace.

@@ -374,12 +374,11 @@ impl Member {
             self.work.generations.begin_pull(op);
             self.work.journals.begun(op);
         }
-        let slots: Vec<_> = started.iter().map(|(_, op)| (op.from, op.to.slot)).collect();
+        let orders: Vec<_> = started.iter().map(|(_, op)| *op).collect();
         let done = self.done(batch, started);
-        let slot = |(place, (from, to))| {
-            PulledSlot::new(Arc::clone(&puller.memory), from, to, place, done.clone())
-        };
-        (puller.pull)(from, slots.into_iter().enumerate().map(slot).collect());
+        let slot =
+            |(place, op)| PulledSlot::new(Arc::clone(&puller.memory), op, place, done.clone());
+        (puller.pull)(from, orders.into_iter().enumerate().map(slot).collect());
     }
 
     /// The leader says which slots, and it may be wrong.

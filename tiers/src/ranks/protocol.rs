@@ -21,7 +21,7 @@ use crate::fields::{u32_at, u128_at};
 use crate::index::IndexEntry;
 
 /// What both sides must agree on. Raise it with every change of a message.
-pub const VERSION: u16 = 6;
+pub const VERSION: u16 = 7;
 /// `kvbm`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbm");
 

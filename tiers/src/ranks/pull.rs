@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::shares::{HeadShare, ShareSource, sources};
 use super::slots::SlotGenerations;
 use crate::checksum::checksum;
-use crate::copy::{CopyError, CopyErrorKind, Done, SlotId, SlotRef, Tier};
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier};
 use crate::dram::DramRegion;
 use crate::memory::{Memory, forget_checksum};
 use crate::stream;
@@ -35,6 +35,8 @@ pub struct PullOrder {
     pub seats: Vec<PeerSeat>,
     /// What has not come after this time, in ms, does not come.
     pub limit_ms: u32,
+    /// The bits in which hashes of blocks differ there.
+    pub renamed: u128,
 }
 
 /// A rank's part of that.
@@ -46,6 +48,8 @@ pub struct PullFrom {
     pub sources: Vec<PullSource>,
     /// What has not come within this time does not come.
     pub limit: Duration,
+    /// The bits in which hashes of blocks differ there.
+    pub renamed: u128,
 }
 
 /// A rank of the other worker.
@@ -69,7 +73,7 @@ impl PullOrder {
         let sources =
             sources(rank, world, there)?.into_iter().map(source).collect::<Option<_>>()?;
         let limit = Duration::from_millis(self.limit_ms.into());
-        Some(PullFrom { host: self.host.clone(), sources, limit })
+        Some(PullFrom { host: self.host.clone(), sources, limit, renamed: self.renamed })
     }
 }
 
@@ -80,9 +84,9 @@ pub type PullSlots = dyn Fn(PullFrom, Vec<PulledSlot>) + Send + Sync;
 /// [`end`](Self::end), it is given up.
 pub struct PulledSlot {
     memory: Arc<DramRegion>,
-    from: SlotRef,
-    to: SlotId,
-    op: usize,
+    op: CopyOp,
+    /// In its batch.
+    place: usize,
     /// `None` once it has ended.
     done: Option<Done>,
 }
@@ -90,28 +94,22 @@ pub struct PulledSlot {
 impl fmt::Debug for PulledSlot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PulledSlot")
-            .field("from", &self.from)
-            .field("to", &self.to)
+            .field("from", &self.op.from)
+            .field("to", &self.op.to)
             .finish_non_exhaustive()
     }
 }
 
 impl PulledSlot {
-    /// `to` has been checked to be the `memory`'s, and no one else's until `done` is told of
-    /// `op`.
-    pub(super) fn new(
-        memory: Arc<DramRegion>,
-        from: SlotRef,
-        to: SlotId,
-        op: usize,
-        done: Done,
-    ) -> Self {
-        Self { memory, from, to, op, done: Some(done) }
+    /// The slot that `op` goes to has been checked to be the `memory`'s, and no one else's until
+    /// `done` is told of this place in the batch.
+    pub(super) fn new(memory: Arc<DramRegion>, op: CopyOp, place: usize, done: Done) -> Self {
+        Self { memory, op, place, done: Some(done) }
     }
 
-    /// Which slot of the other worker's rank, in which of its lives.
-    pub const fn from(&self) -> SlotRef {
-        self.from
+    /// What is to come: its source is a slot of the other worker's rank, in one of its lives.
+    pub const fn op(&self) -> &CopyOp {
+        &self.op
     }
 
     /// The slot, all of which is to be written.
@@ -119,8 +117,9 @@ impl PulledSlot {
     /// # Panics
     /// If the region has no such slot.
     pub fn bytes(&mut self) -> &mut [u8] {
-        forget_checksum(&*self.memory, self.to);
-        let slot = self.memory.slot(self.to).expect("it was checked when this was made");
+        let to = self.op.to.slot;
+        forget_checksum(&*self.memory, to);
+        let slot = self.memory.slot(to).expect("it was checked when this was made");
         // SAFETY: the leader has the slot's only handle, and has given the slot to this copy until
         // it hears of its end, which is when this is gone; it is borrowed mutably meanwhile.
         unsafe { std::slice::from_raw_parts_mut(slot.as_ptr().cast(), self.memory.block_bytes()) }
@@ -129,7 +128,7 @@ impl PulledSlot {
     /// The slot is written. Returns the checksum of what it has, which the region remembers.
     pub fn written(&mut self) -> u32 {
         let crc = checksum(self.bytes());
-        self.memory.checksums().inspect(|known| known.record(self.to, crc));
+        self.memory.checksums().inspect(|known| known.record(self.op.to.slot, crc));
         crc
     }
 
@@ -140,7 +139,7 @@ impl PulledSlot {
 
     fn report(&mut self, result: Result<(), CopyError>) {
         if let Some(done) = self.done.take() {
-            done.report(vec![(self.op, result)]);
+            done.report(vec![(self.place, result)]);
         }
     }
 }
@@ -196,7 +195,7 @@ mod tests {
     use std::thread;
 
     use super::*;
-    use crate::copy::{BlockKey, CopyOp};
+    use crate::copy::BlockKey;
     use crate::testing::{fill_pattern, has_pattern, options};
 
     const SLOTS: u32 = 4;
@@ -220,7 +219,7 @@ mod tests {
             let to = SlotRef { tier: Tier::Host, slot, generation };
             let done = Done::new(|_| ());
             self.slots.generations.begin_pull(&op(to));
-            let mut pulled = PulledSlot::new(Arc::clone(&self.memory), to, slot, 0, done);
+            let mut pulled = PulledSlot::new(Arc::clone(&self.memory), op(to), 0, done);
             fill_pattern(pattern, pulled.bytes());
             pulled.written();
             pulled.end(Ok(()));
@@ -305,7 +304,7 @@ mod tests {
         let done = Done::new(move |ended| tell.lock().extend(ended));
         let slot = SlotId(0);
         let from = SlotRef { tier: Tier::Host, slot, generation: 0 };
-        drop(PulledSlot::new(HostTier::new().memory, from, slot, 5, done));
+        drop(PulledSlot::new(HostTier::new().memory, op(from), 5, done));
         let told = told.lock();
         assert_eq!((told.len(), told[0].0), (1, 5));
         assert_eq!(told[0].1.as_ref().unwrap_err().kind(), CopyErrorKind::Unavailable);

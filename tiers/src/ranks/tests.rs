@@ -119,7 +119,7 @@ impl Rank {
 /// Brings what would lie in a slot there: the pattern of its number.
 fn bring_patterns(_: PullFrom, slots: Vec<PulledSlot>) {
     for mut slot in slots {
-        fill_pattern(slot.from().slot.0 as usize, slot.bytes());
+        fill_pattern(slot.op().from.slot.0 as usize, slot.bytes());
         slot.written();
         slot.end(Ok(()));
     }
@@ -396,7 +396,7 @@ fn a_rank_gives_out_nothing_that_it_was_not_given() {
 /// Has all ranks bring blocks from a worker with this number of them.
 fn pull(fleet: &Fleet, ranks: usize, ops: &[CopyOp]) -> Vec<Result<(), CopyError>> {
     let seats = vec![PeerSeat { port: 1, incarnation: 1 }; ranks];
-    let order = PullOrder { host: "there".to_owned(), seats, limit_ms: 1_000 };
+    let order = PullOrder { host: "there".to_owned(), seats, limit_ms: 1_000, renamed: 0 };
     let (report, reports) = mpsc::channel();
     let done = each(move |index, result| report.send((index, result)).unwrap());
     fleet.leader.pull(&order, ops, &done);

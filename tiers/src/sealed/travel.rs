@@ -29,12 +29,13 @@ pub struct HostSeal {
 pub struct OtherSeal {
     keys: Arc<TenantKeys>,
     cipher: Cipher,
+    renamed: u128,
 }
 
 /// A block that has arrived.
 #[derive(Clone, Copy, Debug)]
 pub struct ArrivingBlock {
-    /// What it is called, here as where it was sealed.
+    /// What it is called here.
     pub name: BlockKey,
     /// Whose it will be here.
     pub owner: Option<Owner>,
@@ -85,12 +86,13 @@ impl HostSeal {
         keys.wrapped(id).map_err(no_key)
     }
 
-    /// For blocks of another worker. It has no key yet.
-    pub fn of_other(&self) -> OtherSeal {
+    /// For blocks of another worker, whose hashes differ there in the bits that are set in `renamed`.
+    /// It has no key yet.
+    pub fn of_other(&self, renamed: u128) -> OtherSeal {
         let namespace = Self::keys_namespace(&self.namespace);
         let keys = Arc::new(TenantKeys::in_memory(Arc::clone(&self.ring), &namespace));
         let cipher = Cipher::new(Arc::clone(&keys), Tier::Host, &self.namespace, self.block_bytes);
-        OtherSeal { keys, cipher }
+        OtherSeal { keys, cipher, renamed }
     }
 
     /// Sees to it that blocks of `owner` can be sealed without a wait. May ask the store of keys.
@@ -125,7 +127,7 @@ impl HostSeal {
     ) -> Result<(), CopyError> {
         // A seal holds the checksum that the block had when it was sealed.
         let crc = match other {
-            Some(other) => other.cipher.open(block.name, arrived)?,
+            Some(other) => other.cipher.open(other.name_of(block.name), arrived)?,
             None => block.crc,
         };
         let content = &arrived[..self.block_bytes];
@@ -153,6 +155,11 @@ impl OtherSeal {
     /// Why it is of no use here.
     pub fn take(&self, record: &[u8; RECORD_BYTES]) -> Result<(), String> {
         self.keys.take(record)
+    }
+
+    /// What a block is called there.
+    const fn name_of(&self, here: BlockKey) -> BlockKey {
+        BlockKey { hash: here.hash ^ self.renamed, ..here }
     }
 }
 
@@ -200,7 +207,7 @@ mod tests {
     /// What a reader is told of a block.
     fn told(reader: &HostSeal, holder: &HostSeal, block: &[u8]) -> Option<OtherSeal> {
         holder.is_of_memory().then(|| {
-            let other = reader.of_other();
+            let other = reader.of_other(0);
             let record = holder.wrapped(HostSeal::key_of(block).unwrap()).unwrap();
             other.take(record.bytes()).unwrap();
             other
@@ -250,7 +257,7 @@ mod tests {
             assert!(taken(&block, NAME, other.as_ref()).is_ok());
             let mut flipped = block.clone();
             flipped[BYTES / 2] ^= 1;
-            let unknown = here.of_other();
+            let unknown = here.of_other(0);
             for wrong in [
                 taken(&flipped, NAME, other.as_ref()),
                 taken(&block, OTHER, other.as_ref()),
@@ -261,13 +268,34 @@ mod tests {
         }
     }
 
+    /// Where everything was forgotten meanwhile, and in no other way.
+    #[test]
+    fn a_block_opens_under_the_name_that_it_has_there() {
+        let ring = key_ring(3, "0123456789abcdef");
+        let (there, here) = (worker(&ring, true), worker(&ring, false));
+        let block = lying(&there);
+        let record = *there.wrapped(HostSeal::key_of(&block).unwrap()).unwrap().bytes();
+        let taken = |renamed: u128, name: BlockKey| {
+            let other = here.of_other(renamed);
+            other.take(&record).unwrap();
+            let arriving = ArrivingBlock { name, ..arriving(0) };
+            here.take_in(Some(&other), arriving, &mut block.clone(), &mut [0; BYTES])
+        };
+        let renamed = u128::MAX - 5;
+        let name = BlockKey { hash: NAME.hash ^ renamed, ..NAME };
+        assert!(taken(renamed, name).is_ok());
+        for wrong in [taken(renamed, NAME), taken(0, name)] {
+            assert_eq!(wrong.unwrap_err().kind(), CopyErrorKind::Corrupt);
+        }
+    }
+
     #[test]
     fn a_key_that_is_of_no_use_here_says_why() {
         let there = worker(&key_ring(3, "0123456789abcdef"), true);
         let block = lying(&there);
         let record = *there.wrapped(HostSeal::key_of(&block).unwrap()).unwrap().bytes();
         let said = |ring: Arc<KeyRing>, record: &[u8; RECORD_BYTES]| {
-            worker(&ring, true).of_other().take(record).unwrap_err()
+            worker(&ring, true).of_other(0).take(record).unwrap_err()
         };
         assert!(
             said(key_ring(4, "0123456789abcdef"), &record).starts_with("main key 3 is not given")

@@ -1,7 +1,9 @@
 use std::sync::Arc;
 
 use kvbm_tiers::checksum::checksum;
-use kvbm_tiers::{SlotId, Tier};
+use kvbm_tiers::sealed::TenantKeys;
+use kvbm_tiers::testing::key_ring;
+use kvbm_tiers::{BlockKey, Owner, SlotId, SlotRef, Tier};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
 use tokio_util::codec::FramedRead;
 
@@ -16,19 +18,31 @@ const BYTES: usize = 64;
 const SLOTS: u32 = 3 * MAX_SLICES as u32;
 /// Every slot's.
 const LIFE: u32 = 7;
+const LIMIT: Duration = Duration::from_secs(7);
 
 type Ends = Arc<Mutex<Vec<(SlotId, Option<CopyErrorKind>)>>>;
 
 /// A slot that a slice comes into.
 struct TestSlot {
-    from: SlotRef,
+    op: CopyOp,
     bytes: Vec<u8>,
+    /// What it is to be sealed with.
+    seal: Option<Arc<HostSeal>>,
     ends: Ends,
 }
 
+impl TestSlot {
+    /// What it holds in the clear.
+    fn content(&self) -> Vec<u8> {
+        let Some(seal) = &self.seal else { return self.bytes.clone() };
+        assert!(self.bytes.windows(8).all(|bytes| bytes != &slice(self.op.from.slot)[..8]));
+        opened(seal, self.op.block, &self.bytes)
+    }
+}
+
 impl SliceSlot for TestSlot {
-    fn from(&self) -> SlotRef {
-        self.from
+    fn op(&self) -> &CopyOp {
+        &self.op
     }
 
     fn bytes(&mut self) -> &mut [u8] {
@@ -40,8 +54,9 @@ impl SliceSlot for TestSlot {
     }
 
     fn end(self, result: Result<(), CopyError>) {
-        assert!(result.is_err() || self.bytes == slice(self.from.slot), "a wrong slice counts");
-        self.ends.lock().push((self.from.slot, result.err().map(|error| error.kind())));
+        let slot = self.op.from.slot;
+        assert!(result.is_err() || self.content() == slice(slot), "a wrong slice counts");
+        self.ends.lock().push((slot, result.err().map(|error| error.kind())));
     }
 }
 
@@ -49,14 +64,30 @@ fn slice(slot: SlotId) -> Vec<u8> {
     (0..BYTES).map(|at| (slot.0 as usize * 31 + at) as u8).collect()
 }
 
+fn name_of(slot: SlotId) -> BlockKey {
+    BlockKey { hash: slot.0.into(), group: 0 }
+}
+
 fn slots(generation: impl Fn(u32) -> u32) -> (ComingSlots<TestSlot>, Ends) {
-    let ends = Ends::default();
+    slots_of(generation, None)
+}
+
+/// Of a rank with these keys.
+fn slots_of(
+    generation: impl Fn(u32) -> u32,
+    keys: Option<Arc<HostSeal>>,
+) -> (ComingSlots<TestSlot>, Ends) {
+    let (ends, seals) = (Ends::default(), SliceSeals::new(keys, 0));
     let slot = |slot| {
-        let from = SlotRef { tier: Tier::Host, slot: SlotId(slot), generation: generation(slot) };
-        TestSlot { from, bytes: vec![0; BYTES], ends: Arc::clone(&ends) }
+        let at = SlotRef { tier: Tier::Host, slot: SlotId(slot), generation: generation(slot) };
+        let (block, owner) = (name_of(at.slot), Some(Owner { tenant: 5, life: 0 }));
+        let op = CopyOp { block, parent: None, owner, from: at, to: at };
+        let seal = seals.own().cloned();
+        let bytes = vec![0; BYTES + seal.as_ref().map_or(0, |_| SEAL_BYTES)];
+        TestSlot { op, bytes, seal, ends: Arc::clone(&ends) }
     };
     let left = (0..SLOTS).map(slot).collect();
-    (ComingSlots { left, came: VecDeque::new(), heads: None }, ends)
+    (ComingSlots { left, came: VecDeque::new(), heads: None, seals }, ends)
 }
 
 /// The rank of the same number.
@@ -78,7 +109,7 @@ async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin, of: impl Fn(SlotId) 
             panic!("another message")
         };
         assert!(lives.len() <= MAX_SLICES);
-        if give(link.get_mut(), &lives, copy, Duration::from_secs(1)).await.is_err() {
+        if give(link.get_mut(), &lives, copy, None, LIMIT).await.is_err() {
             return;
         }
     }
@@ -174,8 +205,7 @@ async fn a_slice_comes_in_shares_from_ranks_with_fewer_heads() {
                     to[0] ^= u8::from(slot == SlotId(flipped));
                     (slot != SlotId(stale)).then_some(crc)
                 };
-                let given = give(link.get_mut(), &lives, copy, Duration::from_secs(1)).await;
-                given.unwrap();
+                give(link.get_mut(), &lives, copy, None, LIMIT).await.unwrap();
             }
         };
         let source = PullSource { into: share, ..SOURCE };
@@ -191,6 +221,208 @@ async fn a_slice_comes_in_shares_from_ranks_with_fewer_heads() {
     let expected = [(7, gone), (8, gone), (9, corrupt), (10, corrupt)];
     assert_eq!(wrong, expected.map(|(slot, end)| (SlotId(slot), end)));
     assert_eq!(ends.lock().len(), SLOTS as usize);
+}
+
+/// What a rank seals with, and the keys of its tenants. `main`: the number of its main key.
+fn sealing(main: u32) -> (Arc<HostSeal>, Arc<TenantKeys>) {
+    let (ring, of) = (key_ring(main, MAIN), HostSeal::keys_namespace("test"));
+    let keys = Arc::new(TenantKeys::in_memory(Arc::clone(&ring), &of));
+    (Arc::new(HostSeal::new(ring, "test", BYTES, Some(Arc::clone(&keys)))), keys)
+}
+
+/// A rank with that main key whose slices lie in the clear.
+fn in_the_clear(main: u32) -> Arc<HostSeal> {
+    Arc::new(HostSeal::new(key_ring(main, MAIN), "test", BYTES, None))
+}
+
+const MAIN: &str = "0123456789abcdef";
+
+/// A slot's slice, as it lies sealed. Two tenants have the slots in turn.
+fn lying(seal: &HostSeal, slot: SlotId) -> Vec<u8> {
+    let (name, owner) = (name_of(slot), Some(Owner { tenant: slot.0 % 2, life: 0 }));
+    let (mut content, mut sealed) = (slice(slot), vec![0; BYTES + SEAL_BYTES]);
+    let block = ArrivingBlock { name, owner, crc: checksum(&content) };
+    seal.prepare(owner).unwrap();
+    seal.take_in(None, block, &mut content, &mut sealed).unwrap();
+    sealed
+}
+
+fn opened(seal: &HostSeal, name: BlockKey, sealed: &[u8]) -> Vec<u8> {
+    let (other, mut content) = (seal.of_other(0), vec![0; BYTES]);
+    let key = seal.wrapped(HostSeal::key_of(sealed).unwrap()).unwrap();
+    other.take(key.bytes()).unwrap();
+    let block = ArrivingBlock { name, owner: None, crc: 0 };
+    in_the_clear(1).take_in(Some(&other), block, &mut sealed.to_vec(), &mut content).unwrap();
+    content
+}
+
+/// Serves slices that lie sealed, as they are when they are given: `by` says with what, by the first
+/// slot of a request.
+async fn serve_sealed<'a>(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    by: impl Fn(SlotId) -> &'a Arc<HostSeal>,
+    of: impl Fn(&HostSeal, SlotId) -> Vec<u8>,
+) {
+    let mut link = FramedRead::new(stream, requests());
+    while let Some(Ok(frame)) = link.next().await {
+        let Ok(ToHolder::Slices(HeadShare::WHOLE, lives)) = decode(&frame) else {
+            panic!("another message")
+        };
+        let seal = by(lives[0].get().0);
+        let copy = |(slot, _), to: &mut Vec<u8>| {
+            *to = of(seal, slot);
+            Some(checksum(to))
+        };
+        if give(link.get_mut(), &lives, copy, Some(seal), LIMIT).await.is_err() {
+            return;
+        }
+    }
+}
+
+fn failures(ends: &Ends) -> Vec<(SlotId, CopyErrorKind)> {
+    let ends = ends.lock();
+    assert_eq!(ends.len(), SLOTS as usize);
+    ends.iter().filter_map(|&(slot, end)| Some((slot, end?))).collect()
+}
+
+#[tokio::test]
+async fn slices_come_from_any_host_tier_to_any() {
+    let (there, _) = sealing(1);
+    for (is_sealed_there, here) in
+        [(true, sealing(1).0), (true, in_the_clear(1)), (false, sealing(1).0)]
+    {
+        let (mut link, other_end) = duplex(1 << 14);
+        let (mut wanted, ends) = slots_of(|_| LIFE, Some(here));
+        wanted.prepare().await.unwrap();
+        let serve = async {
+            if is_sealed_there {
+                serve_sealed(other_end, |_| &there, lying).await;
+            } else {
+                serve(other_end, slice).await;
+            }
+        };
+        tokio::select! {
+            taken = take(&mut link, &SOURCE, &mut wanted) => taken.unwrap(),
+            () = serve => panic!("it left"),
+        }
+        wanted.end();
+        assert_eq!(failures(&ends), []);
+    }
+}
+
+/// The checksum of what travelled is right: the seal is broken, or another block's.
+#[tokio::test]
+async fn a_broken_seal_is_corrupt_whatever_its_checksum_says() {
+    let (there, _) = sealing(1);
+    let broken = |seal: &HostSeal, slot| match slot {
+        SlotId(1_000) => {
+            let mut sealed = lying(seal, slot);
+            sealed[BYTES + 4] ^= 1;
+            sealed
+        }
+        SlotId(1_001) => lying(seal, SlotId(3)),
+        _ => lying(seal, slot),
+    };
+    for here in [sealing(1).0, in_the_clear(1)] {
+        let (mut link, other_end) = duplex(1 << 14);
+        let (mut wanted, ends) = slots_of(|_| LIFE, Some(here));
+        wanted.prepare().await.unwrap();
+        tokio::select! {
+            taken = take(&mut link, &SOURCE, &mut wanted) => taken.unwrap(),
+            () = serve_sealed(other_end, |_| &there, broken) => panic!("it left"),
+        }
+        wanted.end();
+        let wrong = [1_000, 1_001].map(|slot| (SlotId(slot), CopyErrorKind::Corrupt));
+        assert_eq!(failures(&ends), wrong);
+    }
+}
+
+#[tokio::test]
+async fn slices_before_an_unusable_key_come_and_none_behind() {
+    let ([one, two], usable) = ([sealing(1).0, sealing(2).0], MAX_SLICES as u32);
+    let by = |first: SlotId| if (usable..2 * usable).contains(&first.0) { &two } else { &one };
+    for (here, came) in [(Some(in_the_clear(1)), usable), (None, 0)] {
+        let (mut link, other_end) = duplex(1 << 14);
+        let (mut wanted, ends) = slots_of(|_| LIFE, here);
+        tokio::select! {
+            taken = take(&mut link, &SOURCE, &mut wanted) => taken.unwrap(),
+            () = serve_sealed(other_end, by, lying) => panic!("it left"),
+        }
+        wanted.end();
+        let refused: Vec<_> =
+            (came..SLOTS).map(|slot| (SlotId(slot), CopyErrorKind::Refused)).collect();
+        assert_eq!(failures(&ends), refused);
+    }
+}
+
+/// What a rank answers to a request for the first slots: of each whether a key came with it.
+async fn given(seal: &Arc<HostSeal>, lying: &[Vec<u8>]) -> Vec<Option<bool>> {
+    let (mut here, mut there) = duplex(1 << 14);
+    let life = |slot| SlotLife::of(SlotRef { tier: Tier::Host, slot: SlotId(slot), generation: 0 });
+    let lives: Vec<_> = (0..lying.len() as u32).map(life).collect();
+    let copy = |(slot, _): (SlotId, u32), to: &mut Vec<u8>| {
+        to.clone_from(&lying[slot.0 as usize]);
+        Some(checksum(to))
+    };
+    give(&mut there, &lives, copy, Some(seal), LIMIT).await.unwrap();
+    let mut given = Vec::new();
+    for at in 0..lying.len() {
+        given.push(match receive(&mut here).await.unwrap() {
+            ToReader::SealedSlice(_, key) => {
+                here.read_exact(&mut [0; BYTES + SEAL_BYTES]).await.unwrap();
+                let first = key.map(|key| u32::from_le_bytes(key.first));
+                assert!(first.is_none_or(|first| first as usize == at));
+                Some(key.is_some())
+            }
+            ToReader::Slice(None) => None,
+            other => panic!("{other:?}"),
+        });
+    }
+    given
+}
+
+#[tokio::test]
+async fn a_request_has_each_key_once_and_none_of_the_forgotten() {
+    let (seal, keys) = sealing(1);
+    let lying: Vec<_> = (0..6).map(|slot| lying(&seal, SlotId(slot))).collect();
+    let [first, again] = [true, false].map(Some);
+    for _ in 0..2 {
+        assert_eq!(given(&seal, &lying).await, [first, first, again, again, again, again]);
+    }
+    keys.forget(0, 1).unwrap();
+    assert_eq!(given(&seal, &lying).await, [None, first, None, again, None, again]);
+}
+
+#[tokio::test]
+async fn heads_of_sealed_slices_are_not_split() {
+    let half = HeadShare::new(0, 2).unwrap();
+    // What is to lie sealed here is not asked for.
+    let (mut here, there) = duplex(1 << 14);
+    drop(there);
+    let (mut wanted, _) = slots_of(|_| LIFE, Some(sealing(1).0));
+    for source in [PullSource { into: half, ..SOURCE }, PullSource { give: half, ..SOURCE }] {
+        let refused = take(&mut here, &source, &mut wanted).await.unwrap_err();
+        assert_eq!(refused.to_string(), NOT_CONVERTED);
+    }
+    // What lies sealed there is not given, nor joined.
+    let (mut here, mut there) = duplex(1 << 14);
+    let refused = refuse(&mut there, NOT_CONVERTED, LIMIT).await.unwrap_err();
+    assert_eq!(refused.to_string(), NOT_CONVERTED);
+    let (mut wanted, _) = slots_of(|_| LIFE, Some(in_the_clear(1)));
+    let refused = take(&mut here, &PullSource { give: half, ..SOURCE }, &mut wanted).await;
+    assert_eq!(refused.unwrap_err().to_string(), NOT_CONVERTED);
+    let (mut here, there) = duplex(1 << 14);
+    let (seal, _) = sealing(1);
+    let (mut wanted, ends) = slots_of(|_| LIFE, Some(in_the_clear(1)));
+    let half_lying = |seal: &HostSeal, slot| lying(seal, slot)[BYTES / 2..].to_vec();
+    let source = PullSource { into: half, ..SOURCE };
+    tokio::select! {
+        taken = take(&mut here, &source, &mut wanted) => taken.unwrap(),
+        () = serve_sealed(there, |_| &seal, half_lying) => panic!("it left"),
+    }
+    wanted.end();
+    assert!(failures(&ends).iter().all(|(_, end)| *end == CopyErrorKind::Refused));
+    assert_eq!(failures(&ends).len(), SLOTS as usize);
 }
 
 #[test]
@@ -223,18 +455,17 @@ fn reader() -> SliceReader {
         proofs: PeerProofs::default(),
         converts_types: false,
     };
-    SliceReader { credentials: Arc::new(credentials), waiting: Mutex::default() }
+    SliceReader { credentials: Arc::new(credentials), waiting: Mutex::default(), seal: None }
 }
 
 /// A rank that takes a connection, and says nothing.
 #[tokio::test(start_paused = true)]
 async fn what_does_not_come_within_the_limit_does_not_come() {
-    const LIMIT: Duration = Duration::from_secs(7);
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let seat = PeerSeat { port: silent.local_addr().unwrap().port(), incarnation: 1 };
     let (slots, ends) = slots(|_| LIFE);
     let sources = vec![PullSource { seat, ..SOURCE }];
-    let from = PullFrom { host: "127.0.0.1".to_owned(), sources, limit: LIMIT };
+    let from = PullFrom { host: "127.0.0.1".to_owned(), sources, limit: LIMIT, renamed: 0 };
     let began = Instant::now();
     reader().bring(from, slots.left).await;
     assert!(began.elapsed() >= LIMIT && began.elapsed() < 2 * LIMIT, "{:?}", began.elapsed());
