@@ -238,6 +238,9 @@ fn blocks_of_64_kib_take_few_requests() {
     let mut settings = engine::settings(64 << 10, LONG.into(), 4 * u64::from(LONG));
     settings.object.url = Some(format!("file://{}", home.path().display()));
     settings.object.keep = true;
+    // What is stored since it has waited for long would depend on who gets a processor: a quarter
+    // of the host tier comes together, or more.
+    (settings.flush.interval_ms, settings.flush.dirty_watermark) = (3_600_000, 0.25);
     let chains: Vec<Vec<_>> =
         (0..4).map(|n| (0..LONG).map(|block| hash(10_000 * n + block)).collect()).collect();
     let blocks = chains.len() * LONG as usize;
@@ -266,9 +269,8 @@ fn blocks_of_64_kib_take_few_requests() {
     println!(
         "{blocks} blocks of 64 KiB: {written} requests to store them, {read} to find and read them"
     );
-    // One object for each block is a request to store it, and one to read it. One in 66 on a quiet
-    // machine (the goal is 50); how blocks come together in batches depends on who gets a
-    // processor.
+    // One object for each block is a request to store it, and one to read it. The goal is 50, and
+    // holds; a machine that is slow says meanwhile that it lives.
     assert!((written + read) * 40 <= 2 * blocks as u64, "{written} {read}");
 }
 

@@ -525,7 +525,7 @@ fn take_in(
     let CopyOp { block: name, owner, .. } = *slot.op();
     let block = ArrivingBlock { name, owner, crc: u32::from_le_bytes(crc) };
     seal.take_in(other, block, arrived, slot.bytes())?;
-    // Of what lies there: an index may tell it to anybody.
+    // Of what lies there: an index may tell it to others.
     slot.written();
     Ok(())
 }
