@@ -9,7 +9,7 @@ use kvbm_settings::{PeerNixl, Settings};
 use kvbm_tests::engine::{self, address, peer_name};
 use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, be_a_rank, split_heads};
 use kvbm_tests::process::{Process, role};
-use kvbm_tests::rig::{chain, wait_until};
+use kvbm_tests::rig::{chain, has_nixl, wait_until};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -23,16 +23,24 @@ fn of_peer(dir: &Path) -> Settings {
     settings.block_bytes = Some(bytes / u64::from(group(dir).world));
     engine::add_peers(&mut settings, "");
     settings.peers.secret = Some("the secret of these tests".to_owned());
-    settings.peers.nixl = PeerNixl::Off;
+    settings.peers.nixl = by(dir);
     settings.peers.lease_ttl_ms = TTL_MS;
     settings.peers.lease_share = 1.0;
     settings
 }
 
-/// The directory says how many ranks there are: `reader-2`.
+/// The directory says how many ranks there are, and how slices come: `reader-off-2`.
 fn group(dir: &Path) -> RankGroup {
     let (_, world) = dir.to_str().unwrap().rsplit_once('-').unwrap();
     RankGroup { dir: dir.join("meet"), world: world.parse().unwrap(), limit: LIMIT }
+}
+
+fn by(dir: &Path) -> PeerNixl {
+    let name = dir.file_name().and_then(|name| name.to_str()).unwrap();
+    [PeerNixl::Required, PeerNixl::Auto]
+        .into_iter()
+        .find(|nixl| name.contains(nixl.name()))
+        .unwrap_or(PeerNixl::Off)
 }
 
 /// Not a test: the process of a rank, when another test starts it.
@@ -46,7 +54,11 @@ fn process() {
 }
 
 fn open(home: &Path, name: &str, world: u16, reads_at: &str) -> Fleet {
-    let dir = home.join(format!("{name}-{world}"));
+    open_by(PeerNixl::Off, home, name, world, reads_at)
+}
+
+fn open_by(nixl: PeerNixl, home: &Path, name: &str, world: u16, reads_at: &str) -> Fleet {
+    let dir = home.join(format!("{name}-{}-{world}", nixl.name()));
     let mut settings = of_peer(&dir);
     settings.peers.addresses = Some(reads_at.to_owned()).filter(|list| !list.is_empty());
     Fleet::open(module_path!(), &dir, settings, group(&dir), Some(split_heads(world)))
@@ -60,16 +72,16 @@ struct Pair {
 }
 
 impl Pair {
-    fn open() -> Self {
-        Self::of(WORLD, WORLD)
+    fn open(nixl: PeerNixl) -> Self {
+        Self::of(nixl, WORLD, WORLD)
     }
 
     /// Workers by their number of ranks.
-    fn of(holder: u16, reader: u16) -> Self {
+    fn of(nixl: PeerNixl, holder: u16, reader: u16) -> Self {
         let home = tempfile::tempdir().unwrap();
-        let there = open(home.path(), "holder", holder, "");
+        let there = open_by(nixl, home.path(), "holder", holder, "");
         let address = address(&there.manager);
-        let here = open(home.path(), "reader", reader, &address);
+        let here = open_by(nixl, home.path(), "reader", reader, &address);
         Self { there, here, peer: peer_name(&address), _home: home }
     }
 
@@ -109,7 +121,18 @@ impl Pair {
 
 #[test]
 fn each_rank_gets_its_slices_of_the_other_worker() {
-    let mut pair = Pair::open();
+    each_rank_gets_its_slices(PeerNixl::Off);
+}
+
+#[test]
+fn each_rank_gets_its_slices_by_nixl() {
+    if has_nixl() {
+        each_rank_gets_its_slices(PeerNixl::Required);
+    }
+}
+
+fn each_rank_gets_its_slices(nixl: PeerNixl) {
+    let mut pair = Pair::open(nixl);
     for n in 1..4 {
         assert_eq!(pair.there.serve(&chain(n, 6)).saved, 6);
         assert_eq!(pair.read(&chain(n, 6)), (6, None));
@@ -130,7 +153,18 @@ fn each_rank_gets_its_slices_of_the_other_worker() {
 
 #[test]
 fn a_reset_at_either_worker_leaves_nothing_wrong() {
-    let mut pair = Pair::open();
+    a_reset_leaves_nothing_wrong(PeerNixl::Off);
+}
+
+#[test]
+fn a_reset_leaves_nothing_wrong_by_nixl() {
+    if has_nixl() {
+        a_reset_leaves_nothing_wrong(PeerNixl::Required);
+    }
+}
+
+fn a_reset_leaves_nothing_wrong(nixl: PeerNixl) {
+    let mut pair = Pair::open(nixl);
     let weights = |number| NewEpoch::of_weights(number, "new");
     assert_eq!(pair.there.serve(&chain(1, 6)).saved, 6);
     // What was leased is what it was, or does not come.
@@ -152,7 +186,18 @@ fn a_reset_at_either_worker_leaves_nothing_wrong() {
 
 #[test]
 fn killed_ranks_cost_misses_and_then_it_heals() {
-    let mut pair = Pair::open();
+    killed_ranks_cost_misses(PeerNixl::Off);
+}
+
+#[test]
+fn killed_ranks_cost_misses_by_nixl() {
+    if has_nixl() {
+        killed_ranks_cost_misses(PeerNixl::Required);
+    }
+}
+
+fn killed_ranks_cost_misses(nixl: PeerNixl) {
+    let mut pair = Pair::open(nixl);
     for (n, rank) in [(1, 0), (2, 1)] {
         // The holder's, between the lease and the pull.
         assert_eq!(pair.there.serve(&chain(n, 6)).saved, 6);
@@ -187,7 +232,18 @@ fn killed_ranks_cost_misses_and_then_it_heals() {
 
 #[test]
 fn frozen_ranks_cost_one_lease_time_then_it_heals() {
-    let mut pair = Pair::open();
+    frozen_ranks_cost_one_lease_time(PeerNixl::Off);
+}
+
+#[test]
+fn frozen_ranks_cost_one_lease_time_by_nixl() {
+    if has_nixl() {
+        frozen_ranks_cost_one_lease_time(PeerNixl::Auto);
+    }
+}
+
+fn frozen_ranks_cost_one_lease_time(nixl: PeerNixl) {
+    let mut pair = Pair::open(nixl);
     assert_eq!(pair.there.serve(&chain(1, 6)).saved, 6);
     let (copied, why) = pair.read_after(&chain(1, 6), || second_rank(&pair.there).stop());
     assert_eq!(copied, 0, "{why:?}");
@@ -216,7 +272,7 @@ fn second_rank(fleet: &Fleet) -> &Process {
 
 /// Each rank here gets its heads from the ranks there that have them.
 fn crosses(holder: u16, reader: u16) {
-    let mut pair = Pair::of(holder, reader);
+    let mut pair = Pair::of(PeerNixl::Off, holder, reader);
     for n in 1..4 {
         assert_eq!(pair.there.serve(&chain(n, 6)).saved, 6);
         assert_eq!(pair.read(&chain(n, 6)), (6, None));

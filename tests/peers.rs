@@ -19,10 +19,9 @@ use kvbm::{BlockHash, Error, FollowRequest, Manager, Pulled, RequestInfo, Tier};
 use kvbm_settings::{Loader, Settings};
 use kvbm_tests::engine::{self, peer_name};
 use kvbm_tests::process::{Process, role, say};
-use kvbm_tests::rig::{chain, wait_until};
+use kvbm_tests::rig::{chain, has_nixl, wait_until};
 use kvbm_tiers::layers::bytes_of_layer;
-use kvbm_tiers::nixl::Library;
-use kvbm_tiers::testing::{fill_pattern, has_pattern, skip};
+use kvbm_tiers::testing::{fill_pattern, has_pattern};
 use serde_json::{Value, json};
 
 const BLOCK: u64 = 16 << 10;
@@ -155,11 +154,6 @@ fn process() {
 /// The setting that lists others, if there are any.
 fn list(addresses: &str) -> String {
     if addresses.is_empty() { String::new() } else { format!("peers.addresses = {addresses:?}") }
-}
-
-/// False: not installed here, said aloud.
-fn has_nixl() -> bool {
-    Library::load(None).inspect_err(|error| skip("nixl", error)).is_ok()
 }
 
 /// Blocks come by this way.

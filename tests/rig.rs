@@ -16,8 +16,9 @@ use kvbm_policies::AdmissionKind;
 use kvbm_policies::admission::{TierPair, TierShape};
 use kvbm_policies::eviction::EvictionKind;
 use kvbm_tiers::chaos::{Chaos, Schedule};
+use kvbm_tiers::nixl::Library;
 use kvbm_tiers::testing::{
-    FaultBackend, MemoryStore, ParkedBackend, fill_pattern, has_pattern, host,
+    FaultBackend, MemoryStore, ParkedBackend, fill_pattern, has_pattern, host, skip,
 };
 use kvbm_tiers::{
     Backend, BlockKey, Checksums, DramOptions, DramRegion, FramePool, Geometry, MemcpyBackend,
@@ -395,6 +396,11 @@ impl Filled {
 /// The hash of the `number`-th block of a test.
 pub fn hash(number: u32) -> BlockHash {
     BlockHash::from_u128(u128::from(number) * 0x1_0000_0001_0000_0001)
+}
+
+/// Whether NIXL is installed here; if not, that is said aloud.
+pub fn has_nixl() -> bool {
+    Library::load(None).inspect_err(|error| skip("nixl", error)).is_ok()
 }
 
 /// Waits until something holds, and fails with `otherwise` where it takes longer than `limit`.

@@ -259,6 +259,13 @@ impl DramRegion {
         Some(FramePool::with_id(self.pool, self.tier, self.slots()))
     }
 
+    /// The title to a slot that a leader, which has the slots of its ranks, has given to a copy.
+    /// `None`: there is no such slot.
+    pub(crate) fn frame_of_leader(&self, slot: SlotRef) -> Option<Frame> {
+        let is_there = slot.tier == self.tier && slot.slot.0 < self.slots();
+        is_there.then(|| Frame::of_leader(self.pool, slot))
+    }
+
     /// The block in the frame's slot; `None`: the frame is not of this region's
     /// [`frames`](Self::frames).
     pub fn read<'a>(&'a self, frame: &'a Frame) -> Option<&'a [u8]> {

@@ -42,6 +42,12 @@ impl Frame {
     pub(crate) const fn pool(&self) -> PoolId {
         self.pool
     }
+
+    /// A rank's, whose leader has the slot allocator: the leader gave this slot to one copy, and
+    /// gives it to no other before it hears of that one's end.
+    pub(crate) const fn of_leader(pool: PoolId, slot: SlotRef) -> Self {
+        Self { pool, slot }
+    }
 }
 
 /// Which pool a frame came from. Never used twice in a process.

@@ -226,7 +226,7 @@ pub(crate) fn open_rank(
     let mut member = member.map_err(setup)?;
     let peers = match peers.zip(host) {
         Some((listener, memory)) => {
-            let peers = listener.serve(member.host_slots(&memory), seal)?;
+            let peers = listener.serve(settings, member.host_slots(&memory), seal)?;
             member = member.pulling(memory, peers.puller());
             Some(peers)
         }

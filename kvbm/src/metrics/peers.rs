@@ -108,6 +108,8 @@ pub(crate) enum PeerWay {
     SharedMemory,
     /// By NIXL's reads, of which the holder does not hear either.
     Nixl,
+    /// By ranks, each over its connection or by NIXL: the leader does not hear which.
+    Ranks,
 }
 
 impl PeerWay {
@@ -116,6 +118,7 @@ impl PeerWay {
             Self::Tcp => "tcp",
             Self::SharedMemory => "shared_memory",
             Self::Nixl => "nixl",
+            Self::Ranks => "ranks",
         }
     }
 }

@@ -594,7 +594,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
                     let answer = nixl::answer(self.holder.nixl.as_ref(), &asked).await;
                     self.send(&answer).await?;
                 }
-                ToHolder::Slices(..) => {
+                ToHolder::Slices(..) | ToHolder::SliceSums(_) => {
                     return Err(BrokenLink::Unexpected("it asks a leader for a rank's slices"));
                 }
                 ToHolder::Hello(_) | ToHolder::Join(_) | ToHolder::Look(_) => {

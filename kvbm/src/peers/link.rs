@@ -42,7 +42,7 @@ const READS: usize = 2;
 
 /// A connection to a holder that has let us in.
 pub(super) struct PeerLink {
-    stream: Box<dyn PeerStream>,
+    pub(super) stream: Box<dyn PeerStream>,
     pub(super) holder: Member,
     /// How its blocks become ours, if they are others.
     pub(super) conversion: Option<Arc<Conversion>>,
@@ -162,7 +162,7 @@ pub(super) enum PeerFault {
 
 impl PeerFault {
     /// It is required, and was there when the blocks were leased.
-    fn nixl_is_gone() -> Self {
+    pub(super) fn nixl_is_gone() -> Self {
         Self::Nixl("it has failed before".to_owned())
     }
 
@@ -213,17 +213,22 @@ impl PeerLink {
     ) -> Result<Self, BrokenLink> {
         let holder = credentials.greet(&mut stream).await?;
         let conversion = Conversion::between(&credentials.member, &holder).map(Arc::new);
-        Ok(Self {
+        Ok(Self { conversion, ..Self::to(holder, stream) })
+    }
+
+    /// To a holder of blocks as they are here.
+    pub(super) const fn to(holder: Member, stream: Box<dyn PeerStream>) -> Self {
+        Self {
             stream,
             holder,
-            conversion,
+            conversion: None,
             saturated: 0,
             memory: None,
             nixl: None,
             needs_nixl: false,
             open: None,
             is_asked: false,
-        })
+        }
     }
 
     /// Reads by NIXL, unless they have failed.
@@ -492,6 +497,7 @@ impl PeerLink {
     /// How blocks come over it.
     pub(super) fn way(&self) -> PeerWay {
         match (&self.memory, self.reads()) {
+            _ if self.holder.ranks > 0 => PeerWay::Ranks,
             (Some(_), _) => PeerWay::SharedMemory,
             (None, Some(_)) => PeerWay::Nixl,
             (None, None) => PeerWay::Tcp,

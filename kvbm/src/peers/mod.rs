@@ -161,10 +161,8 @@ impl PeerListener {
             return Err(no_groups());
         }
         let is_sealed = settings.host.persist.is_some() && settings.encryption.is_on();
-        if (options.ranks.is_some() || !options.groups.is_empty() || is_sealed)
-            && peers.nixl == PeerNixl::Required
-        {
-            let message = "with ranks, several cache groups or an encrypted host tier not all comes by NIXL yet: leave \
+        if (!options.groups.is_empty() || is_sealed) && peers.nixl == PeerNixl::Required {
+            let message = "with several cache groups or an encrypted host tier not all comes by NIXL yet: leave \
                  peers.nixl (DYN_KVBM_PEERS_NIXL) unset";
             return Err(Error::invalid(message));
         }

@@ -30,7 +30,7 @@ const MAX_MEETING: Duration = Duration::from_secs(5);
 const MAX_ANSWER: Duration = Duration::from_secs(3);
 /// Reads that outlast their lease have this time more, since the end of the agent ends those of
 /// others too. What they bring is verified as any.
-const GRACE: Duration = Duration::from_millis(500);
+pub(super) const GRACE: Duration = Duration::from_millis(500);
 /// The end of an agent takes a second on a busy machine. Slots that are not back by then are lost
 /// until they come.
 const MAX_END: Duration = Duration::from_secs(3);
@@ -40,9 +40,9 @@ const PAUSE: Duration = Duration::from_mins(1);
 const MAX_PAUSE: Duration = Duration::from_hours(1);
 
 /// What a post moves. Tests have small blocks.
-const READ_BYTES: usize = if cfg!(test) { 2 << 10 } else { 4 << 20 };
+pub(super) const READ_BYTES: usize = if cfg!(test) { 2 << 10 } else { 4 << 20 };
 /// Posts of a pull that wait or are under way.
-const READS: usize = if cfg!(test) { 2 } else { 3 };
+pub(super) const READS: usize = if cfg!(test) { 2 } else { 3 };
 
 /// The name of a worker's own agent.
 pub(super) fn agent_name(incarnation: u64) -> String {
@@ -155,6 +155,11 @@ impl KnownHolder {
 impl NixlHolders {
     pub(super) fn new(nixl: Arc<dyn OneSided>, is_required: bool) -> Self {
         Self { nixl, is_required, known: Mutex::default() }
+    }
+
+    /// Whether blocks come by NIXL or not at all.
+    pub(super) const fn is_required(&self) -> bool {
+        self.is_required
     }
 
     /// Has the blocks of a link come by NIXL, if both sides have it. An error: the link cannot be

@@ -110,6 +110,9 @@ pub(super) enum ToHolder {
     Slices(HeadShare, Vec<SlotLife>),
     /// The next layers of blocks that are leased while they are saved.
     Layers(LayersRequest),
+    /// To a rank, by a rank that reads these slots by NIXL: what are the checksums of what they hold
+    /// in these lives?
+    SliceSums(Vec<SlotLife>),
 }
 
 /// Messages to a reader.
@@ -141,6 +144,8 @@ pub(super) enum ToReader {
     /// their seal. Its key, unless an earlier slice of the same request needed it: its `first` is
     /// the slice's place in the request.
     SealedSlice([u8; 4], Option<NamedKey>),
+    /// By a rank, for each slot that was asked for: the crc32c of its slice; none: as for `Slice`.
+    SliceSums(Vec<Option<[u8; 4]>>),
 }
 
 /// What a reader says first.

@@ -5,6 +5,10 @@
 //! that its leader was told of. A rank that is read gives a slice only while its slot is in that
 //! life, and with each the checksum. So what came is right, or it does not count; and when it does
 //! not come in any rank, it does not count in all.
+//!
+//! Slices come over the connection of two ranks, or where both have NIXL by that (`by_nixl`).
+
+mod by_nixl;
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -13,13 +17,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::StreamExt;
-use kvbm_settings::Settings;
+use kvbm_settings::{PeerNixl, Settings};
 use kvbm_tiers::checksum::checksum;
 use kvbm_tiers::ranks::{
     HeadLayout, HeadShare, PeerSeat, PullFrom, PullSlots, PullSource, PulledSlot, RankSlots,
 };
 use kvbm_tiers::sealed::{ArrivingBlock, HostSeal, KeyId, OtherSeal, SEAL_BYTES};
-use kvbm_tiers::{CopyError, CopyErrorKind, CopyOp};
+use kvbm_tiers::{CopyError, CopyErrorKind, CopyOp, Frame, OneSided};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
@@ -27,14 +31,17 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::greeting::{Credentials, random};
-use super::holder::{MAX_GREETING, MAX_IDLE, welcome};
+use super::holder::{MAX_GREETING, MAX_IDLE, Requests, welcome};
+use super::link::{PeerFault, PeerLink};
+use super::nixl::{self, NixlHolders, agent_name};
 use super::protocol::{
     BrokenLink, MAX_SLICES, Member, SlotLife, ToHolder, ToReader, decode, receive, send,
 };
 use super::reader::{MAX_WAIT, MAX_WAITING};
 use super::sealed::{self, NOT_CONVERTED, SliceSeals};
-use super::stream::{self, PeerStream, connect};
+use super::stream;
 use super::{PeerRuntime, Serves, accept, bind, needs_fingerprint, proofs_of, shares, tidy};
+use crate::assemble::nixl_for_peers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::names::fingerprint::Fingerprint;
 use crate::sync::{JoinHandle, Mutex, spawn};
@@ -99,9 +106,21 @@ impl RankListener {
     /// how slices travel where they lie sealed, if there are keys.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if the system refuses a thread.
-    pub(crate) fn serve(self, slots: RankSlots, seal: Option<Arc<HostSeal>>) -> Result<RankPeers> {
-        let Self { socket, credentials, limit, .. } = self;
+    /// [`ErrorKind::Unavailable`] if the system refuses a thread, or NIXL is required and cannot
+    /// start.
+    pub(crate) fn serve(
+        self,
+        settings: &Settings,
+        slots: RankSlots,
+        seal: Option<Arc<HostSeal>>,
+    ) -> Result<RankPeers> {
+        let Self { socket, credentials, limit, seat } = self;
+        let sealed = seal.clone().filter(|seal| seal.is_of_memory());
+        let nixl = match sealed {
+            None => nixl_for_peers(settings, &agent_name(seat.incarnation), slots.memory())?,
+            Some(_) => None,
+        };
+        let is_required = settings.peers.nixl == PeerNixl::Required;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve peers", error);
         let runtime = PeerRuntime::new(0).map_err(refused)?;
         let handle = runtime.handle();
@@ -111,12 +130,12 @@ impl RankListener {
         let reader = Arc::new(SliceReader {
             credentials: Arc::clone(&credentials),
             waiting: Mutex::default(),
-            seal: seal.clone(),
+            seal,
+            nixl: nixl.clone().map(|nixl| NixlHolders::new(nixl, is_required)),
         });
         let tidied = Arc::clone(&reader);
         handle.spawn(tidy(move || tidied.tidy()));
-        let sealed = seal.filter(|seal| seal.is_of_memory());
-        let holder = Arc::new(SliceHolder { slots, sealed, credentials, limit });
+        let holder = Arc::new(SliceHolder { slots, sealed, nixl, credentials, limit });
         let (stop, stopped) = oneshot::channel();
         let serve = move || {
             runtime.runtime().block_on(async {
@@ -172,6 +191,8 @@ impl Drop for RankPeers {
         if let Some((stop, thread)) = self.thread.take() {
             drop(stop);
             drop(thread.join());
+            self.reader.waiting.lock().clear();
+            self.reader.nixl.iter().for_each(NixlHolders::close);
         }
     }
 }
@@ -181,6 +202,7 @@ struct SliceHolder {
     slots: RankSlots,
     /// What slices lie sealed with; `None`: they lie in the clear.
     sealed: Option<Arc<HostSeal>>,
+    nixl: Option<Arc<dyn OneSided>>,
     credentials: Arc<Credentials>,
     /// A reader that takes nothing for so long is gone.
     limit: Duration,
@@ -192,7 +214,7 @@ impl Serves for SliceHolder {
             let stream = stream::accept(stream, self.credentials.proofs.tls.as_ref()).await?;
             welcome(stream, &self.credentials).await
         };
-        let (member, mut link) = match timeout(MAX_GREETING, welcomed).await {
+        let (member, link) = match timeout(MAX_GREETING, welcomed).await {
             Ok(Ok((Some(member), link))) => (member, link),
             Ok(Ok((None, _))) | Err(_) => return,
             Ok(Err(why)) => {
@@ -200,6 +222,17 @@ impl Serves for SliceHolder {
             }
         };
         greeted();
+        self.answer(&member.name, link).await;
+    }
+}
+
+impl SliceHolder {
+    /// Answers a rank of another worker, until it is gone.
+    async fn answer(
+        &self,
+        reader: &str,
+        mut link: Requests<impl AsyncRead + AsyncWrite + Unpin + Send>,
+    ) {
         let copy = |life, slice: &mut Vec<u8>| self.slots.copy(life, slice);
         let heads = shares::heads_of(&self.credentials.member);
         while let Ok(Some(Ok(frame))) = timeout(MAX_IDLE, link.next()).await {
@@ -207,7 +240,9 @@ impl Serves for SliceHolder {
                 Ok(ToHolder::Slices(share, _))
                     if self.sealed.is_some() && share != HeadShare::WHOLE =>
                 {
-                    refuse(link.get_mut(), NOT_CONVERTED, self.limit).await
+                    let refused = ToReader::Refused(NOT_CONVERTED.to_owned());
+                    let told = say(link.get_mut(), &refused, self.limit).await;
+                    told.and(Err(BrokenLink::Unexpected(NOT_CONVERTED)))
                 }
                 Ok(ToHolder::Slices(share, lives)) => {
                     let copy =
@@ -215,13 +250,27 @@ impl Serves for SliceHolder {
                     let sealed = self.sealed.as_ref();
                     give(link.get_mut(), &lives, copy, sealed, self.limit).await
                 }
+                Ok(ToHolder::Nixl(asked)) => {
+                    let answer = nixl::answer(self.nixl.as_ref(), &asked).await;
+                    say(link.get_mut(), &answer, self.limit).await
+                }
+                Ok(ToHolder::SliceSums(lives)) => {
+                    let sums = ToReader::SliceSums(self.sums(&lives));
+                    say(link.get_mut(), &sums, self.limit).await
+                }
                 Ok(_) => Err(BrokenLink::Unexpected("a rank gives slices, and nothing else")),
                 Err(why) => Err(why),
             };
             if let Err(why) = given {
-                return tracing::debug!(reader = member.name, %why, "a rank of another worker is gone");
+                return tracing::debug!(reader, %why, "a rank of another worker is gone");
             }
         }
+    }
+
+    fn sums(&self, lives: &[SlotLife]) -> Vec<Option<[u8; 4]>> {
+        let mut scratch = Vec::new();
+        let mut sum = |life: &SlotLife| self.slots.sum(life.get(), &mut scratch);
+        lives.iter().map(|life| sum(life).map(u32::to_le_bytes)).collect()
     }
 }
 
@@ -235,15 +284,12 @@ fn cut(crc: u32, share: HeadShare, heads: Option<HeadLayout>, slice: &mut Vec<u8
     Some(checksum(slice))
 }
 
-/// Ends a connection over which what cannot be had was asked for.
-async fn refuse(
+async fn say(
     stream: &mut (impl AsyncWrite + Unpin),
-    why: &'static str,
+    message: &ToReader,
     limit: Duration,
 ) -> Result<(), BrokenLink> {
-    let refusal = ToReader::Refused(why.to_owned());
-    timeout(limit, send(stream, &refusal)).await.unwrap_or(Err(BrokenLink::Late))?;
-    Err(BrokenLink::Unexpected(why))
+    timeout(limit, send(stream, message)).await.unwrap_or(Err(BrokenLink::Late))
 }
 
 /// Sends slices, each with its checksum, and says which of them are not there. `copy` reads one,
@@ -299,12 +345,16 @@ impl SentKeys<'_> {
 }
 
 /// A slot that a slice comes into.
-trait SliceSlot {
+trait SliceSlot: Send + 'static {
     /// Which block it is, whose it will be, and from which slot there it comes.
     fn op(&self) -> &CopyOp;
     fn bytes(&mut self) -> &mut [u8];
     /// It is written: its checksum.
-    fn written(&mut self) -> u32;
+    fn written(&mut self) -> Option<u32>;
+    /// As [`PulledSlot::lend`].
+    fn lend(&mut self) -> Option<Frame>;
+    /// As [`PulledSlot::give_back`].
+    fn give_back(&mut self, frame: Frame);
     fn end(self, result: Result<(), CopyError>);
 }
 
@@ -317,8 +367,16 @@ impl SliceSlot for PulledSlot {
         self.bytes()
     }
 
-    fn written(&mut self) -> u32 {
-        self.written()
+    fn written(&mut self) -> Option<u32> {
+        Self::written(self)
+    }
+
+    fn lend(&mut self) -> Option<Frame> {
+        self.lend()
+    }
+
+    fn give_back(&mut self, frame: Frame) {
+        self.give_back(frame);
     }
 
     fn end(self, result: Result<(), CopyError>) {
@@ -330,14 +388,15 @@ impl SliceSlot for PulledSlot {
 type RankPlace = (String, PeerSeat);
 
 /// A connection, and since when it waits for its next use.
-type WaitingStream = (Box<dyn PeerStream>, Instant);
+type WaitingLink = (PeerLink, Instant);
 
 /// Brings slices.
 struct SliceReader {
     credentials: Arc<Credentials>,
-    waiting: Mutex<HashMap<RankPlace, Vec<WaitingStream>>>,
+    waiting: Mutex<HashMap<RankPlace, Vec<WaitingLink>>>,
     /// How slices that come sealed, or are to lie sealed, do so. `None`: no key is given.
     seal: Option<Arc<HostSeal>>,
+    nixl: Option<NixlHolders>,
 }
 
 impl SliceReader {
@@ -353,8 +412,9 @@ impl SliceReader {
         }
         for source in &from.sources {
             let place = (from.host.clone(), source.seat);
+            slots.begin();
             let brought = timeout_at(until, self.bring_from(&place, source, &mut slots)).await;
-            if let Err(why) = brought.unwrap_or(Err(BrokenLink::Late)) {
+            if let Err(why) = brought.unwrap_or(Err(BrokenLink::Late.into())) {
                 let (host, PeerSeat { port, .. }) = place;
                 let why = format!("of the rank at {host}:{port}: {why}");
                 return slots.fail(&CopyError::new(CopyErrorKind::Unavailable, why));
@@ -368,31 +428,55 @@ impl SliceReader {
         place: &RankPlace,
         source: &PullSource,
         slots: &mut ComingSlots<impl SliceSlot>,
-    ) -> Result<(), BrokenLink> {
-        let mut stream = match self.waiting(place) {
-            Some(stream) => stream,
+    ) -> Result<(), PeerFault> {
+        let mut link = match self.waiting(place) {
+            Some(link) => link,
             None => self.connect(place).await?,
         };
-        take(&mut stream, source, slots).await?;
-        self.keep(place.clone(), stream);
+        let brought = self.bring_over(&mut link, source, slots).await;
+        if let Some(nixl) = &self.nixl {
+            nixl.look_back(&mut link, brought.as_ref().err()).await;
+        }
+        brought?;
+        self.keep(place.clone(), link);
         Ok(())
     }
 
-    async fn connect(&self, (host, seat): &RankPlace) -> Result<Box<dyn PeerStream>, BrokenLink> {
-        let address = format!("{host}:{}", seat.port);
-        let mut stream = connect(&address, &self.credentials.proofs).await?;
-        let member = self.credentials.greet(&mut stream).await?;
-        if member.incarnation != seat.incarnation {
+    /// By NIXL if it can be, else over the connection.
+    async fn bring_over(
+        &self,
+        link: &mut PeerLink,
+        source: &PullSource,
+        slots: &mut ComingSlots<impl SliceSlot>,
+    ) -> Result<(), PeerFault> {
+        if let Some(nixl) = &self.nixl {
+            if [source.give, source.into] == [HeadShare::WHOLE; 2] {
+                nixl.equip(link).await?;
+                match by_nixl::take(link, slots).await {
+                    Err(PeerFault::Nixl(_)) if !nixl.is_required() => {}
+                    taken => return taken,
+                }
+            } else if nixl.is_required() {
+                let why = "shares of heads do not come by it, which peers.nixl                            (DYN_KVBM_PEERS_NIXL) requires";
+                return Err(PeerFault::Nixl(why.to_owned()));
+            }
+        }
+        Ok(take(&mut link.stream, source, slots).await?)
+    }
+
+    async fn connect(&self, (host, seat): &RankPlace) -> Result<PeerLink, BrokenLink> {
+        let link = PeerLink::connect(&format!("{host}:{}", seat.port), &self.credentials).await?;
+        if link.holder.incarnation != seat.incarnation {
             return Err(BrokenLink::Unexpected("another process is that rank now"));
         }
-        Ok(stream)
+        Ok(link)
     }
 
     /// One that waits. If its rank is gone by now it fails, and rightly so: another process in its
     /// place has another seat.
-    fn waiting(&self, place: &RankPlace) -> Option<Box<dyn PeerStream>> {
+    fn waiting(&self, place: &RankPlace) -> Option<PeerLink> {
         self.tidy();
-        self.waiting.lock().get_mut(place)?.pop().map(|(stream, _)| stream)
+        self.waiting.lock().get_mut(place)?.pop().map(|(link, _)| link)
     }
 
     /// Lets go of connections that were not used for long.
@@ -403,11 +487,11 @@ impl SliceReader {
         });
     }
 
-    fn keep(&self, place: RankPlace, stream: Box<dyn PeerStream>) {
+    fn keep(&self, place: RankPlace, link: PeerLink) {
         let mut waiting = self.waiting.lock();
         let links = waiting.entry(place).or_default();
         if links.len() < MAX_WAITING {
-            links.push((stream, Instant::now()));
+            links.push((link, Instant::now()));
         }
     }
 }
@@ -431,6 +515,11 @@ impl<S: SliceSlot> ComingSlots<S> {
         }
     }
 
+    /// Another rank is to give what it has of those that have all that came before.
+    fn begin(&mut self) {
+        self.left.append(&mut self.came);
+    }
+
     /// The next slot has come or failed as far as this rank goes.
     fn next(&mut self, came: Result<(), CopyError>) {
         let Some(slot) = self.left.pop_front() else { return };
@@ -451,13 +540,12 @@ impl<S: SliceSlot> ComingSlots<S> {
     }
 }
 
-/// Asks a rank for slices, and takes them into slots: all that have come so far.
+/// Asks a rank for slices, and takes them into slots.
 async fn take<S: SliceSlot>(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     source: &PullSource,
     slots: &mut ComingSlots<S>,
 ) -> Result<(), BrokenLink> {
-    slots.left.append(&mut slots.came);
     let Some(first) = slots.left.front_mut() else { return Ok(()) };
     let is_whole = source.into == HeadShare::WHOLE;
     let seal_bytes = if slots.seals.own().is_some() { SEAL_BYTES } else { 0 };
@@ -487,7 +575,7 @@ async fn take<S: SliceSlot>(
             ToReader::Slice(Some(crc)) => {
                 part.resize(bytes, 0);
                 stream.read_exact(&mut part).await?;
-                expect(checksum(&part), crc).and_then(|()| match seals.own() {
+                expect(Some(checksum(&part)), crc).and_then(|()| match seals.own() {
                     Some(seal) => take_in(slot, (seal, None), crc, &mut part),
                     None => join(slot, *heads, source.into, &part),
                 })
@@ -495,7 +583,7 @@ async fn take<S: SliceSlot>(
             ToReader::SealedSlice(crc, key) => {
                 part.resize(bytes + SEAL_BYTES, 0);
                 stream.read_exact(&mut part).await?;
-                expect(checksum(&part), crc).and_then(|()| {
+                expect(Some(checksum(&part)), crc).and_then(|()| {
                     if !is_whole {
                         return Err(CopyError::refused(NOT_CONVERTED));
                     }
@@ -503,10 +591,7 @@ async fn take<S: SliceSlot>(
                     take_in(slot, (seal, Some(other)), crc, &mut part)
                 })
             }
-            ToReader::Slice(None) => {
-                let why = "its slot holds something else by now";
-                Err(CopyError::new(CopyErrorKind::Unavailable, why))
-            }
+            ToReader::Slice(None) => Err(another_life()),
             ToReader::Refused(why) => return Err(BrokenLink::refused(&why)),
             _ => return Err(BrokenLink::Unexpected("no answer to a request for slices")),
         };
@@ -546,9 +631,13 @@ fn join(
 }
 
 /// Whether what came has the checksum that came with it.
-fn expect(crc: u32, sent: [u8; 4]) -> Result<(), CopyError> {
+fn expect(crc: Option<u32>, sent: [u8; 4]) -> Result<(), CopyError> {
     let wrong = || CopyError::new(CopyErrorKind::Corrupt, "it is not what its checksum says");
-    (crc == u32::from_le_bytes(sent)).then_some(()).ok_or_else(wrong)
+    (crc == Some(u32::from_le_bytes(sent))).then_some(()).ok_or_else(wrong)
+}
+
+fn another_life() -> CopyError {
+    CopyError::new(CopyErrorKind::Unavailable, "its slot holds something else by now")
 }
 
 #[cfg(test)]

@@ -566,7 +566,7 @@ impl Reader {
                 }
             }
         };
-        if lease.link.way() == PeerWay::Tcp && self.host.memory().is_some() {
+        if lease.link.way() == PeerWay::Tcp {
             // The holder saw what was asked for since, and renewed the lease.
             lease.asked = began;
         }
@@ -627,7 +627,7 @@ impl Reader {
 
     pub(super) fn count(&self, link: &mut PeerLink, copied: usize, by_nixl: ReadByNixl) {
         self.metrics.saturated(std::mem::take(&mut link.saturated));
-        let other = if link.memory.is_some() { PeerWay::SharedMemory } else { PeerWay::Tcp };
+        let other = Some(link.way()).filter(|way| *way != PeerWay::Nixl).unwrap_or(PeerWay::Tcp);
         let ways = [(PeerWay::Nixl, by_nixl.blocks), (other, copied - by_nixl.blocks)];
         for (way, blocks) in ways.into_iter().filter(|(_, blocks)| *blocks > 0) {
             self.metrics.received(way, blocks as u64);

@@ -29,7 +29,6 @@ use crate::clock;
 use crate::copy::{CopyError, CopyOp, Done, Owner, Route, Tier};
 use crate::dram::DramRegion;
 use crate::error::{Failure, SetupError, SetupErrorKind};
-use crate::memory::Memory;
 
 /// What has ended of a batch is reported after this time at the latest, before the rest has: a
 /// leader judges media by their progress. A batch that is faster is one message, which costs the
@@ -362,23 +361,21 @@ impl Member {
             let refused = |(place, _)| (place, Err(CopyError::refused(why)));
             return self.work.ended(batch, (0..).zip(ops).map(refused));
         };
-        let is_slot =
-            |op: &CopyOp| op.to.tier == Tier::Host && op.to.slot.0 < puller.memory.slots();
-        let (started, refused): (Vec<_>, Vec<_>) =
-            (0..).zip(ops.iter().copied()).partition(|(_, op)| is_slot(op));
-        let no_slot = |(place, op): (u32, CopyOp)| {
-            (place, Err(CopyError::refused(format!("there is no {}", op.to))))
-        };
-        self.work.ended(batch, refused.into_iter().map(no_slot));
-        for (_, op) in &started {
-            self.work.generations.begin_pull(op);
-            self.work.journals.begun(op);
+        let (mut started, mut frames, mut refused) = (Vec::new(), Vec::new(), Vec::new());
+        for (place, &op) in (0..).zip(ops) {
+            let Some(frame) = puller.memory.frame_of_leader(op.to) else {
+                refused.push((place, Err(CopyError::refused(format!("there is no {}", op.to)))));
+                continue;
+            };
+            self.work.generations.begin_pull(&op);
+            self.work.journals.begun(&op);
+            started.push((place, op));
+            frames.push((op, frame));
         }
-        let orders: Vec<_> = started.iter().map(|(_, op)| *op).collect();
+        self.work.ended(batch, refused.into_iter());
         let done = self.done(batch, started);
-        let slot =
-            |(place, op)| PulledSlot::new(Arc::clone(&puller.memory), op, place, done.clone());
-        (puller.pull)(from, orders.into_iter().enumerate().map(slot).collect());
+        let slot = |(place, to)| PulledSlot::new(&puller.memory, to, place, done.clone());
+        (puller.pull)(from, frames.into_iter().enumerate().map(slot).collect());
     }
 
     /// The leader says which slots, and it may be wrong.

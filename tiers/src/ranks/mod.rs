@@ -82,4 +82,6 @@ pub use recovery::Disagreement;
 pub use shares::{HeadLayout, HeadShare};
 pub use slots::{KeptSlots, SlotJournal};
 #[cfg(any(test, feature = "testing"))]
+pub use pull::{pulled_slot, rank_slots};
+#[cfg(any(test, feature = "testing"))]
 pub use {forget::read_debts, protocol::read_in_every_way};

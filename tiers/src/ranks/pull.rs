@@ -14,7 +14,8 @@ use super::slots::SlotGenerations;
 use crate::checksum::checksum;
 use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier};
 use crate::dram::DramRegion;
-use crate::memory::{Memory, forget_checksum};
+use crate::frame::Frame;
+use crate::memory::Memory;
 use crate::stream;
 
 /// Where a rank serves those of other workers.
@@ -81,12 +82,15 @@ impl PullOrder {
 pub type PullSlots = dyn Fn(PullFrom, Vec<PulledSlot>) + Send + Sync;
 
 /// A slot that is to be filled from a slot of another worker's rank. Dropped before its
-/// [`end`](Self::end), it is given up.
+/// [`end`](Self::end), it is given up; but not while its frame is lent: then something may write it,
+/// and its leader hears nothing of it.
 pub struct PulledSlot {
     memory: Arc<DramRegion>,
     op: CopyOp,
     /// In its batch.
     place: usize,
+    /// `None` while it is lent.
+    frame: Option<Frame>,
     /// `None` once it has ended.
     done: Option<Done>,
 }
@@ -101,10 +105,16 @@ impl fmt::Debug for PulledSlot {
 }
 
 impl PulledSlot {
-    /// The slot that `op` goes to has been checked to be the `memory`'s, and no one else's until
-    /// `done` is told of this place in the batch.
-    pub(super) fn new(memory: Arc<DramRegion>, op: CopyOp, place: usize, done: Done) -> Self {
-        Self { memory, op, place, done: Some(done) }
+    /// `frame` is of the slot that `op` goes to, which is no one else's until `done` is told of this
+    /// place in the batch.
+    pub(super) fn new(
+        memory: &Arc<DramRegion>,
+        (op, frame): (CopyOp, Frame),
+        place: usize,
+        done: Done,
+    ) -> Self {
+        let memory = Arc::clone(memory);
+        Self { memory, op, place, frame: Some(frame), done: Some(done) }
     }
 
     /// What is to come: its source is a slot of the other worker's rank, in one of its lives.
@@ -112,24 +122,25 @@ impl PulledSlot {
         &self.op
     }
 
-    /// The slot, all of which is to be written.
-    ///
-    /// # Panics
-    /// If the region has no such slot.
+    /// The slot, all of which is to be written. Empty while its frame is lent.
     pub fn bytes(&mut self) -> &mut [u8] {
-        let to = self.op.to.slot;
-        forget_checksum(&*self.memory, to);
-        let slot = self.memory.slot(to).expect("it was checked when this was made");
-        // SAFETY: the leader has the slot's only handle, and has given the slot to this copy until
-        // it hears of its end, which is when this is gone; it is borrowed mutably meanwhile.
-        unsafe { std::slice::from_raw_parts_mut(slot.as_ptr().cast(), self.memory.block_bytes()) }
+        self.frame.as_mut().and_then(|frame| self.memory.write(frame)).unwrap_or_default()
     }
 
     /// The slot is written. Returns the checksum of what it has, which the region remembers.
-    pub fn written(&mut self) -> u32 {
-        let crc = checksum(self.bytes());
-        self.memory.checksums().inspect(|known| known.record(self.op.to.slot, crc));
-        crc
+    pub fn written(&self) -> Option<u32> {
+        self.memory.remember_checksum(self.frame.as_ref()?)
+    }
+
+    /// For something that writes the slot by itself, until it [gives it back](Self::give_back).
+    pub const fn lend(&mut self) -> Option<Frame> {
+        self.frame.take()
+    }
+
+    /// Nothing writes the slot by way of its frame any more.
+    pub fn give_back(&mut self, frame: Frame) {
+        debug_assert!(self.frame.is_none() && frame.slot_ref() == self.op.to, "{frame:?}");
+        self.frame = Some(frame);
     }
 
     /// Nothing touches the slot any more.
@@ -138,7 +149,7 @@ impl PulledSlot {
     }
 
     fn report(&mut self, result: Result<(), CopyError>) {
-        if let Some(done) = self.done.take() {
+        if let Some((done, _)) = self.done.take().zip(self.frame.take()) {
             done.report(vec![(self.place, result)]);
         }
     }
@@ -161,6 +172,24 @@ pub struct RankSlots {
 impl RankSlots {
     pub(super) const fn new(memory: Arc<DramRegion>, generations: Arc<SlotGenerations>) -> Self {
         Self { memory, generations }
+    }
+
+    /// Where they lie.
+    pub const fn memory(&self) -> &Arc<DramRegion> {
+        &self.memory
+    }
+
+    /// The checksum of the slice that this life of a slot holds. `None` as for [`copy`](Self::copy),
+    /// which `scratch` is for.
+    pub fn sum(&self, life: (SlotId, u32), scratch: &mut Vec<u8>) -> Option<u32> {
+        let (slot, generation) = life;
+        let known = self.memory.checksums()?;
+        let Some(crc) = known.get(slot).filter(|_| !known.is_inherited(slot)) else {
+            return self.copy(life, scratch);
+        };
+        // What writes to the slot takes its life first: the checksum is of this one.
+        self.generations.check(SlotRef { tier: Tier::Host, slot, generation }).ok()?;
+        Some(crc)
     }
 
     /// Copies the slice that this life of a slot holds; returns its checksum. `None`: the slot holds
@@ -187,6 +216,24 @@ impl RankSlots {
         }
         Some(crc)
     }
+}
+
+/// A slot of `memory` that is to be filled as a leader orders.
+///
+/// # Panics
+/// If there is no such slot.
+#[cfg(any(test, feature = "testing"))]
+pub fn pulled_slot(memory: &Arc<DramRegion>, op: CopyOp, place: usize, done: Done) -> PulledSlot {
+    let frame = memory.frame_of_leader(op.to).expect("a slot of this memory");
+    PulledSlot::new(memory, (op, frame), place, done)
+}
+
+/// Slots of a rank that has what lies in `memory`, in these of their lives.
+#[cfg(any(test, feature = "testing"))]
+pub fn rank_slots(memory: Arc<DramRegion>, lives: impl IntoIterator<Item = SlotRef>) -> RankSlots {
+    let generations = SlotGenerations::default();
+    lives.into_iter().for_each(|life| generations.adopt(life));
+    RankSlots::new(memory, Arc::new(generations))
 }
 
 #[cfg(test)]
@@ -219,9 +266,9 @@ mod tests {
             let to = SlotRef { tier: Tier::Host, slot, generation };
             let done = Done::new(|_| ());
             self.slots.generations.begin_pull(&op(to));
-            let mut pulled = PulledSlot::new(Arc::clone(&self.memory), op(to), 0, done);
+            let mut pulled = pulled_slot(&self.memory, op(to), 0, done);
             fill_pattern(pattern, pulled.bytes());
-            pulled.written();
+            assert!(pulled.written().is_some());
             pulled.end(Ok(()));
             self.slots.generations.adopt(to);
         }
@@ -230,6 +277,7 @@ mod tests {
             let mut slice = Vec::new();
             let crc = self.slots.copy((slot, generation), &mut slice);
             assert!(crc.is_none_or(|crc| crc == checksum(&slice)));
+            assert!(crc.is_none() || self.slots.sum((slot, generation), &mut Vec::new()) == crc);
             crc.is_some() && has_pattern(pattern, &slice)
         }
     }
@@ -246,10 +294,12 @@ mod tests {
         assert!(!tier.has(slot, 7, 1), "it was never written");
         tier.store(slot, 7, 1);
         assert!(tier.has(slot, 7, 1));
-        assert!(!tier.has(slot, 8, 1));
+        let summed = |slot, generation| tier.slots.sum((slot, generation), &mut Vec::new());
+        assert!(!tier.has(slot, 8, 1) && summed(slot, 8).is_none());
         assert!(!tier.has(SlotId(SLOTS), 7, 1), "there is no such slot");
+        assert!(summed(SlotId(SLOTS), 7).is_none());
         tier.slots.generations.begin_pull(&op(SlotRef { tier: Tier::Host, slot, generation: 8 }));
-        assert!(!tier.has(slot, 7, 1), "it is being written");
+        assert!(!tier.has(slot, 7, 1) && summed(slot, 7).is_none(), "it is being written");
         tier.store(slot, 8, 2);
         assert!(tier.has(slot, 8, 2) && !tier.has(slot, 7, 1));
     }
@@ -295,6 +345,7 @@ mod tests {
         // An earlier process left it, and had another checksum of it.
         known.inherit(slot, crc ^ 1);
         assert!(!tier.has(slot, 1, 1));
+        assert_eq!(tier.slots.sum((slot, 1), &mut Vec::new()), None);
     }
 
     #[test]
@@ -302,11 +353,21 @@ mod tests {
         let told = Arc::new(parking_lot::Mutex::new(Vec::new()));
         let tell = Arc::clone(&told);
         let done = Done::new(move |ended| tell.lock().extend(ended));
-        let slot = SlotId(0);
-        let from = SlotRef { tier: Tier::Host, slot, generation: 0 };
-        drop(PulledSlot::new(HostTier::new().memory, op(from), 5, done));
-        let told = told.lock();
-        assert_eq!((told.len(), told[0].0), (1, 5));
-        assert_eq!(told[0].1.as_ref().unwrap_err().kind(), CopyErrorKind::Unavailable);
+        let (slot, memory) = (SlotId(0), HostTier::new().memory);
+        let to = SlotRef { tier: Tier::Host, slot, generation: 0 };
+        drop(pulled_slot(&memory, op(to), 5, done.clone()));
+        let end = told.lock().pop().unwrap();
+        assert_eq!((end.0, end.1.unwrap_err().kind()), (5, CopyErrorKind::Unavailable));
+        // What may still be written has not ended, even where it is dropped.
+        let mut lent = pulled_slot(&memory, op(to), 5, done.clone());
+        let frame = lent.lend().unwrap();
+        assert_eq!((lent.bytes().len(), lent.written()), (0, None));
+        lent.end(Ok(()));
+        assert!(told.lock().is_empty());
+        let mut back = pulled_slot(&memory, op(to), 5, done);
+        drop(back.lend());
+        back.give_back(frame);
+        back.end(Ok(()));
+        assert_eq!(told.lock().pop().unwrap().0, 5);
     }
 }

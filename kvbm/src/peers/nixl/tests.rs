@@ -44,7 +44,7 @@ impl std::fmt::Debug for NixlDouble {
 }
 
 #[derive(Debug)]
-struct Shared(Arc<NixlDouble>);
+pub(in crate::peers) struct Shared(pub(in crate::peers) Arc<NixlDouble>);
 
 impl OneSided for Shared {
     fn place(&self) -> Result<(Vec<u8>, TierPlace), SetupError> {
@@ -148,9 +148,13 @@ impl NixlDouble {
         let memory = |worker: &super::super::tests::Worker| {
             Arc::clone(worker.manager().host_tier().unwrap().1)
         };
+        Self::of(memory(&pair.there), memory(&pair.here))
+    }
+
+    pub(in crate::peers) fn of(there: Arc<DramRegion>, here: Arc<DramRegion>) -> Arc<Self> {
         Arc::new(Self {
-            there: memory(&pair.there),
-            here: memory(&pair.here),
+            there,
+            here,
             reads: Mutex::new(Reads::Whole),
             agents: 0.into(),
             kept: Mutex::default(),
@@ -168,7 +172,7 @@ impl NixlDouble {
         kept.into_iter().for_each(|(frames, done)| done(frames, ended()));
     }
 
-    fn agents(&self) -> u32 {
+    pub(in crate::peers) fn agents(&self) -> u32 {
         self.agents.load(std::sync::atomic::Ordering::Relaxed)
     }
 }

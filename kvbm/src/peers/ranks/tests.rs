@@ -49,9 +49,15 @@ impl SliceSlot for TestSlot {
         &mut self.bytes
     }
 
-    fn written(&mut self) -> u32 {
-        checksum(&self.bytes)
+    fn written(&mut self) -> Option<u32> {
+        Some(checksum(&self.bytes))
     }
+
+    fn lend(&mut self) -> Option<Frame> {
+        None
+    }
+
+    fn give_back(&mut self, _: Frame) {}
 
     fn end(self, result: Result<(), CopyError>) {
         let slot = self.op.from.slot;
@@ -209,6 +215,7 @@ async fn a_slice_comes_in_shares_from_ranks_with_fewer_heads() {
             }
         };
         let source = PullSource { into: share, ..SOURCE };
+        wanted.begin();
         tokio::select! {
             taken = take(&mut here, &source, &mut wanted) => taken.unwrap(),
             () = serve => panic!("it left"),
@@ -406,8 +413,7 @@ async fn heads_of_sealed_slices_are_not_split() {
     }
     // What lies sealed there is not given, nor joined.
     let (mut here, mut there) = duplex(1 << 14);
-    let refused = refuse(&mut there, NOT_CONVERTED, LIMIT).await.unwrap_err();
-    assert_eq!(refused.to_string(), NOT_CONVERTED);
+    say(&mut there, &ToReader::Refused(NOT_CONVERTED.to_owned()), LIMIT).await.unwrap();
     let (mut wanted, _) = slots_of(|_| LIFE, Some(in_the_clear(1)));
     let refused = take(&mut here, &PullSource { give: half, ..SOURCE }, &mut wanted).await;
     assert_eq!(refused.unwrap_err().to_string(), NOT_CONVERTED);
@@ -455,7 +461,8 @@ fn reader() -> SliceReader {
         proofs: PeerProofs::default(),
         converts_types: false,
     };
-    SliceReader { credentials: Arc::new(credentials), waiting: Mutex::default(), seal: None }
+    let credentials = Arc::new(credentials);
+    SliceReader { credentials, waiting: Mutex::default(), seal: None, nixl: None }
 }
 
 /// A rank that takes a connection, and says nothing.
@@ -481,9 +488,10 @@ async fn connections_that_nobody_uses_are_let_go() {
     let tidied = Arc::clone(&reader);
     let tidying = tokio::spawn(tidy(move || tidied.tidy()));
     let (stream, mut other_end) = duplex(1);
-    reader.keep(place(1), Box::new(stream));
+    let link = |stream| PeerLink::to(member("there", 2), Box::new(stream));
+    reader.keep(place(1), link(stream));
     tokio::time::sleep(MAX_WAIT / 2).await;
-    reader.keep(place(2), Box::new(duplex(1).0));
+    reader.keep(place(2), link(duplex(1).0));
     tokio::time::sleep(MAX_WAIT / 2 + TIDY_PAUSE).await;
     assert_eq!(other_end.read(&mut [0]).await.unwrap(), 0, "it is still open");
     let waiting = reader.waiting.lock();
