@@ -2,7 +2,9 @@
 //! can, once it has pulled.
 
 use kvbm::NewEpoch;
+use kvbm_settings::PeerNixl;
 use kvbm_tests::engine::{address, peer_name};
+use kvbm_tests::rig::has_nixl;
 use kvbm_tiers::testing::main_key;
 
 use super::*;
@@ -27,9 +29,13 @@ struct Pair {
 
 impl Pair {
     fn open(window: usize) -> Self {
-        let there = worker(window, UNUSED_PORT, |_| ());
+        Self::set(window, |_| ())
+    }
+
+    fn set(window: usize, set: fn(&mut Settings)) -> Self {
+        let there = worker(window, UNUSED_PORT, set);
         let at = address(&there.manager);
-        Self { there, here: worker(window, &at, |_| ()), peer: peer_name(&at) }
+        Self { there, here: worker(window, &at, set), peer: peer_name(&at) }
     }
 
     fn at_peer(&self, chain: &[BlockHash]) -> kvbm::PeerLease {
@@ -66,8 +72,23 @@ impl Pair {
 
 #[test]
 fn what_a_peer_could_load_comes_in_every_group() {
+    every_group_comes(|_| ());
+}
+
+/// Over no connection, and out of no mapped memory.
+#[test]
+fn what_a_peer_could_load_comes_by_nixl() {
+    if has_nixl() {
+        every_group_comes(|settings| {
+            settings.peers.shared_memory = false;
+            settings.peers.nixl = PeerNixl::Required;
+        });
+    }
+}
+
+fn every_group_comes(set: fn(&mut Settings)) {
     for window in [1, 3, 4, 6, 11] {
-        let pair = Pair::open(window);
+        let pair = Pair::set(window, set);
         let all = chain(1, 18);
         pair.there.prefill(&all, 4);
         // On the grid, behind it, and at the end.

@@ -590,8 +590,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Session<'_, S> {
                 ToHolder::Layers(request) => self.layers(request).await?,
                 ToHolder::Release(end) => self.release(end).await,
                 ToHolder::Trace(parent) => self.parent = Some(parent),
-                ToHolder::Nixl(asked) => {
-                    let answer = nixl::answer(self.holder.nixl.as_ref(), &asked).await;
+                ToHolder::Nixl(group, asked) => {
+                    let holder = self.holder.of(group)?;
+                    let answer = nixl::answer(holder.nixl.as_ref(), &asked).await;
                     self.send(&answer).await?;
                 }
                 ToHolder::Slices(..) | ToHolder::SliceSums(_) => {

@@ -75,7 +75,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvbm_settings::{PeerNixl, PeerSettings, Settings};
-use kvbm_tiers::Tier;
+use kvbm_tiers::{OneSided, Tier};
 use tokio::net::TcpStream;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::{Semaphore, oneshot, watch};
@@ -161,9 +161,9 @@ impl PeerListener {
             return Err(no_groups());
         }
         let is_sealed = settings.host.persist.is_some() && settings.encryption.is_on();
-        if (!options.groups.is_empty() || is_sealed) && peers.nixl == PeerNixl::Required {
-            let message = "with several cache groups or an encrypted host tier not all comes by NIXL yet: leave \
-                 peers.nixl (DYN_KVBM_PEERS_NIXL) unset";
+        if is_sealed && peers.nixl == PeerNixl::Required {
+            let message = "blocks of an encrypted host tier do not come by NIXL: leave peers.nixl \
+                 (DYN_KVBM_PEERS_NIXL) unset";
             return Err(Error::invalid(message));
         }
         let proofs = proofs_of(peers)?;
@@ -281,13 +281,16 @@ struct CommonParts {
     limit: Duration,
     copy_threads: usize,
     lease_share: f64,
+    /// For the host tier of each group.
+    nixl: Vec<Option<Arc<dyn OneSided>>>,
+    requires_nixl: bool,
     book: Arc<PeerBook>,
     metrics: PeerMetrics,
 }
 
 impl CommonParts {
-    /// Of full attention, in a plain model.
-    fn holder(&self, core: &Arc<Core>, host: HostBytes) -> Holder {
+    /// Of full attention (group 0), in a plain model.
+    fn holder(&self, core: &Arc<Core>, host: HostBytes, group: u8) -> Holder {
         let most = f64::from(core.table().counts(Tier::Host).total) * self.lease_share;
         Holder {
             core: Arc::clone(core),
@@ -295,10 +298,10 @@ impl CommonParts {
             credentials: Arc::clone(&self.credentials),
             ttl: self.limit,
             leased: Arc::new(LeasedBlocks::new(most as usize)),
-            nixl: None,
+            nixl: self.nixl_of(group),
             book: Arc::clone(&self.book),
             metrics: self.metrics.clone(),
-            group: 0,
+            group,
             window: 0,
             checkpoints: Arc::default(),
             others: Vec::new(),
@@ -306,12 +309,17 @@ impl CommonParts {
     }
 
     fn holder_of(&self, tier: &GroupTier<'_>) -> Holder {
-        let holder = self.holder(tier.core, tier.host.clone());
-        Holder { group: tier.number, window: tier.window, ..holder }
+        let holder = self.holder(tier.core, tier.host.clone(), tier.number);
+        Holder { window: tier.window, ..holder }
     }
 
-    /// Of full attention, in a plain model.
-    fn reader(&self, core: &Arc<Core>, host: HostBytes) -> Reader {
+    fn nixl_of(&self, group: u8) -> Option<Arc<dyn OneSided>> {
+        self.nixl.get(usize::from(group)).cloned().flatten()
+    }
+
+    /// Of full attention (group 0), in a plain model.
+    fn reader(&self, core: &Arc<Core>, host: HostBytes, group: u8) -> Reader {
+        let nixl = self.nixl_of(group);
         Reader {
             core: Arc::clone(core),
             host,
@@ -319,19 +327,19 @@ impl CommonParts {
             known: self.known.clone(),
             waiting: Mutex::default(),
             neighbours: None,
-            nixl: None,
+            nixl: nixl.map(|nixl| NixlHolders::new(nixl, self.requires_nixl, group)),
             limit: self.limit,
             copy_threads: self.copy_threads,
             book: Arc::clone(&self.book),
             metrics: self.metrics.clone(),
-            group: 0,
+            group,
             checkpoints: Arc::default(),
             others: Vec::new(),
         }
     }
 
     fn reader_of(&self, tier: &GroupTier<'_>) -> Reader {
-        Reader { group: tier.number, ..self.reader(tier.core, tier.host.clone()) }
+        self.reader(tier.core, tier.host.clone(), tier.number)
     }
 }
 
@@ -363,11 +371,16 @@ impl Peers {
         let source = PeerSource::of(&settings.peers)?;
         let refused = |error| Error::caused(ErrorKind::Unavailable, "cannot serve peers", error);
         let incarnation = u64::from_le_bytes(random()?);
-        // What arrives sealed, or is to lie sealed, is opened and sealed on its way.
-        let in_the_clear = host.memory().filter(|_| host.sealed().is_none());
-        let nixl =
-            in_the_clear.map(|memory| nixl_for_peers(&settings, &agent_name(incarnation), memory));
-        let nixl = nixl.transpose()?.flatten();
+        let nixl = |group, host: &HostBytes| {
+            // What arrives sealed, or is to lie sealed, is opened and sealed on its way.
+            let in_the_clear = host.memory().filter(|_| host.sealed().is_none());
+            let name = agent_name(incarnation, group);
+            let nixl = in_the_clear.map(|memory| nixl_for_peers(&settings, &name, memory));
+            Ok::<_, Error>(nixl.transpose()?.flatten())
+        };
+        let of_groups = tiers.iter().map(|tier| (tier.number, &tier.host));
+        let nixl = std::iter::once((0, &host)).chain(of_groups).map(|(group, host)| nixl(group, host));
+        let nixl = nixl.collect::<Result<_>>()?;
         let block_bytes = host.block_bytes().map(|bytes| bytes as u64);
         let block_bytes = block_bytes.or(settings.block_bytes).unwrap_or_default();
         let copy_threads = settings.transfer.copy_threads as usize;
@@ -395,22 +408,22 @@ impl Peers {
             limit: Duration::from_millis(settings.lease_ttl_ms),
             copy_threads,
             lease_share: settings.lease_share,
+            nixl,
+            requires_nixl: settings.nixl == PeerNixl::Required,
             book: PeerBook::new(own.name(), address, watch.peers()),
             metrics: core.metrics().peers().clone(),
         };
         let holder = Holder {
-            nixl: nixl.clone(),
             checkpoints: Arc::clone(checkpoints),
             others: tiers.iter().map(|tier| common.holder_of(tier)).collect(),
-            ..common.holder(core, host.clone())
+            ..common.holder(core, host.clone(), 0)
         };
         let maps = settings.shared_memory && ranks == 0 && host.sealed().is_none();
         let reader = Reader {
             neighbours: maps.then(Neighbours::default),
-            nixl: nixl.map(|nixl| NixlHolders::new(nixl, settings.nixl == PeerNixl::Required)),
             checkpoints: Arc::clone(checkpoints),
             others: tiers.iter().map(|tier| common.reader_of(tier)).collect(),
-            ..common.reader(core, host)
+            ..common.reader(core, host, 0)
         };
         let holders = std::iter::once(&holder).chain(&holder.others);
         let leased = holders.map(|holder| Arc::clone(&holder.leased)).collect();
@@ -546,7 +559,7 @@ impl Peers {
             drop(stop);
             drop(thread.join());
             self.reader.forget_links();
-            self.reader.nixl.iter().for_each(NixlHolders::close);
+            self.reader.end_nixl();
         }
     }
 }

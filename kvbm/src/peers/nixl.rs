@@ -44,9 +44,12 @@ pub(super) const READ_BYTES: usize = if cfg!(test) { 2 << 10 } else { 4 << 20 };
 /// Posts of a pull that wait or are under way.
 pub(super) const READS: usize = if cfg!(test) { 2 } else { 3 };
 
-/// The name of a worker's own agent.
-pub(super) fn agent_name(incarnation: u64) -> String {
-    format!("kvbm-{incarnation:016x}")
+/// The name of a worker's own agent, for the host tier of a cache group.
+pub(super) fn agent_name(incarnation: u64, group: u8) -> String {
+    match group {
+        0 => format!("kvbm-{incarnation:016x}"),
+        group => format!("kvbm-{incarnation:016x}-{group}"),
+    }
 }
 
 /// What one side tells the other of NIXL, with a checksum: NIXL itself takes damaged bytes.
@@ -113,6 +116,8 @@ pub(super) struct NixlHolders {
     nixl: Arc<dyn OneSided>,
     /// Blocks come by NIXL or not at all.
     is_required: bool,
+    /// The cache group whose host tiers these are.
+    group: u8,
     /// By incarnation.
     known: Mutex<HashMap<u64, Arc<tokio::sync::Mutex<KnownHolder>>>>,
 }
@@ -153,8 +158,8 @@ impl KnownHolder {
 }
 
 impl NixlHolders {
-    pub(super) fn new(nixl: Arc<dyn OneSided>, is_required: bool) -> Self {
-        Self { nixl, is_required, known: Mutex::default() }
+    pub(super) fn new(nixl: Arc<dyn OneSided>, is_required: bool, group: u8) -> Self {
+        Self { nixl, is_required, group, known: Mutex::default() }
     }
 
     /// Whether blocks come by NIXL or not at all.
@@ -219,7 +224,7 @@ impl NixlHolders {
             Err(why) => return Ok(Err(why)),
         };
         let asked = NixlMessage::new(&reader.metadata())?;
-        let answer = timeout(MAX_MEETING, link.exchange(&ToHolder::Nixl(asked))).await;
+        let answer = timeout(MAX_MEETING, link.exchange(&ToHolder::Nixl(self.group, asked))).await;
         let place: HolderPlace = match answer.unwrap_or(Err(BrokenLink::Late))? {
             ToReader::Nixl(place) => match place.content() {
                 Ok(place) => place,
@@ -228,7 +233,7 @@ impl NixlHolders {
             ToReader::NoNixl(why) => return Ok(Err(why)),
             _ => return Err(BrokenLink::Unexpected("no answer about NIXL").into()),
         };
-        let name = agent_name(link.holder.incarnation);
+        let name = agent_name(link.holder.incarnation, self.group);
         let HolderPlace { metadata, base, stride, slots } = place;
         let place = TierPlace { base, stride, slots };
         let met = blocking(MAX_MEETING, move || reader.meet(&name, &metadata, place)).await;

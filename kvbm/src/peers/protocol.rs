@@ -103,8 +103,9 @@ pub(super) enum ToHolder {
     Look(Option<Proof>),
     /// Before a request for a lease, if the reader sends spans to a collector: whose part it is.
     Trace(TraceParent),
-    /// The reader has NIXL, and says what its agent is: it asks for the holder's.
-    Nixl(NixlMessage),
+    /// The reader has NIXL, and says what its agent is: it asks for the holder's, for the host tier of
+    /// this cache group.
+    Nixl(u8, NixlMessage),
     /// To a rank, by a rank: what lies in these slots, in these lives of them? This share of the
     /// heads is wanted.
     Slices(HeadShare, Vec<SlotLife>),

@@ -117,7 +117,7 @@ impl RankListener {
         let Self { socket, credentials, limit, seat } = self;
         let sealed = seal.clone().filter(|seal| seal.is_of_memory());
         let nixl = match sealed {
-            None => nixl_for_peers(settings, &agent_name(seat.incarnation), slots.memory())?,
+            None => nixl_for_peers(settings, &agent_name(seat.incarnation, 0), slots.memory())?,
             Some(_) => None,
         };
         let is_required = settings.peers.nixl == PeerNixl::Required;
@@ -131,7 +131,7 @@ impl RankListener {
             credentials: Arc::clone(&credentials),
             waiting: Mutex::default(),
             seal,
-            nixl: nixl.clone().map(|nixl| NixlHolders::new(nixl, is_required)),
+            nixl: nixl.clone().map(|nixl| NixlHolders::new(nixl, is_required, 0)),
         });
         let tidied = Arc::clone(&reader);
         handle.spawn(tidy(move || tidied.tidy()));
@@ -250,7 +250,7 @@ impl SliceHolder {
                     let sealed = self.sealed.as_ref();
                     give(link.get_mut(), &lives, copy, sealed, self.limit).await
                 }
-                Ok(ToHolder::Nixl(asked)) => {
+                Ok(ToHolder::Nixl(0, asked)) => {
                     let answer = nixl::answer(self.nixl.as_ref(), &asked).await;
                     say(link.get_mut(), &answer, self.limit).await
                 }

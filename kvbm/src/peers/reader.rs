@@ -408,6 +408,12 @@ impl Reader {
         drop(links);
     }
 
+    /// Ends all agents of NIXL, so that their slots come back.
+    pub(super) fn end_nixl(&self) {
+        self.nixl.iter().for_each(NixlHolders::close);
+        self.others.iter().for_each(Self::end_nixl);
+    }
+
     /// Brings what a lease names into the host tier.
     pub(super) async fn pull(
         &self,

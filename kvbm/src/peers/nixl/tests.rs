@@ -77,7 +77,7 @@ impl UnmetReader for Unmet {
         metadata: &[u8],
         place: TierPlace,
     ) -> Result<Box<dyn SlotReads>, SetupError> {
-        assert_eq!((name, metadata), (&*agent_name(1), &b"there"[..]));
+        assert_eq!((name, metadata), (&*agent_name(1, 0), &b"there"[..]));
         assert_eq!(place, TierPlace::of(&*self.0.there));
         Ok(Box::new(DoubleReads { double: self.0, is_over: Mutex::new(false) }))
     }
@@ -181,7 +181,7 @@ pub(in crate::peers) async fn pair() -> (Pair, Arc<NixlDouble>) {
     let mut pair = Pair::new().await;
     let double = NixlDouble::between(&pair);
     pair.there.nixl = Some(Arc::new(Shared(Arc::clone(&double))));
-    pair.reader.nixl = Some(NixlHolders::new(Arc::new(Shared(Arc::clone(&double))), false));
+    pair.reader.nixl = Some(NixlHolders::new(Arc::new(Shared(Arc::clone(&double))), false, 0));
     (pair, double)
 }
 
@@ -301,7 +301,7 @@ fn where_nixl_fails_blocks_come_over_the_connection() {
 fn what_is_required_is_not_replaced_by_tcp() {
     simulated(async {
         let (mut pair, double) = pair().await;
-        pair.reader.nixl = Some(NixlHolders::new(Arc::new(Shared(Arc::clone(&double))), true));
+        pair.reader.nixl = Some(NixlHolders::new(Arc::new(Shared(Arc::clone(&double))), true, 0));
         let wanted = chain(0, 10);
         pair.there.compute(&wanted);
         double.set(Reads::Fail);

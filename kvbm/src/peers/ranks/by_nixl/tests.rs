@@ -82,7 +82,7 @@ impl RankPair {
             credentials: credentials(2),
             waiting: Mutex::default(),
             seal: None,
-            nixl: Some(NixlHolders::new(nixl, is_required)),
+            nixl: Some(NixlHolders::new(nixl, is_required, 0)),
         };
         Self { reader, holder, double, there, here }
     }
