@@ -379,7 +379,8 @@ impl Peers {
             Ok::<_, Error>(nixl.transpose()?.flatten())
         };
         let of_groups = tiers.iter().map(|tier| (tier.number, &tier.host));
-        let nixl = std::iter::once((0, &host)).chain(of_groups).map(|(group, host)| nixl(group, host));
+        let nixl =
+            std::iter::once((0, &host)).chain(of_groups).map(|(group, host)| nixl(group, host));
         let nixl = nixl.collect::<Result<_>>()?;
         let block_bytes = host.block_bytes().map(|bytes| bytes as u64);
         let block_bytes = block_bytes.or(settings.block_bytes).unwrap_or_default();

@@ -372,7 +372,7 @@ impl Member {
             started.push((place, op));
             frames.push((op, frame));
         }
-        self.work.ended(batch, refused.into_iter());
+        self.work.ended(batch, refused);
         let done = self.done(batch, started);
         let slot = |(place, to)| PulledSlot::new(&puller.memory, to, place, done.clone());
         (puller.pull)(from, frames.into_iter().enumerate().map(slot).collect());

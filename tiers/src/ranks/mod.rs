@@ -78,10 +78,10 @@ pub use member::{JoinOptions, LeaderGone, Member, Stopper};
 pub use pending::MAX_RANKS;
 pub use protocol::{Membership, VERSION};
 pub use pull::{PeerSeat, PullFrom, PullOrder, PullSlots, PullSource, PulledSlot, RankSlots};
+#[cfg(any(test, feature = "testing"))]
+pub use pull::{pulled_slot, rank_slots};
 pub use recovery::Disagreement;
 pub use shares::{HeadLayout, HeadShare};
 pub use slots::{KeptSlots, SlotJournal};
-#[cfg(any(test, feature = "testing"))]
-pub use pull::{pulled_slot, rank_slots};
 #[cfg(any(test, feature = "testing"))]
 pub use {forget::read_debts, protocol::read_in_every_way};
