@@ -3,52 +3,37 @@
 //! and nothing above 448. As in engines, numbers are scaled in binary32, then rounded to the nearest,
 //! ties to even.
 
-use half::f16;
-use half::slice::HalfFloatSliceExt;
-use kvbm_tiers::fp8::{self, NAN};
+use kvbm_tiers::fp8::{self, HalfType};
 
-use super::numbers::{HalfType, NumberTypes};
+use super::numbers::NumberTypes;
 use super::scales::ScaledRows;
 use crate::names::fingerprint::SCALES;
-
-/// Numbers that are converted together.
-const AT_ONCE: usize = 512;
 
 /// Converts the numbers of a block.
 #[derive(Debug)]
 pub(super) struct Fp8Conversion {
-    direction: Direction,
+    /// Of the numbers that are not FP8.
+    half: HalfType,
+    is_to_fp8: bool,
+    scales: Vec<f32>,
     rows: ScaledRows,
-}
-
-#[derive(Debug)]
-enum Direction {
-    /// For each scale, what each number becomes.
-    Decode(Vec<DecodedNumbers>),
-    Encode(HalfType, Vec<f32>),
 }
 
 impl Fp8Conversion {
     /// `None`: neither type is FP8, or a scale is not valid.
     pub(super) fn new(types: NumberTypes, scales: &[f32], rows: ScaledRows) -> Option<Self> {
-        let direction = match types {
+        let (half, is_to_fp8) = match types {
             NumberTypes::Halves(_) => return None,
-            NumberTypes::FromFp8(to) => {
-                let decoded = |&scale: &f32| DecodedNumbers::new(scale, to);
-                Direction::Decode(scales.iter().map(decoded).collect())
-            }
-            NumberTypes::ToFp8(from) => Direction::Encode(from, scales.to_vec()),
+            NumberTypes::FromFp8(to) => (to, false),
+            NumberTypes::ToFp8(from) => (from, true),
         };
         let are_scales = scales.iter().all(|scale| SCALES.contains(scale));
-        are_scales.then_some(Self { direction, rows })
+        are_scales.then(|| Self { half, is_to_fp8, scales: scales.to_vec(), rows })
     }
 
     /// Bytes of a block's numbers after conversion.
     pub(super) const fn made_bytes(&self, bytes: usize) -> usize {
-        match self.direction {
-            Direction::Decode(_) => 2 * bytes,
-            Direction::Encode(..) => bytes / 2,
-        }
+        if self.is_to_fp8 { bytes / 2 } else { 2 * bytes }
     }
 
     /// Converts the numbers of `from`, a block of the rows' layout, into `to`. Returns how many were
@@ -57,73 +42,14 @@ impl Fp8Conversion {
         let mut too_large = 0;
         self.rows.each(|first, count, scale| {
             let [one, two] = [1, 2].map(|bytes| bytes * first..bytes * (first + count));
-            too_large += match &self.direction {
-                Direction::Decode(decoded) => decoded[scale].convert(&from[one], &mut to[two]),
-                Direction::Encode(half, scales) => {
-                    encode(*half, scales[scale], &from[two], &mut to[one])
-                }
+            let (half, scale) = (self.half, self.scales[scale]);
+            too_large += if self.is_to_fp8 {
+                fp8::encode(&from[two], half, scale, &mut to[one])
+            } else {
+                fp8::decode(&from[one], half, scale, &mut to[two])
             };
         });
-        too_large
-    }
-}
-
-/// What each of the 256 numbers becomes with a scale.
-#[derive(Debug)]
-struct DecodedNumbers {
-    numbers: [u16; 256],
-    /// From this magnitude on they are too large; that of NaN: none is.
-    too_large_from: u8,
-}
-
-impl DecodedNumbers {
-    fn new(scale: f32, to: HalfType) -> Self {
-        let of = |bits: u8| to.nearest(fp8::decode(bits) * scale);
-        Self {
-            numbers: std::array::from_fn(|bits| of(bits as u8).0),
-            too_large_from: (0..NAN).find(|bits| of(*bits).1).unwrap_or(NAN),
-        }
-    }
-
-    fn convert(&self, from: &[u8], to: &mut [u8]) -> u64 {
-        for (made, bits) in to.as_chunks_mut::<2>().0.iter_mut().zip(from) {
-            *made = self.numbers[usize::from(*bits)].to_le_bytes();
-        }
-        if self.too_large_from == NAN {
-            return 0;
-        }
-        let too_large = self.too_large_from..NAN;
-        from.iter().filter(|bits| too_large.contains(&(**bits & NAN))).count() as u64
-    }
-}
-
-fn encode(half: HalfType, scale: f32, from: &[u8], to: &mut [u8]) -> u64 {
-    let mut exact = [0.0; AT_ONCE];
-    let few = from.chunks(2 * AT_ONCE).zip(to.chunks_mut(AT_ONCE));
-    few.map(|(from, to)| {
-        widen(half, from, &mut exact);
-        fp8::encode(&exact, scale, to) as u64
-    })
-    .sum()
-}
-
-/// Converts numbers to binary32, which is exact.
-fn widen(half: HalfType, from: &[u8], exact: &mut [f32; AT_ONCE]) {
-    let pairs = from.as_chunks::<2>().0;
-    match half {
-        HalfType::Bf16 => {
-            for (exact, pair) in exact.iter_mut().zip(pairs) {
-                *exact = f32::from_bits(u32::from(u16::from_le_bytes(*pair)) << 16);
-            }
-        }
-        HalfType::F16 => {
-            let mut numbers = [f16::ZERO; AT_ONCE];
-            for (number, pair) in numbers.iter_mut().zip(pairs) {
-                *number = f16::from_le_bytes(*pair);
-            }
-            let count = pairs.len();
-            numbers[..count].convert_to_f32_slice(&mut exact[..count]);
-        }
+        too_large as u64
     }
 }
 

@@ -2,6 +2,7 @@
 //! bits: IEEE's binary16 and bfloat16, rounded to the nearest, of two as near the even one.
 
 use half::{bf16, f16};
+use kvbm_tiers::fp8::HalfType;
 
 /// Numbers that are converted together.
 const AT_ONCE: usize = 64;
@@ -9,12 +10,6 @@ const AT_ONCE: usize = 64;
 const MAGNITUDE: u16 = 0x7FFF;
 /// How far apart the exponents of one number are, which count from another origin in each type.
 const BIAS: u16 = 127 - 15;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum HalfType {
-    F16,
-    Bf16,
-}
 
 /// The type of a cache's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,17 +66,15 @@ impl NumberTypes {
     }
 }
 
-impl HalfType {
-    /// The number of this type that is nearest; and whether it is too large for that: then it is the
-    /// largest of its sign.
-    pub(super) fn nearest(self, exact: f32) -> (u16, bool) {
-        let [made, infinity, largest] = match self {
-            Self::F16 => [f16::from_f32(exact), f16::INFINITY, f16::MAX].map(f16::to_bits),
-            Self::Bf16 => [bf16::from_f32(exact), bf16::INFINITY, bf16::MAX].map(bf16::to_bits),
-        };
-        let is_too_large = made & MAGNITUDE == infinity && exact.is_finite();
-        (if is_too_large { largest | made & !MAGNITUDE } else { made }, is_too_large)
-    }
+/// The number of this type that is nearest; and whether it is too large for that: then it is the
+/// largest of its sign.
+fn nearest(half: HalfType, exact: f32) -> (u16, bool) {
+    let [made, infinity, largest] = match half {
+        HalfType::F16 => [f16::from_f32(exact), f16::INFINITY, f16::MAX].map(f16::to_bits),
+        HalfType::Bf16 => [bf16::from_f32(exact), bf16::INFINITY, bf16::MAX].map(bf16::to_bits),
+    };
+    let is_too_large = made & MAGNITUDE == infinity && exact.is_finite();
+    (if is_too_large { largest | made & !MAGNITUDE } else { made }, is_too_large)
 }
 
 /// Two types of 16 bits.
@@ -140,7 +133,7 @@ impl HalfTypes {
             HalfType::F16 => f16::from_le_bytes(*pair).to_f32(),
             HalfType::Bf16 => bf16::from_le_bytes(*pair).to_f32(),
         };
-        let (made, is_too_large) = self.to.nearest(exact);
+        let (made, is_too_large) = nearest(self.to, exact);
         *pair = made.to_le_bytes();
         is_too_large.into()
     }
