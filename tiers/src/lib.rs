@@ -51,7 +51,6 @@ pub mod error;
 mod fields;
 mod files;
 mod fork;
-pub mod fp8;
 pub mod frame;
 pub mod geometry;
 pub mod huge;
@@ -64,6 +63,7 @@ pub mod memory;
 #[cfg(feature = "nixl")]
 pub mod nixl;
 pub mod numa;
+pub mod numbers;
 #[cfg(feature = "nvtx")]
 pub mod nvtx;
 pub mod object;

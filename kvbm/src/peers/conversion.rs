@@ -2,10 +2,11 @@
 //! axes another order, or their numbers another type. What comes from such a peer is made what it would
 //! be here, once it is verified.
 
+use kvbm_tiers::numbers::{HalfType, exchange};
 use kvbm_tiers::transform::{Transform, View};
 
 use super::fp8::Fp8Conversion;
-use super::numbers::{HalfTypes, NumberTypes};
+use super::numbers::NumberTypes;
 use super::protocol::Member;
 use super::scales::ScaledRows;
 use crate::names::fingerprint::KvLayout;
@@ -26,7 +27,8 @@ pub(super) struct Conversion {
 /// How numbers get another type.
 #[derive(Debug)]
 enum NumberConversion {
-    Halves(HalfTypes),
+    /// From this type of 16 bits to the other one.
+    Halves(HalfType),
     Fp8(Fp8Conversion),
 }
 
@@ -102,8 +104,8 @@ impl Conversion {
     ) -> (&'a [u8], u64) {
         match &self.numbers {
             None => (block, 0),
-            Some(NumberConversion::Halves(types)) => {
-                let too_large = types.convert(block);
+            Some(NumberConversion::Halves(from)) => {
+                let too_large = exchange(block, *from) as u64;
                 (block, too_large)
             }
             Some(NumberConversion::Fp8(conversion)) => {
@@ -126,7 +128,7 @@ impl NumberConversion {
     /// their scales.
     fn new(types: NumberTypes, [ours, theirs]: [&Member; 2], there: &BlockLayout) -> Option<Self> {
         let scales = match types {
-            NumberTypes::Halves(types) => return Some(Self::Halves(types)),
+            NumberTypes::Halves(from) => return Some(Self::Halves(from)),
             NumberTypes::FromFp8(_) => &theirs.fingerprint.scales,
             NumberTypes::ToFp8(_) => &ours.fingerprint.scales,
         };

@@ -22,8 +22,8 @@
 //! | `chain_names` | what a prompt's blocks are called, here and there |
 //! | `following` | brings what a peer has and what it comes to have meanwhile |
 //! | `conversion` | blocks of other numbers of tokens, orders or types, made into ours |
-//! | `numbers` | types of numbers, and those of 16 bits as those of another type |
-//! | `fp8` | numbers of 8 bits as those of 16, and back |
+//! | `numbers` | which types numbers have |
+//! | `fp8` | scaled numbers of 8 bits as those of 16, and back |
 //! | `scales` | which numbers of a block have which scale |
 //! | `arriving` | where blocks go as they come |
 //! | `loading` | loads onto the device from what a peer holds |

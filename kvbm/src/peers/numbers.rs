@@ -1,15 +1,6 @@
-//! Which type numbers have, by the words of a `dtype`; and those of 16 bits as the other type of 16
-//! bits: IEEE's binary16 and bfloat16, rounded to the nearest, of two as near the even one.
+//! Which type numbers have, by the words of a `dtype`.
 
-use half::{bf16, f16};
-use kvbm_tiers::fp8::HalfType;
-
-/// Numbers that are converted together.
-const AT_ONCE: usize = 64;
-/// All bits but the sign.
-const MAGNITUDE: u16 = 0x7FFF;
-/// How far apart the exponents of one number are, which count from another origin in each type.
-const BIAS: u16 = 127 - 15;
+use kvbm_tiers::numbers::HalfType;
 
 /// The type of a cache's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +25,8 @@ const WORDS: [(&str, NumberType); 8] = [
 /// The type that numbers have, and the one that they get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NumberTypes {
-    Halves(HalfTypes),
+    /// From this type of 16 bits to the other one.
+    Halves(HalfType),
     FromFp8(HalfType),
     ToFp8(HalfType),
 }
@@ -48,7 +40,7 @@ impl NumberTypes {
         }
         match (from, to) {
             (NumberType::Half(from), NumberType::Half(to)) => {
-                (from != to).then_some(Self::Halves(HalfTypes { from, to }))
+                (from != to).then_some(Self::Halves(from))
             }
             (NumberType::Fp8, NumberType::Half(to)) => Some(Self::FromFp8(to)),
             (NumberType::Half(from), NumberType::Fp8) => Some(Self::ToFp8(from)),
@@ -63,79 +55,6 @@ impl NumberTypes {
             Self::FromFp8(_) => [1, 2],
             Self::ToFp8(_) => [2, 1],
         }
-    }
-}
-
-/// The number of this type that is nearest; and whether it is too large for that: then it is the
-/// largest of its sign.
-fn nearest(half: HalfType, exact: f32) -> (u16, bool) {
-    let [made, infinity, largest] = match half {
-        HalfType::F16 => [f16::from_f32(exact), f16::INFINITY, f16::MAX].map(f16::to_bits),
-        HalfType::Bf16 => [bf16::from_f32(exact), bf16::INFINITY, bf16::MAX].map(bf16::to_bits),
-    };
-    let is_too_large = made & MAGNITUDE == infinity && exact.is_finite();
-    (if is_too_large { largest | made & !MAGNITUDE } else { made }, is_too_large)
-}
-
-/// Two types of 16 bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct HalfTypes {
-    from: HalfType,
-    to: HalfType,
-}
-
-impl HalfTypes {
-    /// Converts all numbers of `block`. Returns how many are too large: such a number is the largest
-    /// of its sign. Infinities and what is no number stay so.
-    pub(super) fn convert(self, block: &mut [u8]) -> u64 {
-        block.chunks_mut(2 * AT_ONCE).map(|numbers| self.convert_few(numbers)).sum()
-    }
-
-    fn convert_few(self, numbers: &mut [u8]) -> u64 {
-        let (pairs, _) = numbers.as_chunks_mut::<2>();
-        let magnitudes = pairs.iter().map(|pair| u16::from_le_bytes(*pair) & MAGNITUDE);
-        if !magnitudes.fold(true, |are_plain, of| are_plain & self.is_plain(of)) {
-            return pairs.iter_mut().map(|pair| self.convert_any(pair)).sum();
-        }
-        for pair in pairs {
-            let bits = u16::from_le_bytes(*pair);
-            let (magnitude, sign) = (bits & MAGNITUDE, bits & !MAGNITUDE);
-            let made = if magnitude == 0 { 0 } else { self.convert_plain(magnitude) };
-            *pair = (made | sign).to_le_bytes();
-        }
-        0
-    }
-
-    /// Whether a number is zero, or one that both types have with a full significand: almost all are,
-    /// and many of them are converted at once.
-    const fn is_plain(self, magnitude: u16) -> bool {
-        let (first, end) = match self.from {
-            HalfType::F16 => (1 << 10, 31 << 10),
-            HalfType::Bf16 => ((BIAS + 1) << 7, (BIAS + 31) << 7),
-        };
-        (magnitude == 0) | (magnitude.wrapping_sub(first) < end - first)
-    }
-
-    const fn convert_plain(self, magnitude: u16) -> u16 {
-        match self.from {
-            HalfType::F16 => {
-                // Where the rest is a half, up only from an odd number.
-                let rounded = magnitude.wrapping_add(3).wrapping_add(magnitude >> 3 & 1) >> 3;
-                rounded.wrapping_add(BIAS << 7)
-            }
-            HalfType::Bf16 => magnitude.wrapping_sub(BIAS << 7) << 3,
-        }
-    }
-
-    /// Returns 1 if it is too large.
-    fn convert_any(self, pair: &mut [u8; 2]) -> u64 {
-        let exact = match self.from {
-            HalfType::F16 => f16::from_le_bytes(*pair).to_f32(),
-            HalfType::Bf16 => bf16::from_le_bytes(*pair).to_f32(),
-        };
-        let (made, is_too_large) = nearest(self.to, exact);
-        *pair = made.to_le_bytes();
-        is_too_large.into()
     }
 }
 
@@ -162,6 +81,8 @@ fn told(dtype: &str) -> Option<(NumberType, String)> {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use kvbm_tiers::numbers::exchange;
+
     use super::*;
 
     /// What the bits of a number mean, by the definition of IEEE 754: a sign, an exponent, and the bits
@@ -199,13 +120,13 @@ pub(super) mod tests {
         (if is_up { above } else { below } as u16, false)
     }
 
-    fn each_number_is_the_nearest(types: HalfTypes, [from_bits, to_bits]: [u32; 2]) -> u64 {
+    fn each_number_is_the_nearest(from: HalfType, [from_bits, to_bits]: [u32; 2]) -> usize {
         let all_bits: Vec<_> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
         let mut block = all_bits.clone();
-        let counted = types.convert(&mut block);
+        let counted = exchange(&mut block, from);
         // It does not matter beside which others a number is.
         let mut alone = all_bits;
-        alone.chunks_mut(2).for_each(|number| _ = types.convert(number));
+        alone.chunks_mut(2).for_each(|number| _ = exchange(number, from));
         assert!(alone == block);
         let all: Vec<_> = (0..0x8000).map_while(|bits| value(bits, to_bits)).collect();
         let mut too_large = 0;
@@ -219,7 +140,7 @@ pub(super) mod tests {
             };
             let (expected, is_too_large) = nearest(exact.abs(), &all);
             assert_eq!(made, expected | (bits & 0x8000), "{bits:x} is {exact}");
-            too_large += u64::from(is_too_large);
+            too_large += usize::from(is_too_large);
             // What docs/peers.md promises.
             let error = (value(made, to_bits).unwrap() - exact).abs();
             let relative = if to_bits == BF16_BITS { exact.abs() / 256.0 } else { 0.0 };
@@ -234,7 +155,7 @@ pub(super) mod tests {
     #[test]
     fn every_number_is_rounded_to_the_nearest() {
         let of = |from, to| match NumberTypes::between(from, to) {
-            Some(NumberTypes::Halves(types)) => types,
+            Some(NumberTypes::Halves(from)) => from,
             other => panic!("{from} to {to}: {other:?}"),
         };
         assert_eq!(each_number_is_the_nearest(of("fp16", "bf16"), [F16_BITS, BF16_BITS]), 0);
