@@ -160,10 +160,9 @@ for network in of("network"):
     # An answer to the request for a lease, and one to that for blocks; and what a busy machine takes.
     goal("the limit of a read", network["longest_read_ms"] <= 2 * network["limit_ms"] + 500)
 for row in of("conversion"):
-    # Numbers one by one are slower, and FP8: docs/peers.md says by how much.
+    # Numbers one by one are slower: docs/peers.md says by how much.
     if "columns" not in row["what"]:
-        wanted = 0.2 if "fp8" in row["what"] else 0.5
-        goal(f"{row['what']}: {wanted} of memcpy", row["of_memcpy"] >= wanted)
+        goal(f"{row['what']}: 0.5 of memcpy", row["of_memcpy"] >= 0.5)
 for row in of("heads"):
     for name, ratio in row.items():
         if name.endswith("of equal"):
