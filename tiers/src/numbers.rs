@@ -1,8 +1,8 @@
-//! Numbers of 8 and 16 bits as each other, many at a time by the widest instructions that the processor
-//! has: IEEE's binary16, bfloat16, and the e4m3 of "FP8 Formats for Deep Learning" (Micikevicius et al.,
-//! 2022), which has no infinity and nothing above 448. All go by binary32, and are rounded to the
-//! nearest, of two as near to the even one. What is too large becomes the largest of its sign, and is
-//! counted; NaNs stay NaNs.
+//! Converts numbers of 8 and 16 bits into each other, many at a time by the widest instructions that
+//! the processor has: IEEE's binary16, bfloat16, and the e4m3 of "FP8 Formats for Deep Learning"
+//! (Micikevicius et al., 2022), which has no infinity and nothing above 448. All go by binary32, and
+//! are rounded to the nearest, of two as near to the even one. What is too large becomes the largest of
+//! its sign, and is counted; NaNs stay NaNs.
 
 #![expect(unsafe_code, reason = "instructions that not every processor has")]
 #![expect(
@@ -146,14 +146,14 @@ fn decode_by(nearest: impl Fn(f32) -> Rounded, from: &[u8], scale: f32, to: &mut
 
 const INFINITY: u32 = f32::INFINITY.to_bits();
 
-/// The number of 8 bits, and of 16, from which on significands are full; how far apart the exponents of
-/// one number are, which count from another origin in binary32; and from where on numbers of binary32
-/// are as far apart as the smallest of the type, so that an addition rounds.
+/// From here on significands are full.
 const FP8_NORMAL: u32 = (1.0_f32 / 64.0).to_bits();
-const FP8_BIAS: u32 = 127 - 7;
-const FP8_ROUNDER: f32 = 16_384.0;
 const F16_NORMAL: u32 = (1.0_f32 / 16_384.0).to_bits();
+/// By how much the exponent of one number differs in binary32.
+const FP8_BIAS: u32 = 127 - 7;
 const F16_BIAS: u32 = 127 - 15;
+/// Numbers of binary32 are as far apart here as the smallest of the type: an addition rounds.
+const FP8_ROUNDER: f32 = 16_384.0;
 const F16_ROUNDER: f32 = 0.5;
 
 /// Largest numbers, and those halfway to what would be the next: of FP8 it is rounded down, of binary16

@@ -160,12 +160,7 @@ impl PeerListener {
         if !options.groups.is_empty() && options.ranks.is_some() {
             return Err(no_groups());
         }
-        let is_sealed = settings.host.persist.is_some() && settings.encryption.is_on();
-        if is_sealed && peers.nixl == PeerNixl::Required {
-            let message = "blocks of an encrypted host tier do not come by NIXL: leave peers.nixl \
-                 (DYN_KVBM_PEERS_NIXL) unset";
-            return Err(Error::invalid(message));
-        }
+        refuse_sealed_nixl(settings)?;
         let proofs = proofs_of(peers)?;
         let (socket, address) = bind(SocketAddr::new(peers.host, peers.port))?;
         let (settings, ranks) = (settings.clone(), options.ranks.as_ref());
@@ -191,6 +186,16 @@ impl PeerListener {
             None => PeerAddress::named_by_address(&address),
         }
     }
+}
+
+fn refuse_sealed_nixl(settings: &Settings) -> Result<()> {
+    let is_sealed = settings.host.persist.is_some() && settings.encryption.is_on();
+    if is_sealed && settings.peers.nixl == PeerNixl::Required {
+        let message = "blocks of an encrypted host tier do not come by NIXL: leave peers.nixl \
+             (DYN_KVBM_PEERS_NIXL) unset";
+        return Err(Error::invalid(message));
+    }
+    Ok(())
 }
 
 fn needs_fingerprint() -> Error {
@@ -281,7 +286,7 @@ struct CommonParts {
     limit: Duration,
     copy_threads: usize,
     lease_share: f64,
-    /// For the host tier of each group.
+    /// For the host tier of each group, by its number.
     nixl: Vec<Option<Arc<dyn OneSided>>>,
     requires_nixl: bool,
     book: Arc<PeerBook>,

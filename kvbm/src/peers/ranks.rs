@@ -2,8 +2,8 @@
 //! leader says.
 //!
 //! What is leased is the leaders' business. A rank that reads names slots, and the life of each
-//! that its leader was told of. A rank that is read gives a slice only while its slot is in that
-//! life, and with each the checksum. So what came is right, or it does not count; and when it does
+//! that its leader was told of. A rank that is read says a slice's checksum, and over the connection
+//! gives the slice, only while its slot is in that life. So what came is right, or it does not count; and when it does
 //! not come in any rank, it does not count in all.
 //!
 //! Slices come over the connection of two ranks, or where both have NIXL by that (`by_nixl`).
@@ -28,6 +28,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
+use tokio::task::yield_now;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::greeting::{Credentials, random};
@@ -40,7 +41,10 @@ use super::protocol::{
 use super::reader::{MAX_WAIT, MAX_WAITING};
 use super::sealed::{self, NOT_CONVERTED, SliceSeals};
 use super::stream;
-use super::{PeerRuntime, Serves, accept, bind, needs_fingerprint, proofs_of, shares, tidy};
+use super::{
+    PeerRuntime, Serves, accept, bind, needs_fingerprint, proofs_of, refuse_sealed_nixl, shares,
+    tidy,
+};
 use crate::assemble::nixl_for_peers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::names::fingerprint::Fingerprint;
@@ -74,6 +78,7 @@ impl RankListener {
             return Ok(None);
         }
         let fingerprint = fingerprint.cloned().ok_or_else(needs_fingerprint)?;
+        refuse_sealed_nixl(settings)?;
         let (socket, address) = bind(SocketAddr::new(peers.host, port(peers.port, rank)?))?;
         let incarnation = u64::from_le_bytes(random()?);
         let member = Member {
@@ -191,7 +196,7 @@ impl Drop for RankPeers {
         if let Some((stop, thread)) = self.thread.take() {
             drop(stop);
             drop(thread.join());
-            self.reader.waiting.lock().clear();
+            drop(std::mem::take(&mut *self.reader.waiting.lock()));
             self.reader.nixl.iter().for_each(NixlHolders::close);
         }
     }
@@ -237,6 +242,11 @@ impl SliceHolder {
         let heads = shares::heads_of(&self.credentials.member);
         while let Ok(Some(Ok(frame))) = timeout(MAX_IDLE, link.next()).await {
             let given = match decode(&frame) {
+                Ok(ToHolder::Slices(_, lives) | ToHolder::SliceSums(lives))
+                    if lives.len() > MAX_SLICES =>
+                {
+                    Err(BrokenLink::Unexpected("more slices than may be asked for at once"))
+                }
                 Ok(ToHolder::Slices(share, _))
                     if self.sealed.is_some() && share != HeadShare::WHOLE =>
                 {
@@ -255,7 +265,7 @@ impl SliceHolder {
                     say(link.get_mut(), &answer, self.limit).await
                 }
                 Ok(ToHolder::SliceSums(lives)) => {
-                    let sums = ToReader::SliceSums(self.sums(&lives));
+                    let sums = ToReader::SliceSums(self.sums(&lives).await);
                     say(link.get_mut(), &sums, self.limit).await
                 }
                 Ok(_) => Err(BrokenLink::Unexpected("a rank gives slices, and nothing else")),
@@ -267,10 +277,14 @@ impl SliceHolder {
         }
     }
 
-    fn sums(&self, lives: &[SlotLife]) -> Vec<Option<[u8; 4]>> {
-        let mut scratch = Vec::new();
-        let mut sum = |life: &SlotLife| self.slots.sum(life.get(), &mut scratch);
-        lives.iter().map(|life| sum(life).map(u32::to_le_bytes)).collect()
+    async fn sums(&self, lives: &[SlotLife]) -> Vec<Option<[u8; 4]>> {
+        let (mut scratch, mut sums) = (Vec::new(), Vec::with_capacity(lives.len()));
+        for life in lives {
+            sums.push(self.slots.sum(life.get(), &mut scratch).map(u32::to_le_bytes));
+            // It may have read a whole slice: others have their turn.
+            yield_now().await;
+        }
+        sums
     }
 }
 
@@ -305,7 +319,7 @@ async fn give(
     let mut keys = sealed.map(|seal| SentKeys { seal, is_sent: HashMap::new() });
     for (place, life) in lives.iter().enumerate() {
         let head = match (copy(life.get(), &mut slice), &mut keys) {
-            (Some(crc), Some(keys)) => keys.head(place, crc, &slice).await,
+            (Some(crc), Some(keys)) => keys.head(place, crc, &slice, limit).await,
             (crc, _) => crc.map(|crc| ToReader::Slice(Some(crc.to_le_bytes()))),
         };
         let sent = async {
@@ -329,13 +343,20 @@ struct SentKeys<'a> {
 
 impl SentKeys<'_> {
     /// What goes before a slice that lies sealed. `None`: its key cannot be had.
-    async fn head(&mut self, place: usize, crc: u32, slice: &[u8]) -> Option<ToReader> {
+    async fn head(
+        &mut self,
+        place: usize,
+        crc: u32,
+        slice: &[u8],
+        limit: Duration,
+    ) -> Option<ToReader> {
         let id = HostSeal::key_of(slice)?;
         let key = match self.is_sent.get(&id) {
             Some(true) => None,
             Some(false) => return None,
             None => {
-                let key = sealed::named_keys(self.seal, &[(place, id)]).await.pop();
+                let named = timeout(limit, sealed::named_keys(self.seal, &[(place, id)])).await;
+                let key = named.unwrap_or_default().pop();
                 self.is_sent.insert(id, key.is_some());
                 Some(key?)
             }
@@ -413,8 +434,7 @@ impl SliceReader {
         for source in &from.sources {
             let place = (from.host.clone(), source.seat);
             slots.begin();
-            let brought = timeout_at(until, self.bring_from(&place, source, &mut slots)).await;
-            if let Err(why) = brought.unwrap_or(Err(BrokenLink::Late.into())) {
+            if let Err(why) = self.bring_from(&place, source, &mut slots, until).await {
                 let (host, PeerSeat { port, .. }) = place;
                 let why = format!("of the rank at {host}:{port}: {why}");
                 return slots.fail(&CopyError::new(CopyErrorKind::Unavailable, why));
@@ -428,13 +448,23 @@ impl SliceReader {
         place: &RankPlace,
         source: &PullSource,
         slots: &mut ComingSlots<impl SliceSlot>,
+        until: Instant,
     ) -> Result<(), PeerFault> {
         let mut link = match self.waiting(place) {
             Some(link) => link,
-            None => self.connect(place).await?,
+            None => in_time(until, self.connect(place)).await?,
         };
-        let brought = self.bring_over(&mut link, source, slots).await;
-        if let Some(nixl) = &self.nixl {
+        let nixl = self.nixl.as_ref();
+        if let Some(nixl) = nixl.filter(|_| source.is_whole()) {
+            nixl.equip(&mut link).await?;
+            if Instant::now() >= until {
+                // It took longer than there was: the next order need not meet this holder again.
+                self.keep(place.clone(), link);
+                return Err(BrokenLink::Late.into());
+            }
+        }
+        let brought = self.bring_over(&mut link, source, slots, until).await;
+        if let Some(nixl) = nixl {
             nixl.look_back(&mut link, brought.as_ref().err()).await;
         }
         brought?;
@@ -448,20 +478,21 @@ impl SliceReader {
         link: &mut PeerLink,
         source: &PullSource,
         slots: &mut ComingSlots<impl SliceSlot>,
+        until: Instant,
     ) -> Result<(), PeerFault> {
         if let Some(nixl) = &self.nixl {
-            if [source.give, source.into] == [HeadShare::WHOLE; 2] {
-                nixl.equip(link).await?;
-                match by_nixl::take(link, slots).await {
+            if source.is_whole() {
+                match by_nixl::take(link, slots, until).await {
                     Err(PeerFault::Nixl(_)) if !nixl.is_required() => {}
                     taken => return taken,
                 }
             } else if nixl.is_required() {
-                let why = "shares of heads do not come by it, which peers.nixl                            (DYN_KVBM_PEERS_NIXL) requires";
+                let why = "shares of heads do not come by it, which peers.nixl \
+                           (DYN_KVBM_PEERS_NIXL) requires";
                 return Err(PeerFault::Nixl(why.to_owned()));
             }
         }
-        Ok(take(&mut link.stream, source, slots).await?)
+        in_time(until, take(&mut link.stream, source, slots)).await
     }
 
     async fn connect(&self, (host, seat): &RankPlace) -> Result<PeerLink, BrokenLink> {
@@ -481,10 +512,14 @@ impl SliceReader {
 
     /// Lets go of connections that were not used for long.
     fn tidy(&self) {
-        self.waiting.lock().retain(|_, links| {
-            links.retain(|(_, since)| since.elapsed() < MAX_WAIT);
-            !links.is_empty()
-        });
+        let mut waiting = self.waiting.lock();
+        let is_old = |(_, since): &mut WaitingLink| since.elapsed() >= MAX_WAIT;
+        let old: Vec<_> =
+            waiting.values_mut().flat_map(|links| links.extract_if(.., is_old)).collect();
+        waiting.retain(|_, links| !links.is_empty());
+        drop(waiting);
+        // With a link an agent of NIXL may end: others need not wait for that.
+        drop(old);
     }
 
     fn keep(&self, place: RankPlace, link: PeerLink) {
@@ -494,6 +529,14 @@ impl SliceReader {
             links.push((link, Instant::now()));
         }
     }
+}
+
+/// What has not happened by then is late.
+async fn in_time<T>(
+    until: Instant,
+    work: impl Future<Output = Result<T, BrokenLink>>,
+) -> Result<T, PeerFault> {
+    Ok(timeout_at(until, work).await.unwrap_or(Err(BrokenLink::Late))?)
 }
 
 /// Slots that slices come into, from one rank after the other.
@@ -549,7 +592,7 @@ async fn take<S: SliceSlot>(
     let Some(first) = slots.left.front_mut() else { return Ok(()) };
     let is_whole = source.into == HeadShare::WHOLE;
     let seal_bytes = if slots.seals.own().is_some() { SEAL_BYTES } else { 0 };
-    if seal_bytes > 0 && !(is_whole && source.give == HeadShare::WHOLE) {
+    if seal_bytes > 0 && !source.is_whole() {
         return Err(BrokenLink::Unexpected(NOT_CONVERTED));
     }
     let (_, shares) = source.into.get();

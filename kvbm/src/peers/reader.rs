@@ -633,7 +633,10 @@ impl Reader {
 
     pub(super) fn count(&self, link: &mut PeerLink, copied: usize, by_nixl: ReadByNixl) {
         self.metrics.saturated(std::mem::take(&mut link.saturated));
-        let other = Some(link.way()).filter(|way| *way != PeerWay::Nixl).unwrap_or(PeerWay::Tcp);
+        let other = match link.way() {
+            PeerWay::Nixl => PeerWay::Tcp,
+            way => way,
+        };
         let ways = [(PeerWay::Nixl, by_nixl.blocks), (other, copied - by_nixl.blocks)];
         for (way, blocks) in ways.into_iter().filter(|(_, blocks)| *blocks > 0) {
             self.metrics.received(way, blocks as u64);

@@ -64,6 +64,13 @@ pub struct PullSource {
     pub into: HeadShare,
 }
 
+impl PullSource {
+    /// Whether whole slices come as they are.
+    pub fn is_whole(&self) -> bool {
+        [self.give, self.into] == [HeadShare::WHOLE; 2]
+    }
+}
+
 impl PullOrder {
     /// What a rank of `world` brings. `None`: heads are not split so that it could.
     pub(super) fn of_rank(&self, rank: u16, world: u16) -> Option<PullFrom> {
@@ -149,8 +156,11 @@ impl PulledSlot {
     }
 
     fn report(&mut self, result: Result<(), CopyError>) {
-        if let Some((done, _)) = self.done.take().zip(self.frame.take()) {
-            done.report(vec![(self.place, result)]);
+        match (self.done.take(), self.frame.take()) {
+            (Some(done), Some(_)) => done.report(vec![(self.place, result)]),
+            // Something may write it for ever: what waits for its end keeps the leader's connection.
+            (done, None) => std::mem::forget(done),
+            (None, Some(_)) => {}
         }
     }
 }
@@ -181,14 +191,15 @@ impl RankSlots {
 
     /// The checksum of the slice that this life of a slot holds. `None` as for [`copy`](Self::copy),
     /// which `scratch` is for.
-    pub fn sum(&self, life: (SlotId, u32), scratch: &mut Vec<u8>) -> Option<u32> {
-        let (slot, generation) = life;
+    pub fn sum(&self, (slot, generation): (SlotId, u32), scratch: &mut Vec<u8>) -> Option<u32> {
+        let held = SlotRef { tier: Tier::Host, slot, generation };
+        self.generations.check(held).ok()?;
         let known = self.memory.checksums()?;
         let Some(crc) = known.get(slot).filter(|_| !known.is_inherited(slot)) else {
-            return self.copy(life, scratch);
+            return self.copy((slot, generation), scratch);
         };
         // What writes to the slot takes its life first: the checksum is of this one.
-        self.generations.check(SlotRef { tier: Tier::Host, slot, generation }).ok()?;
+        self.generations.check(held).ok()?;
         Some(crc)
     }
 
@@ -343,9 +354,11 @@ mod tests {
         known.record(slot, crc);
         assert!(tier.has(slot, 1, 1));
         // An earlier process left it, and had another checksum of it.
+        let summed = || tier.slots.sum((slot, 1), &mut Vec::new());
         known.inherit(slot, crc ^ 1);
-        assert!(!tier.has(slot, 1, 1));
-        assert_eq!(tier.slots.sum((slot, 1), &mut Vec::new()), None);
+        assert!(!tier.has(slot, 1, 1) && summed().is_none());
+        known.inherit(slot, crc);
+        assert_eq!((summed(), known.inherited()), (Some(crc), 0));
     }
 
     #[test]
@@ -358,12 +371,17 @@ mod tests {
         drop(pulled_slot(&memory, op(to), 5, done.clone()));
         let end = told.lock().pop().unwrap();
         assert_eq!((end.0, end.1.unwrap_err().kind()), (5, CopyErrorKind::Unavailable));
-        // What may still be written has not ended, even where it is dropped.
-        let mut lent = pulled_slot(&memory, op(to), 5, done.clone());
+        // What may still be written has not ended, even where it is dropped, and is waited for.
+        let waits = Arc::strong_count(&told);
+        let alone = Done::new({
+            let told = Arc::clone(&told);
+            move |ended| told.lock().extend(ended)
+        });
+        let mut lent = pulled_slot(&memory, op(to), 5, alone);
         let frame = lent.lend().unwrap();
         assert_eq!((lent.bytes().len(), lent.written()), (0, None));
         lent.end(Ok(()));
-        assert!(told.lock().is_empty());
+        assert!(told.lock().is_empty() && Arc::strong_count(&told) == waits + 1);
         let mut back = pulled_slot(&memory, op(to), 5, done);
         assert!(back.lend().is_some() && back.lend().is_none());
         back.give_back(frame);

@@ -6,61 +6,82 @@ use std::sync::Arc;
 
 use futures::future::join_all;
 use kvbm_tiers::{CopyError, SlotRead, SlotReads};
-use tokio::runtime::Handle;
 use tokio::sync::oneshot;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
-use super::{ComingSlots, SliceSlot, another_life, expect};
+use super::{ComingSlots, SliceSlot, another_life, expect, in_time};
 use crate::peers::link::{PeerFault, PeerLink};
 use crate::peers::nixl::{GRACE, READ_BYTES, READS};
 use crate::peers::protocol::{BrokenLink, MAX_SLICES, SlotLife, ToHolder, ToReader};
 
 /// A slot, the checksum of what is to come, and of what came.
-struct PostedSlot<S> {
+struct SummedSlot<S> {
     slot: S,
     expected: [u8; 4],
     came: Option<u32>,
 }
 
 /// Slots whose frames are back, and whether they were read.
-type SlotsBack<S> = (Vec<PostedSlot<S>>, Result<(), CopyError>);
+type SlotsBack<S> = (Vec<SummedSlot<S>>, Result<(), CopyError>);
 
 /// Reads slices into slots. If NIXL fails those that have not come are left.
 pub(super) async fn take<S: SliceSlot>(
     link: &mut PeerLink,
     slots: &mut ComingSlots<S>,
+    until: Instant,
+) -> Result<(), PeerFault> {
+    let reads = Arc::clone(link.reads().ok_or_else(PeerFault::nixl_is_gone)?);
+    let mut posts = VecDeque::new();
+    let taken = take_parts(link, &*reads, slots, until, &mut posts).await;
+    // Those that come back now have not come. They have some more time, since the end of the agent
+    // ends others' reads too.
+    if !posts.is_empty() && timeout(GRACE, join_all(posts)).await.is_err() {
+        // NIXL cancels nothing: the slots come back when the agent is gone.
+        reads.end("it did not answer in time");
+    }
+    taken
+}
+
+/// Reads under way, in the order in which they began.
+type Posts<S> = VecDeque<oneshot::Receiver<SlotsBack<S>>>;
+
+async fn take_parts<S: SliceSlot>(
+    link: &mut PeerLink,
+    reads: &dyn SlotReads,
+    slots: &mut ComingSlots<S>,
+    until: Instant,
+    posts: &mut Posts<S>,
 ) -> Result<(), PeerFault> {
     let Some(first) = slots.left.front_mut() else { return Ok(()) };
     let at_once = (READ_BYTES / first.bytes().len().max(1)).clamp(1, MAX_SLICES);
-    let reads = Arc::clone(link.reads().ok_or_else(PeerFault::nixl_is_gone)?);
-    let mut posts = Posts { reads, back: VecDeque::new() };
     let mut failed = None;
     loop {
-        while failed.is_none() && posts.back.len() < READS && !slots.left.is_empty() {
-            let part = named(link, slots, at_once).await?;
-            posts.post(part);
+        while failed.is_none() && posts.len() < READS && !slots.left.is_empty() {
+            let part = in_time(until, summed(link, slots, at_once)).await?;
+            posts.push_back(post(reads, part));
         }
-        let Some(back) = posts.back.front_mut() else { break };
-        let back: Option<SlotsBack<S>> = back.await.ok();
-        posts.back.pop_front();
+        let Some(back) = posts.front_mut() else { break };
+        let back: Result<SlotsBack<S>, _> =
+            timeout_at(until, back).await.map_err(|_| BrokenLink::Late)?;
+        posts.pop_front();
         match back {
-            Some((came, Ok(()))) => came.into_iter().for_each(|posted| slots.take(posted)),
-            Some((left, Err(why))) => {
-                slots.left.extend(left.into_iter().map(|posted| posted.slot));
+            Ok((came, Ok(()))) => came.into_iter().for_each(|slot| slots.take(slot)),
+            Ok((left, Err(why))) => {
+                slots.left.extend(left.into_iter().map(|summed| summed.slot));
                 failed = Some(why.to_string());
             }
-            None => failed = Some("its slots do not come back".to_owned()),
+            Err(_) => failed = Some("its slots do not come back".to_owned()),
         }
     }
     failed.map_or(Ok(()), |why| Err(PeerFault::Nixl(why)))
 }
 
 /// The next slots, with the checksums of what they are to get.
-async fn named<S: SliceSlot>(
+async fn summed<S: SliceSlot>(
     link: &mut PeerLink,
     slots: &mut ComingSlots<S>,
     at_once: usize,
-) -> Result<Vec<PostedSlot<S>>, BrokenLink> {
+) -> Result<Vec<SummedSlot<S>>, BrokenLink> {
     let count = at_once.min(slots.left.len());
     let lives = slots.left.range(..count).map(|slot| SlotLife::of(slot.op().from)).collect();
     let sums = match link.exchange(&ToHolder::SliceSums(lives)).await? {
@@ -70,7 +91,7 @@ async fn named<S: SliceSlot>(
     let mut part = Vec::with_capacity(count);
     for (slot, sum) in slots.left.drain(..count).zip(sums) {
         match sum {
-            Some(expected) => part.push(PostedSlot { slot, expected, came: None }),
+            Some(expected) => part.push(SummedSlot { slot, expected, came: None }),
             None => slot.end(Err(another_life())),
         }
     }
@@ -79,7 +100,7 @@ async fn named<S: SliceSlot>(
 
 impl<S: SliceSlot> ComingSlots<S> {
     /// A slot was read.
-    fn take(&mut self, PostedSlot { slot, expected, came }: PostedSlot<S>) {
+    fn take(&mut self, SummedSlot { slot, expected, came }: SummedSlot<S>) {
         match expect(came, expected) {
             Ok(()) => self.came.push_back(slot),
             Err(why) => slot.end(Err(why)),
@@ -87,49 +108,24 @@ impl<S: SliceSlot> ComingSlots<S> {
     }
 }
 
-/// Reads under way. Given up, they have some more time: their agent's end ends others' reads too.
-/// Slots that come back then have not come.
-struct Posts<S: SliceSlot> {
-    reads: Arc<dyn SlotReads>,
-    back: VecDeque<oneshot::Receiver<SlotsBack<S>>>,
-}
-
-impl<S: SliceSlot> Posts<S> {
-    /// A slot whose frame does not come back has no end: something may write it.
-    fn post(&mut self, mut part: Vec<PostedSlot<S>>) {
-        let from = part.iter().map(|posted| posted.slot.op().from.slot).collect();
-        let to = part.iter_mut().filter_map(|posted| posted.slot.lend()).collect();
-        let (told, back) = oneshot::channel();
-        self.back.push_back(back);
-        let done = move |frames: Vec<_>, result: Result<(), CopyError>| {
-            for (posted, frame) in part.iter_mut().zip(frames) {
-                posted.slot.give_back(frame);
-                // Summed here: it is in the caches.
-                posted.came = result.is_ok().then(|| posted.slot.written()).flatten();
-            }
-            let _ = told.send((part, result));
-        };
-        self.reads.read(SlotRead { from, to, bytes: None }, Box::new(done));
-    }
-}
-
-impl<S: SliceSlot> Drop for Posts<S> {
-    fn drop(&mut self) {
-        if self.back.is_empty() {
-            return;
+/// A slot whose frame does not come back has no end: something may write it.
+fn post<S: SliceSlot>(
+    reads: &dyn SlotReads,
+    mut part: Vec<SummedSlot<S>>,
+) -> oneshot::Receiver<SlotsBack<S>> {
+    let from = part.iter().map(|summed| summed.slot.op().from.slot).collect();
+    let to = part.iter_mut().filter_map(|summed| summed.slot.lend()).collect();
+    let (told, back) = oneshot::channel();
+    let done = move |frames: Vec<_>, result: Result<(), CopyError>| {
+        for (summed, frame) in part.iter_mut().zip(frames) {
+            summed.slot.give_back(frame);
+            // Summed here: it is in the caches.
+            summed.came = result.is_ok().then(|| summed.slot.written()).flatten();
         }
-        let (reads, back) = (Arc::clone(&self.reads), join_all(self.back.drain(..)));
-        let ended = async move {
-            if timeout(GRACE, back).await.is_err() {
-                // NIXL cancels nothing: the slots come back when the agent is gone.
-                reads.end("it did not answer in time");
-            }
-        };
-        match Handle::try_current() {
-            Ok(runtime) => drop(runtime.spawn(ended)),
-            Err(_) => self.reads.end("peers are closed"),
-        }
-    }
+        let _ = told.send((part, result));
+    };
+    reads.read(SlotRead { from, to, bytes: None }, Box::new(done));
+    back
 }
 
 #[cfg(test)]

@@ -455,6 +455,18 @@ fn ranks_serve_on_the_ports_behind_their_leaders() {
     assert!(error.contains("peers.port") && error.contains("+ 2"), "{error}");
 }
 
+#[test]
+fn sealed_ranks_are_not_opened_where_nixl_is_required() {
+    let mut settings = Settings::default();
+    settings.peers.enabled = true;
+    settings.peers.nixl = PeerNixl::Required;
+    settings.host.persist = Some("kept".into());
+    settings.encryption.key_file = Some("keys".to_owned());
+    let fingerprint = member("rank 0", 1).fingerprint;
+    let refused = RankListener::bind(&settings, Some(&fingerprint), (0, 2)).unwrap_err();
+    assert!(refused.to_string().contains("encrypted host tier"), "{refused}");
+}
+
 fn reader() -> SliceReader {
     let credentials = Credentials {
         member: member("rank 0", 1),
