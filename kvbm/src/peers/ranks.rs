@@ -23,7 +23,7 @@ use kvbm_tiers::ranks::{
     HeadLayout, HeadShare, PeerSeat, PullFrom, PullSlots, PullSource, PulledSlot, RankSlots,
 };
 use kvbm_tiers::sealed::{ArrivingBlock, HostSeal, KeyId, OtherSeal, SEAL_BYTES};
-use kvbm_tiers::{CopyError, CopyErrorKind, CopyOp, Frame, OneSided};
+use kvbm_tiers::{CopyError, CopyErrorKind, CopyOp, OneSided};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
@@ -365,46 +365,6 @@ impl SentKeys<'_> {
     }
 }
 
-/// A slot that a slice comes into.
-trait SliceSlot: Send + 'static {
-    /// Which block it is, whose it will be, and from which slot there it comes.
-    fn op(&self) -> &CopyOp;
-    fn bytes(&mut self) -> &mut [u8];
-    /// It is written: its checksum.
-    fn written(&mut self) -> Option<u32>;
-    /// As [`PulledSlot::lend`].
-    fn lend(&mut self) -> Option<Frame>;
-    /// As [`PulledSlot::give_back`].
-    fn give_back(&mut self, frame: Frame);
-    fn end(self, result: Result<(), CopyError>);
-}
-
-impl SliceSlot for PulledSlot {
-    fn op(&self) -> &CopyOp {
-        self.op()
-    }
-
-    fn bytes(&mut self) -> &mut [u8] {
-        self.bytes()
-    }
-
-    fn written(&mut self) -> Option<u32> {
-        Self::written(self)
-    }
-
-    fn lend(&mut self) -> Option<Frame> {
-        self.lend()
-    }
-
-    fn give_back(&mut self, frame: Frame) {
-        self.give_back(frame);
-    }
-
-    fn end(self, result: Result<(), CopyError>) {
-        self.end(result);
-    }
-}
-
 /// Where a rank of another worker is.
 type RankPlace = (String, PeerSeat);
 
@@ -421,7 +381,7 @@ struct SliceReader {
 }
 
 impl SliceReader {
-    async fn bring<S: SliceSlot>(&self, from: PullFrom, slots: VecDeque<S>) {
+    async fn bring(&self, from: PullFrom, slots: VecDeque<PulledSlot>) {
         let heads = shares::heads_of(&self.credentials.member);
         let seals = SliceSeals::new(self.seal.clone(), from.renamed);
         let mut slots = ComingSlots { left: slots, came: VecDeque::new(), heads, seals };
@@ -447,7 +407,7 @@ impl SliceReader {
         &self,
         place: &RankPlace,
         source: &PullSource,
-        slots: &mut ComingSlots<impl SliceSlot>,
+        slots: &mut ComingSlots,
         until: Instant,
     ) -> Result<(), PeerFault> {
         let mut link = match self.waiting(place) {
@@ -477,7 +437,7 @@ impl SliceReader {
         &self,
         link: &mut PeerLink,
         source: &PullSource,
-        slots: &mut ComingSlots<impl SliceSlot>,
+        slots: &mut ComingSlots,
         until: Instant,
     ) -> Result<(), PeerFault> {
         if let Some(nixl) = &self.nixl {
@@ -540,16 +500,16 @@ async fn in_time<T>(
 }
 
 /// Slots that slices come into, from one rank after the other.
-struct ComingSlots<S> {
+struct ComingSlots {
     /// What the present rank has yet to give.
-    left: VecDeque<S>,
+    left: VecDeque<PulledSlot>,
     /// Those that have what all ranks before gave, and it.
-    came: VecDeque<S>,
+    came: VecDeque<PulledSlot>,
     heads: Option<HeadLayout>,
     seals: SliceSeals,
 }
 
-impl<S: SliceSlot> ComingSlots<S> {
+impl ComingSlots {
     /// Sees to it that slices can be sealed here without a wait: all of an order are one tenant's.
     async fn prepare(&self) -> Result<(), CopyError> {
         match self.seals.own().zip(self.left.front()) {
@@ -584,10 +544,10 @@ impl<S: SliceSlot> ComingSlots<S> {
 }
 
 /// Asks a rank for slices, and takes them into slots.
-async fn take<S: SliceSlot>(
+async fn take(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     source: &PullSource,
-    slots: &mut ComingSlots<S>,
+    slots: &mut ComingSlots,
 ) -> Result<(), BrokenLink> {
     let Some(first) = slots.left.front_mut() else { return Ok(()) };
     let is_whole = source.into == HeadShare::WHOLE;
@@ -645,7 +605,7 @@ async fn take<S: SliceSlot>(
 
 /// Puts a slice into its slot as slices lie here: `other` opens it, if it came sealed.
 fn take_in(
-    slot: &mut impl SliceSlot,
+    slot: &mut PulledSlot,
     (seal, other): (&HostSeal, Option<&OtherSeal>),
     crc: [u8; 4],
     arrived: &mut [u8],
@@ -660,7 +620,7 @@ fn take_in(
 
 /// Puts a share of a slice into its slot, which is written when the last one has come.
 fn join(
-    slot: &mut impl SliceSlot,
+    slot: &mut PulledSlot,
     heads: Option<HeadLayout>,
     share: HeadShare,
     part: &[u8],

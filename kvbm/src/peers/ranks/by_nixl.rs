@@ -5,29 +5,30 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use futures::future::join_all;
+use kvbm_tiers::ranks::PulledSlot;
 use kvbm_tiers::{CopyError, SlotRead, SlotReads};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::{ComingSlots, SliceSlot, another_life, expect, in_time};
+use super::{ComingSlots, another_life, expect, in_time};
 use crate::peers::link::{PeerFault, PeerLink};
 use crate::peers::nixl::{GRACE, READ_BYTES, READS};
 use crate::peers::protocol::{BrokenLink, MAX_SLICES, SlotLife, ToHolder, ToReader};
 
 /// A slot, the checksum of what is to come, and of what came.
-struct SummedSlot<S> {
-    slot: S,
+struct SummedSlot {
+    slot: PulledSlot,
     expected: [u8; 4],
     came: Option<u32>,
 }
 
 /// Slots whose frames are back, and whether they were read.
-type SlotsBack<S> = (Vec<SummedSlot<S>>, Result<(), CopyError>);
+type SlotsBack = (Vec<SummedSlot>, Result<(), CopyError>);
 
 /// Reads slices into slots. If NIXL fails those that have not come are left.
-pub(super) async fn take<S: SliceSlot>(
+pub(super) async fn take(
     link: &mut PeerLink,
-    slots: &mut ComingSlots<S>,
+    slots: &mut ComingSlots,
     until: Instant,
 ) -> Result<(), PeerFault> {
     let reads = Arc::clone(link.reads().ok_or_else(PeerFault::nixl_is_gone)?);
@@ -43,14 +44,14 @@ pub(super) async fn take<S: SliceSlot>(
 }
 
 /// Reads under way, in the order in which they began.
-type Posts<S> = VecDeque<oneshot::Receiver<SlotsBack<S>>>;
+type Posts = VecDeque<oneshot::Receiver<SlotsBack>>;
 
-async fn take_parts<S: SliceSlot>(
+async fn take_parts(
     link: &mut PeerLink,
     reads: &dyn SlotReads,
-    slots: &mut ComingSlots<S>,
+    slots: &mut ComingSlots,
     until: Instant,
-    posts: &mut Posts<S>,
+    posts: &mut Posts,
 ) -> Result<(), PeerFault> {
     let Some(first) = slots.left.front_mut() else { return Ok(()) };
     let at_once = (READ_BYTES / first.bytes().len().max(1)).clamp(1, MAX_SLICES);
@@ -61,7 +62,7 @@ async fn take_parts<S: SliceSlot>(
             posts.push_back(post(reads, part));
         }
         let Some(back) = posts.front_mut() else { break };
-        let back: Result<SlotsBack<S>, _> =
+        let back: Result<SlotsBack, _> =
             timeout_at(until, back).await.map_err(|_| BrokenLink::Late)?;
         posts.pop_front();
         match back {
@@ -77,11 +78,11 @@ async fn take_parts<S: SliceSlot>(
 }
 
 /// The next slots, with the checksums of what they are to get.
-async fn summed<S: SliceSlot>(
+async fn summed(
     link: &mut PeerLink,
-    slots: &mut ComingSlots<S>,
+    slots: &mut ComingSlots,
     at_once: usize,
-) -> Result<Vec<SummedSlot<S>>, BrokenLink> {
+) -> Result<Vec<SummedSlot>, BrokenLink> {
     let count = at_once.min(slots.left.len());
     let lives = slots.left.range(..count).map(|slot| SlotLife::of(slot.op().from)).collect();
     let sums = match link.exchange(&ToHolder::SliceSums(lives)).await? {
@@ -98,9 +99,9 @@ async fn summed<S: SliceSlot>(
     Ok(part)
 }
 
-impl<S: SliceSlot> ComingSlots<S> {
+impl ComingSlots {
     /// A slot was read.
-    fn take(&mut self, SummedSlot { slot, expected, came }: SummedSlot<S>) {
+    fn take(&mut self, SummedSlot { slot, expected, came }: SummedSlot) {
         match expect(came, expected) {
             Ok(()) => self.came.push_back(slot),
             Err(why) => slot.end(Err(why)),
@@ -109,10 +110,7 @@ impl<S: SliceSlot> ComingSlots<S> {
 }
 
 /// A slot whose frame does not come back has no end: something may write it.
-fn post<S: SliceSlot>(
-    reads: &dyn SlotReads,
-    mut part: Vec<SummedSlot<S>>,
-) -> oneshot::Receiver<SlotsBack<S>> {
+fn post(reads: &dyn SlotReads, mut part: Vec<SummedSlot>) -> oneshot::Receiver<SlotsBack> {
     let from = part.iter().map(|summed| summed.slot.op().from.slot).collect();
     let to = part.iter_mut().filter_map(|summed| summed.slot.lend()).collect();
     let (told, back) = oneshot::channel();

@@ -1,9 +1,10 @@
 use std::sync::Arc;
 
 use kvbm_tiers::checksum::checksum;
+use kvbm_tiers::ranks::pulled_slot;
 use kvbm_tiers::sealed::TenantKeys;
-use kvbm_tiers::testing::key_ring;
-use kvbm_tiers::{BlockKey, Owner, SlotId, SlotRef, Tier};
+use kvbm_tiers::testing::{host, key_ring};
+use kvbm_tiers::{BlockKey, Done, DramRegion, Owner, SlotId, SlotRef, Tier};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
 use tokio_util::codec::FramedRead;
 
@@ -20,49 +21,32 @@ const SLOTS: u32 = 3 * MAX_SLICES as u32;
 const LIFE: u32 = 7;
 const LIMIT: Duration = Duration::from_secs(7);
 
-type Ends = Arc<Mutex<Vec<(SlotId, Option<CopyErrorKind>)>>>;
-
-/// A slot that a slice comes into.
-struct TestSlot {
-    op: CopyOp,
-    bytes: Vec<u8>,
-    /// What it is to be sealed with.
+/// Slots that slices come into, and how each ended.
+struct Ends {
+    memory: Arc<DramRegion>,
+    /// What they are to be sealed with.
     seal: Option<Arc<HostSeal>>,
-    ends: Ends,
+    told: Arc<Mutex<Vec<SlotEnd>>>,
 }
 
-impl TestSlot {
-    /// What it holds in the clear.
-    fn content(&self) -> Vec<u8> {
-        let Some(seal) = &self.seal else { return self.bytes.clone() };
-        assert!(self.bytes.windows(8).all(|bytes| bytes != &slice(self.op.from.slot)[..8]));
-        opened(seal, self.op.block, &self.bytes)
-    }
-}
+type SlotEnd = (SlotId, Option<CopyErrorKind>);
 
-impl SliceSlot for TestSlot {
-    fn op(&self) -> &CopyOp {
-        &self.op
+impl Ends {
+    /// In the order in which they came. What counts is right.
+    fn all(&self) -> Vec<SlotEnd> {
+        let ends = self.told.lock().clone();
+        for (slot, end) in &ends {
+            assert!(end.is_some() || self.content(*slot) == slice(*slot), "a wrong slice counts");
+        }
+        ends
     }
 
-    fn bytes(&mut self) -> &mut [u8] {
-        &mut self.bytes
-    }
-
-    fn written(&mut self) -> Option<u32> {
-        Some(checksum(&self.bytes))
-    }
-
-    fn lend(&mut self) -> Option<Frame> {
-        None
-    }
-
-    fn give_back(&mut self, _: Frame) {}
-
-    fn end(self, result: Result<(), CopyError>) {
-        let slot = self.op.from.slot;
-        assert!(result.is_err() || self.content() == slice(slot), "a wrong slice counts");
-        self.ends.lock().push((slot, result.err().map(|error| error.kind())));
+    /// What a slot holds in the clear.
+    fn content(&self, slot: SlotId) -> Vec<u8> {
+        let mut pulled = pulled_slot(&self.memory, op(slot, LIFE), 0, Done::new(|_| ()));
+        let Some(seal) = &self.seal else { return pulled.bytes().to_vec() };
+        assert!(pulled.bytes().windows(8).all(|bytes| bytes != &slice(slot)[..8]));
+        opened(seal, name_of(slot), pulled.bytes())
     }
 }
 
@@ -74,23 +58,33 @@ fn name_of(slot: SlotId) -> BlockKey {
     BlockKey { hash: slot.0.into(), group: 0 }
 }
 
-fn slots(generation: impl Fn(u32) -> u32) -> (ComingSlots<TestSlot>, Ends) {
+/// Pulls a slot from that of the same number there.
+fn op(slot: SlotId, generation: u32) -> CopyOp {
+    let at = SlotRef { tier: Tier::Host, slot, generation };
+    let (block, owner) = (name_of(slot), Some(Owner { tenant: 5, life: 0 }));
+    CopyOp { block, parent: None, owner, from: at, to: at }
+}
+
+fn slots(generation: impl Fn(u32) -> u32) -> (ComingSlots, Ends) {
     slots_of(generation, None)
 }
 
 /// Of a rank with these keys.
-fn slots_of(
-    generation: impl Fn(u32) -> u32,
-    keys: Option<Arc<HostSeal>>,
-) -> (ComingSlots<TestSlot>, Ends) {
-    let (ends, seals) = (Ends::default(), SliceSeals::new(keys, 0));
+fn slots_of(generation: impl Fn(u32) -> u32, keys: Option<Arc<HostSeal>>) -> (ComingSlots, Ends) {
+    let seals = SliceSeals::new(keys, 0);
+    let seal = seals.own().cloned();
+    let bytes = BYTES + seal.as_ref().map_or(0, |_| SEAL_BYTES);
+    let (memory, told) = (Arc::new(host(SLOTS, bytes)), Arc::<Mutex<Vec<_>>>::default());
+    let ends = Ends { memory: Arc::clone(&memory), seal, told: Arc::clone(&told) };
+    let done = Done::new(move |ended| {
+        let end = |(place, result): (usize, Result<(), CopyError>)| {
+            (SlotId(place as u32), result.err().map(|error| error.kind()))
+        };
+        told.lock().extend(ended.into_iter().map(end));
+    });
     let slot = |slot| {
-        let at = SlotRef { tier: Tier::Host, slot: SlotId(slot), generation: generation(slot) };
-        let (block, owner) = (name_of(at.slot), Some(Owner { tenant: 5, life: 0 }));
-        let op = CopyOp { block, parent: None, owner, from: at, to: at };
-        let seal = seals.own().cloned();
-        let bytes = vec![0; BYTES + seal.as_ref().map_or(0, |_| SEAL_BYTES)];
-        TestSlot { op, bytes, seal, ends: Arc::clone(&ends) }
+        let op = op(SlotId(slot), generation(slot));
+        pulled_slot(&memory, op, slot as usize, done.clone())
     };
     let left = (0..SLOTS).map(slot).collect();
     (ComingSlots { left, came: VecDeque::new(), heads: None, seals }, ends)
@@ -131,9 +125,9 @@ async fn slices_arrive_whole_and_not_those_of_other_lives() {
         () = serve(there, slice) => panic!("it left"),
     }
     wanted.end();
-    let ends = ends.lock();
+    let ends = ends.all();
     assert_eq!(ends.len(), SLOTS as usize);
-    for (slot, end) in &*ends {
+    for (slot, end) in &ends {
         let is_stale = slot.0 % 100 == 0;
         assert_eq!(*end, is_stale.then_some(CopyErrorKind::Unavailable), "{slot:?}");
     }
@@ -154,7 +148,7 @@ async fn a_slice_that_differs_from_its_checksum_is_corrupt() {
         () = serve(there, flipped) => panic!("it left"),
     }
     wanted.end();
-    let wrong: Vec<_> = ends.lock().iter().filter(|(_, end)| end.is_some()).copied().collect();
+    let wrong: Vec<_> = ends.all().into_iter().filter(|(_, end)| end.is_some()).collect();
     assert_eq!(wrong, [(SlotId(1_000), Some(CopyErrorKind::Corrupt))]);
 }
 
@@ -173,7 +167,7 @@ async fn what_has_not_come_when_the_link_breaks_is_left() {
     assert!(matches!(broken, BrokenLink::Closed(_)), "{broken}");
     assert_eq!((wanted.came.len(), wanted.left.len()), (1, SLOTS as usize - 1));
     wanted.fail(&CopyError::refused("the link broke"));
-    assert!(ends.lock().iter().all(|(_, end)| end.is_some()));
+    assert!(ends.all().iter().all(|(_, end)| end.is_some()));
     let mut rest = Vec::new();
     drop(here);
     there.read_to_end(&mut rest).await.unwrap();
@@ -186,7 +180,7 @@ async fn what_is_no_slice_ends_it() {
     send(&mut there, &ToReader::Between(1)).await.unwrap();
     let broken = take(&mut here, &SOURCE, &mut wanted).await.unwrap_err();
     assert!(matches!(broken, BrokenLink::Unexpected(_)), "{broken}");
-    assert!(ends.lock().is_empty());
+    assert!(ends.all().is_empty());
 }
 
 /// Two ranks of another worker have the heads of each slice, one of which has another slot by now.
@@ -222,12 +216,12 @@ async fn a_slice_comes_in_shares_from_ranks_with_fewer_heads() {
         }
     }
     wanted.end();
-    let mut wrong: Vec<_> = ends.lock().iter().filter(|(_, end)| end.is_some()).copied().collect();
+    let mut wrong: Vec<_> = ends.all().into_iter().filter(|(_, end)| end.is_some()).collect();
     wrong.sort_unstable_by_key(|(slot, _)| *slot);
     let [gone, corrupt] = [CopyErrorKind::Unavailable, CopyErrorKind::Corrupt].map(Some);
     let expected = [(7, gone), (8, gone), (9, corrupt), (10, corrupt)];
     assert_eq!(wrong, expected.map(|(slot, end)| (SlotId(slot), end)));
-    assert_eq!(ends.lock().len(), SLOTS as usize);
+    assert_eq!(ends.all().len(), SLOTS as usize);
 }
 
 /// What a rank seals with, and the keys of its tenants. `main`: the number of its main key.
@@ -287,7 +281,7 @@ async fn serve_sealed<'a>(
 }
 
 fn failures(ends: &Ends) -> Vec<(SlotId, CopyErrorKind)> {
-    let ends = ends.lock();
+    let ends = ends.all();
     assert_eq!(ends.len(), SLOTS as usize);
     ends.iter().filter_map(|&(slot, end)| Some((slot, end?))).collect()
 }
@@ -488,7 +482,7 @@ async fn what_does_not_come_within_the_limit_does_not_come() {
     let began = Instant::now();
     reader().bring(from, slots.left).await;
     assert!(began.elapsed() >= LIMIT && began.elapsed() < 2 * LIMIT, "{:?}", began.elapsed());
-    let ends = ends.lock();
+    let ends = ends.all();
     assert_eq!(ends.len(), SLOTS as usize);
     assert!(ends.iter().all(|(_, end)| *end == Some(CopyErrorKind::Unavailable)));
 }
