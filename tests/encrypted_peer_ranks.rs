@@ -6,29 +6,25 @@ use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use kvbm::{PeerLease, RankGroup, RankOptions, RequestInfo, Tier};
+use kvbm::{PeerLease, Tier};
 use kvbm_settings::{PeerNixl, Settings};
 use kvbm_tests::engine::{self, address, peer_name};
-use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, be_a_rank, drained, heads_of, split_heads};
+use kvbm_tests::fleet::{
+    self, Fleet, LIMIT, Served, be_a_started_rank, drained, group_of, heads_of, split_heads,
+};
 use kvbm_tests::kept::shm;
-use kvbm_tests::process::role;
-use kvbm_tests::rig::{chain, files, info_of, number_of, wait_until};
+use kvbm_tests::rig::{chain, files, number_of, wait_until};
 use kvbm_tiers::ranks::HeadShare;
 use kvbm_tiers::sealed::SEAL_BYTES;
 use kvbm_tiers::testing::main_key;
 use tempfile::TempDir;
 
+use crate::encrypted_peers::{FIRST, ONE, OTHER, SECOND, UNOWNED, info};
+
 const TTL_MS: u64 = 2_000;
 /// Ranks of most workers here.
 const WORLD: u16 = 2;
 const CHAIN: u32 = 6;
-/// Whose prompts are whose: those above one have no tenant.
-const ONE: u32 = 0;
-const OTHER: u32 = 1;
-const UNOWNED: u32 = 2;
-/// Main keys.
-const FIRST: &str = "0123456789abcdef";
-const SECOND: &str = "fedcba9876543210";
 
 /// How a worker keeps blocks: encrypted in memory that outlives it, or not; and its main keys.
 type Keeping = (bool, Option<String>);
@@ -41,14 +37,8 @@ fn in_the_clear() -> Keeping {
     (false, Some(main_key(1, FIRST)))
 }
 
-/// The directory says how many ranks there are: `reader-2`.
-fn group(dir: &Path) -> RankGroup {
-    let (_, world) = dir.to_str().unwrap().rsplit_once('-').unwrap();
-    RankGroup { dir: dir.join("meet"), world: world.parse().unwrap(), limit: LIMIT }
-}
-
 fn slice_bytes(dir: &Path) -> u64 {
-    fleet::BLOCK / u64::from(group(dir).world)
+    fleet::BLOCK / u64::from(group_of(dir).world)
 }
 
 /// What lies in the directory says how it keeps blocks.
@@ -75,11 +65,7 @@ fn memory(dir: &Path) -> PathBuf {
 /// Not a test: the process of a rank, when another test starts it.
 #[test]
 fn process() {
-    let Some((rank, dir)) = role() else { return };
-    let group = group(&dir);
-    let fingerprint = Some(split_heads(group.world));
-    let options = RankOptions { fingerprint, ..RankOptions::new(group, rank.parse().unwrap()) };
-    be_a_rank(&of_peer(&dir), options);
+    be_a_started_rank(of_peer);
 }
 
 /// A worker with a directory of its own.
@@ -107,7 +93,7 @@ impl Worker {
         }
         let mut settings = of_peer(&dir);
         settings.peers.addresses = Some(reads_at.to_owned()).filter(|list| !list.is_empty());
-        let group = group(&dir);
+        let group = group_of(&dir);
         let fingerprint = Some(split_heads(group.world));
         let fleet = Fleet::open(module_path!(), &dir, settings, group, fingerprint);
         Self { fleet, dir }
@@ -140,12 +126,12 @@ impl Worker {
             let mut files = files(&memory(&self.dir)).into_iter();
             files.find(|path| fleet::is_of_rank(path, rank) && is_memory(path))
         };
-        (0..group(&self.dir).world).map(|rank| of_rank(rank).expect("a region")).collect()
+        (0..group_of(&self.dir).world).map(|rank| of_rank(rank).expect("a region")).collect()
     }
 
     /// The ranks that have a key of a tenant.
     fn keepers(&self, tenant: u32) -> Vec<u16> {
-        fleet::keepers(&memory(&self.dir), group(&self.dir).world, tenant)
+        fleet::keepers(&memory(&self.dir), group_of(&self.dir).world, tenant)
     }
 
     /// Flips a bit in each of a rank's slots.
@@ -163,7 +149,7 @@ impl Worker {
 
     /// Whether its files in memory show a word of any slice of a prompt.
     fn shows(&self, n: u32) -> bool {
-        let world = group(&self.dir).world;
+        let world = group_of(&self.dir).world;
         let bytes = slice_bytes(&self.dir) as usize;
         self.memory_files().iter().zip(0..).any(|(file, rank)| {
             let share = HeadShare::new(rank, world).unwrap();
@@ -176,10 +162,6 @@ impl Worker {
             memory.as_chunks::<8>().0.iter().any(|word| *word != [0; 8] && words.contains(word))
         })
     }
-}
-
-fn info(n: u32) -> RequestInfo {
-    info_of((n <= OTHER).then_some(n))
 }
 
 struct Pair {

@@ -19,14 +19,14 @@ const BLOCK: usize = 8192;
 const CHAIN: u32 = 8;
 const LIMIT: Duration = Duration::from_secs(30);
 /// Whose prompts are whose: those above one have no tenant.
-const ONE: u32 = 0;
-const OTHER: u32 = 1;
-const UNOWNED: u32 = 2;
+pub(crate) const ONE: u32 = 0;
+pub(crate) const OTHER: u32 = 1;
+pub(crate) const UNOWNED: u32 = 2;
 /// Main keys.
-const FIRST: &str = "0123456789abcdef";
-const SECOND: &str = "fedcba9876543210";
+pub(crate) const FIRST: &str = "0123456789abcdef";
+pub(crate) const SECOND: &str = "fedcba9876543210";
 
-fn info(n: u32) -> RequestInfo {
+pub(crate) fn info(n: u32) -> RequestInfo {
     info_of((n <= OTHER).then_some(n))
 }
 

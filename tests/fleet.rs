@@ -17,7 +17,7 @@ use kvbm_tiers::testing::{Child as Forked, fill_pattern};
 use prometheus::Registry;
 
 use crate::engine;
-use crate::process::{Process, say};
+use crate::process::{Process, role, say};
 use crate::rig::{files, metric, number_of, wait_until};
 
 /// Ranks of a fleet.
@@ -43,6 +43,16 @@ pub fn settings(dir: &Path) -> Settings {
 /// Where they meet.
 pub fn group(dir: &Path) -> RankGroup {
     RankGroup { dir: dir.join("meet"), world: WORLD, limit: LIMIT }
+}
+
+/// Where ranks meet whose worker's directory says how many they are: `reader-2`.
+///
+/// # Panics
+/// If it does not.
+pub fn group_of(dir: &Path) -> RankGroup {
+    let (_, world) = dir.to_str().and_then(|dir| dir.rsplit_once('-')).expect("a number of ranks");
+    let world = world.parse().expect("a number of ranks");
+    RankGroup { dir: dir.join("meet"), world, limit: LIMIT }
 }
 
 /// Opens a leader.
@@ -161,6 +171,19 @@ pub fn heads_of(share: HeadShare, number: usize, bytes: usize) -> Vec<u8> {
     let layout = HeadLayout::new(outer as usize, heads as usize, block.len());
     layout.and_then(|layout| layout.cut(share, &mut block)).expect("whole heads");
     block
+}
+
+/// Is the rank as which another test started this process, if one did: of a model whose heads ranks
+/// split, with these settings of a directory.
+///
+/// # Panics
+/// As [`be_a_rank`].
+pub fn be_a_started_rank(settings: impl Fn(&Path) -> Settings) {
+    let Some((rank, dir)) = role() else { return };
+    let group = group_of(&dir);
+    let fingerprint = Some(split_heads(group.world));
+    let rank = rank.parse().expect("the number of a rank");
+    be_a_rank(&settings(&dir), RankOptions { fingerprint, ..RankOptions::new(group, rank) });
 }
 
 /// Plays the engine of a rank: it writes and checks the slots that its commands name.

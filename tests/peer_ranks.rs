@@ -4,11 +4,11 @@
 use std::path::Path;
 use std::time::Instant;
 
-use kvbm::{BlockHash, NewEpoch, RankGroup, RankOptions, RequestInfo, Tier};
+use kvbm::{BlockHash, NewEpoch, RequestInfo, Tier};
 use kvbm_settings::{PeerNixl, Settings};
 use kvbm_tests::engine::{self, address, peer_name};
-use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, be_a_rank, split_heads};
-use kvbm_tests::process::{Process, role};
+use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, be_a_started_rank, group_of, split_heads};
+use kvbm_tests::process::Process;
 use kvbm_tests::rig::{chain, has_nixl, wait_until};
 use serde_json::json;
 use tempfile::TempDir;
@@ -20,7 +20,7 @@ const WORLD: u16 = 2;
 fn of_peer(dir: &Path) -> Settings {
     let mut settings = fleet::settings(dir);
     let bytes = settings.block_bytes.unwrap();
-    settings.block_bytes = Some(bytes / u64::from(group(dir).world));
+    settings.block_bytes = Some(bytes / u64::from(group_of(dir).world));
     engine::add_peers(&mut settings, "");
     settings.peers.secret = Some("the secret of these tests".to_owned());
     settings.peers.nixl = by(dir);
@@ -29,12 +29,7 @@ fn of_peer(dir: &Path) -> Settings {
     settings
 }
 
-/// The directory says how many ranks there are, and how slices come: `reader-off-2`.
-fn group(dir: &Path) -> RankGroup {
-    let (_, world) = dir.to_str().unwrap().rsplit_once('-').unwrap();
-    RankGroup { dir: dir.join("meet"), world: world.parse().unwrap(), limit: LIMIT }
-}
-
+/// The directory says how slices come: `reader-off-2`.
 fn by(dir: &Path) -> PeerNixl {
     let name = dir.file_name().and_then(|name| name.to_str()).unwrap();
     [PeerNixl::Required, PeerNixl::Auto]
@@ -46,11 +41,7 @@ fn by(dir: &Path) -> PeerNixl {
 /// Not a test: the process of a rank, when another test starts it.
 #[test]
 fn process() {
-    let Some((rank, place)) = role() else { return };
-    let group = group(&place);
-    let fingerprint = Some(split_heads(group.world));
-    let options = RankOptions { fingerprint, ..RankOptions::new(group, rank.parse().unwrap()) };
-    be_a_rank(&of_peer(&place), options);
+    be_a_started_rank(of_peer);
 }
 
 fn open(home: &Path, name: &str, world: u16, reads_at: &str) -> Fleet {
@@ -61,7 +52,7 @@ fn open_by(nixl: PeerNixl, home: &Path, name: &str, world: u16, reads_at: &str) 
     let dir = home.join(format!("{name}-{}-{world}", nixl.name()));
     let mut settings = of_peer(&dir);
     settings.peers.addresses = Some(reads_at.to_owned()).filter(|list| !list.is_empty());
-    Fleet::open(module_path!(), &dir, settings, group(&dir), Some(split_heads(world)))
+    Fleet::open(module_path!(), &dir, settings, group_of(&dir), Some(split_heads(world)))
 }
 
 struct Pair {

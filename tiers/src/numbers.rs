@@ -59,19 +59,19 @@ fn has_512_bits() -> bool {
 widest! {
     /// Has numbers of 16 bits become those of the other type, in place. Returns how many are too
     /// large. Infinities stay infinite.
-    pub fn exchange(block: &mut [u8], from: HalfType) by exchange_each
+    pub fn halves_to_halves(block: &mut [u8], from: HalfType) by halves_to_halves_each
 }
 
 widest! {
     /// Divides numbers of 16 bits by a scale, and rounds them to FP8: as many as there are in the
     /// shorter list. Returns how many are too large, infinities among them.
-    pub fn encode(from: &[u8], half: HalfType, scale: f32, to: &mut [u8]) by encode_each
+    pub fn halves_to_fp8(from: &[u8], half: HalfType, scale: f32, to: &mut [u8]) by halves_to_fp8_each
 }
 
 widest! {
     /// Multiplies numbers of FP8 by a scale, which is positive and at most 1e30, and rounds them to 16
     /// bits: as many as there are in the shorter list. Returns how many are too large.
-    pub fn decode(from: &[u8], half: HalfType, scale: f32, to: &mut [u8]) by decode_each
+    pub fn fp8_to_halves(from: &[u8], half: HalfType, scale: f32, to: &mut [u8]) by fp8_to_halves_each
 }
 
 /// The bits of magnitudes that are no numbers, of 8 bits and of 16.
@@ -79,27 +79,29 @@ const NAN: u8 = 0x7F;
 const HALF_NAN: u16 = 0x7FFF;
 
 #[inline(always)]
-fn exchange_each(block: &mut [u8], from: HalfType) -> u32 {
+fn halves_to_halves_each(block: &mut [u8], from: HalfType) -> u32 {
     match from {
-        HalfType::F16 => exchange_by(|of| nearest_bf16(widen_f16(of)), block),
-        HalfType::Bf16 => exchange_by(|of| nearest_f16(widen_bf16(of)), block),
+        HalfType::F16 => halves_by(|of| nearest_bf16(widen_f16(of)), block),
+        HalfType::Bf16 => halves_by(|of| nearest_f16(widen_bf16(of)), block),
     }
 }
 
 #[inline(always)]
-fn encode_each(from: &[u8], half: HalfType, scale: f32, to: &mut [u8]) -> u32 {
+fn halves_to_fp8_each(from: &[u8], half: HalfType, scale: f32, to: &mut [u8]) -> u32 {
     match half {
-        HalfType::F16 => encode_by(widen_f16, from, scale, to),
-        HalfType::Bf16 => encode_by(widen_bf16, from, scale, to),
+        HalfType::F16 => to_fp8_by(widen_f16, from, scale, to),
+        HalfType::Bf16 => to_fp8_by(widen_bf16, from, scale, to),
     }
 }
 
 #[inline(always)]
-fn decode_each(from: &[u8], half: HalfType, scale: f32, to: &mut [u8]) -> u32 {
+fn fp8_to_halves_each(from: &[u8], half: HalfType, scale: f32, to: &mut [u8]) -> u32 {
     match half {
-        HalfType::F16 => decode_by(nearest_f16, from, scale, to),
+        HalfType::F16 => from_fp8_by(nearest_f16, from, scale, to),
         // A NaN of FP8 becomes one that rounding leaves alone.
-        HalfType::Bf16 => decode_by(|of| (first_bits::<16>(of.to_bits()), false), from, scale, to),
+        HalfType::Bf16 => {
+            from_fp8_by(|of| (first_bits::<16>(of.to_bits()), false), from, scale, to)
+        }
     }
 }
 
@@ -107,7 +109,7 @@ fn decode_each(from: &[u8], half: HalfType, scale: f32, to: &mut [u8]) -> u32 {
 type Rounded = (u32, bool);
 
 #[inline(always)]
-fn exchange_by(nearest: impl Fn(u16) -> Rounded, block: &mut [u8]) -> u32 {
+fn halves_by(nearest: impl Fn(u16) -> Rounded, block: &mut [u8]) -> u32 {
     let mut too_large = 0_u32;
     for number in block.as_chunks_mut::<2>().0 {
         let bits = u16::from_le_bytes(*number);
@@ -119,7 +121,7 @@ fn exchange_by(nearest: impl Fn(u16) -> Rounded, block: &mut [u8]) -> u32 {
 }
 
 #[inline(always)]
-fn encode_by(widen: impl Fn(u16) -> f32, from: &[u8], scale: f32, to: &mut [u8]) -> u32 {
+fn to_fp8_by(widen: impl Fn(u16) -> f32, from: &[u8], scale: f32, to: &mut [u8]) -> u32 {
     let mut too_large = 0_u32;
     for (number, pair) in to.iter_mut().zip(from.as_chunks::<2>().0) {
         let bits = u16::from_le_bytes(*pair);
@@ -131,7 +133,7 @@ fn encode_by(widen: impl Fn(u16) -> f32, from: &[u8], scale: f32, to: &mut [u8])
 }
 
 #[inline(always)]
-fn decode_by(nearest: impl Fn(f32) -> Rounded, from: &[u8], scale: f32, to: &mut [u8]) -> u32 {
+fn from_fp8_by(nearest: impl Fn(f32) -> Rounded, from: &[u8], scale: f32, to: &mut [u8]) -> u32 {
     let mut too_large = 0_u32;
     for (number, bits) in to.as_chunks_mut::<2>().0.iter_mut().zip(from) {
         let (rounded, is_too_large) = nearest(widen_fp8(bits & NAN) * scale);
@@ -238,17 +240,17 @@ mod tests {
             both.iter().flat_map(|half| [1.0, 0.017_3, 200.0].map(|by| (*half, by)))
         {
             let [mut wide, mut narrow] = [(); 2].map(|()| vec![0; 1 << 16]);
-            let counted = encode(&halves, half, scale, &mut wide);
-            let expected = encode_each(&halves, half, scale, &mut narrow) as usize;
+            let counted = halves_to_fp8(&halves, half, scale, &mut wide);
+            let expected = halves_to_fp8_each(&halves, half, scale, &mut narrow) as usize;
             assert!(counted == expected && wide == narrow, "by {scale}: {counted}, {expected}");
             assert!(counted > 0);
             let [mut wide, mut narrow] = [(); 2].map(|()| halves.clone());
-            let counted = exchange(&mut wide, half);
-            let expected = exchange_each(&mut narrow, half) as usize;
+            let counted = halves_to_halves(&mut wide, half);
+            let expected = halves_to_halves_each(&mut narrow, half) as usize;
             assert!(counted == expected && wide == narrow, "{counted}, {expected}");
             let [mut wide, mut narrow] = [(); 2].map(|()| vec![0; 512]);
-            let counted = decode(&bytes, half, scale, &mut wide);
-            let expected = decode_each(&bytes, half, scale, &mut narrow) as usize;
+            let counted = fp8_to_halves(&bytes, half, scale, &mut wide);
+            let expected = fp8_to_halves_each(&bytes, half, scale, &mut narrow) as usize;
             assert!(counted == expected && wide == narrow, "by {scale}: {counted}, {expected}");
         }
     }

@@ -2,7 +2,7 @@
 //! axes another order, or their numbers another type. What comes from such a peer is made what it would
 //! be here, once it is verified.
 
-use kvbm_tiers::numbers::{HalfType, exchange};
+use kvbm_tiers::numbers::{HalfType, halves_to_halves};
 use kvbm_tiers::transform::{Transform, View};
 
 use super::fp8::Fp8Conversion;
@@ -105,7 +105,7 @@ impl Conversion {
         match &self.numbers {
             None => (block, 0),
             Some(NumberConversion::Halves(from)) => {
-                let too_large = exchange(block, *from) as u64;
+                let too_large = halves_to_halves(block, *from) as u64;
                 (block, too_large)
             }
             Some(NumberConversion::Fp8(conversion)) => {

@@ -3,7 +3,7 @@
 //! and nothing above 448. As in engines, numbers are scaled in binary32, then rounded to the nearest,
 //! ties to even.
 
-use kvbm_tiers::numbers::{HalfType, decode, encode};
+use kvbm_tiers::numbers::{HalfType, fp8_to_halves, halves_to_fp8};
 
 use super::numbers::NumberTypes;
 use super::scales::ScaledRows;
@@ -44,9 +44,9 @@ impl Fp8Conversion {
             let [one, two] = [1, 2].map(|bytes| bytes * first..bytes * (first + count));
             let (half, scale) = (self.half, self.scales[scale]);
             too_large += if self.is_to_fp8 {
-                encode(&from[two], half, scale, &mut to[one])
+                halves_to_fp8(&from[two], half, scale, &mut to[one])
             } else {
-                decode(&from[one], half, scale, &mut to[two])
+                fp8_to_halves(&from[one], half, scale, &mut to[two])
             };
         });
         too_large as u64

@@ -81,7 +81,7 @@ fn told(dtype: &str) -> Option<(NumberType, String)> {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use kvbm_tiers::numbers::exchange;
+    use kvbm_tiers::numbers::halves_to_halves;
 
     use super::*;
 
@@ -123,10 +123,10 @@ pub(super) mod tests {
     fn each_number_is_the_nearest(from: HalfType, [from_bits, to_bits]: [u32; 2]) -> usize {
         let all_bits: Vec<_> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
         let mut block = all_bits.clone();
-        let counted = exchange(&mut block, from);
+        let counted = halves_to_halves(&mut block, from);
         // It does not matter beside which others a number is.
         let mut alone = all_bits;
-        alone.chunks_mut(2).for_each(|number| _ = exchange(number, from));
+        alone.chunks_mut(2).for_each(|number| _ = halves_to_halves(number, from));
         assert!(alone == block);
         let all: Vec<_> = (0..0x8000).map_while(|bits| value(bits, to_bits)).collect();
         let mut too_large = 0;
