@@ -124,7 +124,9 @@ tests() {
         cargo nextest run --cargo-profile checked "${WHOLE[@]}" --no-run
         # Else what the build wrote is on its way to the disk while tests give it 300 ms.
         sync
-        run_tests cargo nextest run --cargo-profile checked "${WHOLE[@]}" --no-fail-fast --success-output final
+        # What passed is printed for what it says it skips. What failed is said where a log is looked at first, its end.
+        run_tests cargo nextest run --cargo-profile checked "${WHOLE[@]}" --no-fail-fast \
+            --success-output final --failure-output immediate-final
     else
         run_tests cargo test --profile checked --workspace --no-fail-fast --all-targets -- --show-output
     fi
