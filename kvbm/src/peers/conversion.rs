@@ -2,13 +2,17 @@
 //! axes another order, or their numbers another type. What comes from such a peer is made what it would
 //! be here, once it is verified.
 
+use std::ops::Range;
+
 use kvbm_tiers::numbers::{HalfType, halves_to_halves};
+use kvbm_tiers::ranks::{HeadShare, PullSource};
 use kvbm_tiers::transform::{Transform, View};
 
 use super::fp8::Fp8Conversion;
 use super::numbers::NumberTypes;
 use super::protocol::Member;
 use super::scales::ScaledRows;
+use super::shares::{of_all_ranks, share_of};
 use crate::names::fingerprint::KvLayout;
 
 /// Blocks of a peer, made into ours.
@@ -33,14 +37,32 @@ enum NumberConversion {
 }
 
 impl Conversion {
-    /// `None`: the bytes of `theirs` are the same as those of `ours`, or cannot be made so.
+    /// `None`: the bytes of `theirs` are the same as those of `ours`, but for how heads are split over
+    /// ranks, or cannot be made so.
     pub(super) fn between(ours: &Member, theirs: &Member) -> Option<Self> {
-        let both = [ours, theirs];
-        if both.iter().any(|member| member.ranks > 0 || !member.groups.is_empty()) {
-            return None;
+        if ours.ranks == theirs.ranks {
+            return Self::of_share(ours, theirs, HeadShare::WHOLE);
         }
+        // So leaders count blocks; their ranks make them, of the heads that they have in common.
+        let [all, their_all] = [of_all_ranks(ours)?, of_all_ranks(theirs)?];
+        Self::of_share(&all, &their_all, HeadShare::WHOLE).filter(|made| !made.changes_types())
+    }
+
+    /// Of what comes from one rank of the other worker into a rank's slices.
+    pub(super) fn of_source(ours: &Member, theirs: &Member, source: &PullSource) -> Option<Self> {
+        Self::of_share(ours, &share_of(theirs, source.give)?, source.into)
+    }
+
+    /// Of blocks that have a share of our heads.
+    fn of_share(ours: &Member, theirs: &Member, share: HeadShare) -> Option<Self> {
+        let both = [ours, theirs];
         let [dtype, their_dtype] = both.map(|member| &*member.fingerprint.dtype);
         let types = NumberTypes::between(their_dtype, dtype);
+        let has_ranks = both.iter().any(|member| member.ranks > 0);
+        let has_groups = both.iter().any(|member| !member.groups.is_empty());
+        if has_groups || (has_ranks && types.is_some()) {
+            return None;
+        }
         let [tokens, their_tokens] = both.map(|member| member.fingerprint.block_tokens);
         let [layout, their_layout] = both.map(|member| member.fingerprint.layouts.first());
         let has_other_order = layout.zip(their_layout).is_some_and(|(a, b)| a.order != b.order);
@@ -54,7 +76,8 @@ impl Conversion {
             Some(types) => Some(NumberConversion::new(types, both, &there)?),
             None => None,
         };
-        let (ours, theirs) = (BlockLayout::of(ours, number)?, there.resized(their_number, number)?);
+        let ours = BlockLayout::of(ours, number)?.shared(share)?;
+        let theirs = there.resized(their_number, number)?;
         let parts = (0..joined.max(cut)).map(|part| {
             let (skipped, skipped_there) = if cut > 1 { (0, part) } else { (part, 0) };
             theirs.transforms([skipped_there, skipped], tokens.min(their_tokens), &ours)
@@ -80,6 +103,18 @@ impl Conversion {
     /// Leading blocks of ours that as many of the peer's make.
     pub(super) const fn whole_here(&self, theirs: usize) -> usize {
         theirs * self.cut / self.joined
+    }
+
+    /// The peer's blocks that the one of ours at a position is made of.
+    pub(super) const fn sources_of(&self, at: usize) -> Range<usize> {
+        let first = at * self.joined / self.cut;
+        first..first + self.joined
+    }
+
+    /// The part that goes into the block of ours at a position, from the `nth` of those that it is made
+    /// of.
+    pub(super) const fn part_at(&self, at: usize, nth: usize) -> usize {
+        if self.cut > 1 { at % self.cut } else { nth }
     }
 
     /// What becomes of a block of the peer's: the position of each of ours, and the part that comes
@@ -159,6 +194,8 @@ pub(super) struct BlockLayout {
     values: Axes,
     /// Whether the two have orders of their own.
     is_split: bool,
+    /// The first of its heads that its axes count.
+    first_head: usize,
 }
 
 /// From the outermost on.
@@ -195,7 +232,24 @@ impl BlockLayout {
         let tokens = usize::try_from(member.fingerprint.block_tokens).ok()?;
         let has_tokens = keys.iter().any(|axis| axis.name == "token" && axis.extent == tokens);
         let is_split = orders.keys != orders.values;
-        has_tokens.then_some(Self { bytes, row_bytes, keys, values, is_split })
+        has_tokens.then_some(Self { bytes, row_bytes, keys, values, is_split, first_head: 0 })
+    }
+
+    /// Where a share of its heads lies in it. `None`: it has no such share.
+    fn shared(mut self, share: HeadShare) -> Option<Self> {
+        if share == HeadShare::WHOLE {
+            return Some(self);
+        }
+        let (index, of) = share.get();
+        for axes in [&mut self.keys, &mut self.values] {
+            let heads = axes.iter_mut().find(|axis| axis.name == "head")?;
+            if !heads.extent.is_multiple_of(of.into()) {
+                return None;
+            }
+            heads.extent /= usize::from(of);
+            self.first_head = heads.extent * usize::from(index);
+        }
+        Some(self)
     }
 
     /// The same layout of numbers that have `to` bytes instead of `from`.
@@ -231,11 +285,15 @@ impl BlockLayout {
         let one = |[from_axes, to_axes]: [&Axes; 2], offsets: [usize; 2]| {
             let axes = paired(from_axes, to_axes, tokens)?;
             let paired = PairedAxes { axes, row_bytes: self.row_bytes };
-            let token =
-                |axes: &Axes| axes.iter().find(|axis| axis.name == "token").map(|of| of.stride);
-            let from = offsets[0] + first[0] * token(from_axes)?;
-            let to_first = offsets[1] + first[1] * token(to_axes)?;
-            paired.transform([self.bytes, to.bytes], [from, to_first])
+            let stride =
+                |axes: &Axes, name| axes.iter().find(|axis| axis.name == name).map(|of| of.stride);
+            let from = offsets[0] + first[0] * stride(from_axes, "token")?;
+            let to_first = offsets[1] + first[1] * stride(to_axes, "token")?;
+            let heads_before = match to.first_head {
+                0 => 0,
+                first => first * stride(to_axes, "head")?,
+            };
+            paired.transform([self.bytes, to.bytes], [from, to_first + heads_before])
         };
         if !self.is_split
             && !to.is_split
@@ -363,12 +421,16 @@ pub(super) mod tests {
     use kvbm_tiers::clock::now;
     use serde_json::json;
 
+    use kvbm_tiers::ranks::PeerSeat;
+
+    use super::super::greeting::difference;
     use super::super::greeting::tests::member;
+    use super::super::shares::heads_of;
     use super::*;
 
     /// How many there are of everything but tokens.
     const EXTENTS: [(&str, usize); 5] =
-        [("layer", 3), ("kv", 2), ("head", 4), ("channel", 5), ("byte", 2)];
+        [("layer", 3), ("kv", 2), ("head", 8), ("channel", 5), ("byte", 2)];
     const ORDERS: [&str; 7] = [
         "kv,token,head,channel,byte",
         "kv,head,token,channel,byte",
@@ -412,7 +474,12 @@ pub(super) mod tests {
         let tokens = of.fingerprint.block_tokens as usize;
         let orders = of.fingerprint.layouts[0].orders();
         let mut bytes = vec![0; of.block_bytes as usize];
-        let all = [&EXTENTS[..], &[("token", tokens)]].concat();
+        let world = usize::from(of.ranks.max(1));
+        let heads = extent("head", 0) / world;
+        let first_head = heads * of.rank.map_or(0, usize::from);
+        let long = |name: &str| if name == "head" { heads } else { extent(name, tokens) };
+        let names = EXTENTS.iter().map(|(name, _)| *name).chain(["token"]);
+        let all: Vec<_> = names.map(|name| (name, long(name))).collect();
         for n in 0..bytes.len() {
             let mut rest = n;
             let digits: Vec<_> = all
@@ -427,10 +494,14 @@ pub(super) mod tests {
             let order = if digit("kv") == 0 { &orders.keys } else { &orders.values };
             let outermost = (!order.contains(&"layer")).then_some("layer");
             let axes = outermost.into_iter().chain(order.iter().copied());
-            let address =
-                axes.fold(0, |address, axis| address * extent(axis, tokens) + digit(axis));
+            let address = axes.fold(0, |address, axis| address * long(axis) + digit(axis));
             let place = digits.iter().fold(0_u64, |place, &(name, digit)| {
-                place * 131 + (if name == "token" { at * tokens + digit } else { digit }) as u64
+                let first = match name {
+                    "token" => at * tokens,
+                    "head" => first_head,
+                    _ => 0,
+                };
+                place * 131 + (first + digit) as u64
             });
             bytes[address] = (place.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8;
         }
@@ -467,6 +538,109 @@ pub(super) mod tests {
         }
     }
 
+    /// Lists of the issue: heads inside of tokens, and outside, and layers inside of both.
+    const RANK_ORDERS: [&str; 3] = [ORDERS[0], ORDERS[1], "head,token,layer,kv,channel,byte"];
+    const PROMPT: usize = 128;
+
+    /// A rank of a worker, and its slices of a prompt.
+    struct RankSlices {
+        member: Member,
+        slices: Vec<Vec<u8>>,
+    }
+
+    fn ranks_of(order: &str, tokens: usize, world: u16) -> Vec<RankSlices> {
+        let slices_of = |rank| {
+            let mut extents = EXTENTS;
+            extents[2].1 /= usize::from(world);
+            let mut member = worker_of(&extents, order, tokens);
+            (member.ranks, member.rank) = (world, Some(rank));
+            member.incarnation = 100 * u64::from(world) + u64::from(rank);
+            member.fingerprint.ranks.tensor_world = world.into();
+            let slices = (0..PROMPT / tokens).map(|at| block(&member, at)).collect();
+            RankSlices { member, slices }
+        };
+        (0..world).map(slices_of).collect()
+    }
+
+    /// Every rank's slices, made of those of the ranks there that have its heads.
+    fn assert_ranks_become(ours: &[RankSlices], theirs: &[RankSlices]) {
+        let (many, few) = (ours.len().max(theirs.len()), ours.len().min(theirs.len()));
+        let of = (many / few) as u16;
+        for (rank, own) in ours.iter().enumerate() {
+            let mut made = own.slices.iter().map(|slice| vec![0; slice.len()]).collect::<Vec<_>>();
+            let there = if ours.len() >= theirs.len() {
+                let give = HeadShare::new(rank as u16 % of, of).unwrap();
+                vec![(rank / usize::from(of), give, HeadShare::WHOLE)]
+            } else {
+                let into = |n| HeadShare::new(n, of).unwrap();
+                let first = rank * usize::from(of);
+                (0..of).map(|n| (first + usize::from(n), HeadShare::WHOLE, into(n))).collect()
+            };
+            for (rank, give, into) in there {
+                let theirs = &theirs[rank];
+                let seat = PeerSeat { port: 1, incarnation: 1 };
+                let source = PullSource { seat, give, into };
+                assert_eq!(difference(&own.member, &theirs.member, false), None);
+                let conversion = Conversion::of_source(&own.member, &theirs.member, &source);
+                let conversion = conversion.expect("blocks of other forms");
+                for (at, made) in made.iter_mut().enumerate() {
+                    for (nth, from) in conversion.sources_of(at).enumerate() {
+                        let mut slice = theirs.slices[from].clone();
+                        if give != HeadShare::WHOLE {
+                            heads_of(&theirs.member).unwrap().cut(give, &mut slice).unwrap();
+                        }
+                        let part = conversion.part_at(at, nth);
+                        conversion.put(part, &slice, made).unwrap();
+                    }
+                }
+            }
+            let is_right = made.iter().zip(&own.slices).all(|(made, own)| made == own);
+            assert!(is_right, "{:?} of {:?}", own.member, theirs[0].member);
+        }
+    }
+
+    #[test]
+    fn slices_of_any_ranks_and_form_become_those_of_any_other() {
+        let forms =
+            RANK_ORDERS.iter().flat_map(|order| [16, 32, 64].map(|tokens| (*order, tokens)));
+        let forms: Vec<_> = forms.collect();
+        let workers: Vec<_> = forms
+            .iter()
+            .map(|(order, tokens)| [1, 2, 4, 8].map(|world| ranks_of(order, *tokens, world)))
+            .collect();
+        let pairs = (0..forms.len()).flat_map(|a| (0..forms.len()).map(move |b| (a, b)));
+        for (ours, theirs) in pairs.filter(|(a, b)| a != b) {
+            for (ours, theirs) in
+                workers[ours].iter().flat_map(|a| workers[theirs].iter().map(move |b| (a, b)))
+            {
+                assert_ranks_become(ours, theirs);
+            }
+        }
+    }
+
+    #[test]
+    fn leaders_count_blocks_as_their_ranks_make_them() {
+        let leader = |order, tokens, world| {
+            let member = ranks_of(order, tokens, world).remove(0).member;
+            Member { rank: None, ..member }
+        };
+        for (world, there) in [(2, 2), (2, 4), (4, 1)] {
+            let ours = leader(RANK_ORDERS[0], 64, world);
+            let theirs = leader(RANK_ORDERS[1], 16, there);
+            assert_eq!(difference(&ours, &theirs, false), None);
+            let conversion = Conversion::between(&ours, &theirs).unwrap();
+            assert_eq!((conversion.whole_there(3), conversion.whole_here(13)), (12, 3));
+            // Numbers of another type are converted by workers without ranks alone.
+            let mut typed = [ours, theirs];
+            for (member, dtype) in typed.iter_mut().zip(["fp16", "bf16"]) {
+                member.fingerprint.dtype = dtype.to_owned();
+            }
+            let [ours, theirs] = typed;
+            assert!(Conversion::between(&ours, &theirs).is_none());
+            assert!(difference(&ours, &theirs, true).unwrap().contains("dtype"));
+        }
+    }
+
     /// Of a block of numbers in a row.
     pub(in crate::peers) fn fp8_rows(numbers: usize, number_bytes: usize) -> ScaledRows {
         let extents =
@@ -479,7 +653,7 @@ pub(super) mod tests {
     fn scale_of(of: &Member, n: usize, scales: usize) -> usize {
         let [layer, kv, head] = ["layer", "kv", "head"].map(|name| digit(of, n, name));
         let each = 2 * layer + kv;
-        if scales == 6 { each } else { 4 * each + head }
+        if scales == 6 { each } else { 8 * each + head }
     }
 
     /// Where the number at an address of a block is along an axis. Keys come first in it, or values: by
@@ -517,7 +691,7 @@ pub(super) mod tests {
             extents[4].1 = number_bytes;
             let of = worker_of(&extents, order, 16);
             let layout = BlockLayout::of(&of, number_bytes).unwrap();
-            for scales in [6, 24] {
+            for scales in [6, 48] {
                 let rows = ScaledRows::of(&layout, number_bytes, scales).unwrap();
                 let mut found = vec![None; of.block_bytes as usize / number_bytes];
                 rows.each(|first, count, scale| {

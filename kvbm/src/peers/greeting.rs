@@ -198,7 +198,7 @@ impl Credentials {
 
 /// The first thing that differs, with both values. Heads may be split over another number of ranks,
 /// if one number divides the other; and blocks may be such that one is made of the other.
-fn difference(ours: &Member, theirs: &Member, converts_types: bool) -> Option<String> {
+pub(super) fn difference(ours: &Member, theirs: &Member, converts_types: bool) -> Option<String> {
     if ours.ranks != theirs.ranks && divides(ours, theirs) {
         let (ours, theirs) = (of_all_ranks(ours)?, of_all_ranks(theirs)?);
         return difference(&ours, &theirs, false);

@@ -561,7 +561,8 @@ impl Reader {
                 HostBytes::InRanks(leader) => {
                     let entered = self.entered((chain, lease.namespace), lease.info);
                     let (chain, owner) = entered.ok_or_else(Error::stale)?;
-                    let wanted = WantedSlices { named: &lease.named, chain, owner };
+                    let conversion = lease.link.conversion.as_deref();
+                    let wanted = WantedSlices { named: &lease.named, chain, owner, conversion };
                     let (host, bytes) = (lease.host(), self.block_bytes());
                     let brought = slices::bring(leader, host, &wanted, limit, &mut filling, bytes);
                     tokio::select! {

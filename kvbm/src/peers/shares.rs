@@ -1,7 +1,7 @@
 //! Workers of one model that split its heads over other numbers of ranks: whether their blocks are
 //! alike but for that, and how heads lie in a rank's slices.
 
-use kvbm_tiers::ranks::HeadLayout;
+use kvbm_tiers::ranks::{HeadLayout, HeadShare};
 
 use super::protocol::Member;
 use crate::names::fingerprint::{AxisOrders, KvLayout, Ranks};
@@ -31,24 +31,43 @@ pub(super) fn heads_of(member: &Member) -> Option<HeadLayout> {
 /// What a member would be if one rank had all heads. `None`: its fingerprint does not say how they
 /// are split.
 pub(super) fn of_all_ranks(member: &Member) -> Option<Member> {
-    heads_of(member)?;
     let ranks = member.fingerprint.ranks;
     // A rank's heads are those of its number.
     let is_own = [0, member.rank.map_or(0, u32::from)].contains(&ranks.tensor_rank);
     if u32::from(member.ranks) != ranks.tensor_world || !is_own {
         return None;
     }
-    let mut whole = member.clone();
-    whole.block_bytes = whole.block_bytes.checked_mul(member.ranks.into())?;
+    let heads = heads_of(member)?.heads() as u64;
+    let mut whole = with_heads(member, heads.checked_mul(member.ranks.into())?)?;
     whole.fingerprint.ranks = Ranks { tensor_world: 1, tensor_rank: 0, ..ranks };
-    for layout in &mut whole.fingerprint.layouts {
-        let axis = head_axis(layout)?;
-        layout.shape[axis] = layout.shape[axis].checked_mul(member.ranks.into())?;
-        // Those of the engine's memory, which no one else sees.
-        layout.strides.clear();
-    }
     (whole.ranks, whole.rank) = (0, None);
     Some(whole)
+}
+
+/// What a rank would be if it had no more than this share of its heads. `None`: its fingerprint does not
+/// say where they are, or they make no such shares.
+pub(super) fn share_of(member: &Member, share: HeadShare) -> Option<Member> {
+    if share == HeadShare::WHOLE {
+        return Some(member.clone());
+    }
+    let ((_, of), heads) = (share.get(), heads_of(member)?);
+    heads.has_shares(of).then(|| with_heads(member, heads.heads() as u64 / u64::from(of)))?
+}
+
+/// A member with another number of heads, that lie in its blocks as before.
+fn with_heads(member: &Member, heads: u64) -> Option<Member> {
+    let mut other = member.clone();
+    let [layout] = &mut other.fingerprint.layouts[..] else { return None };
+    let axis = head_axis(layout)?;
+    other.block_bytes = (other.block_bytes / layout.shape[axis]).checked_mul(heads)?;
+    layout.shape[axis] = heads;
+    // Those of the engine's memory are seen by no one else.
+    let mut stride = *layout.strides.last()?;
+    for (of, &extent) in layout.strides.iter_mut().zip(&layout.shape).rev() {
+        *of = stride;
+        stride = stride.checked_mul(extent)?;
+    }
+    Some(other)
 }
 
 /// Whether a rank of `ours` and one of `theirs` have heads in common, whichever of them either is.

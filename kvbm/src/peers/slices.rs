@@ -1,11 +1,12 @@
 //! Where the bytes of a host tier's blocks are, and how those of ranks come: the leader leases slots
 //! and their lives at the other leader, and has its ranks bring them, each from the rank of its
-//! number there.
+//! number there, or from those that have its heads.
 
+use std::ops::Range;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use kvbm_tiers::ranks::{Leader, PeerSeat, PullOrder};
+use kvbm_tiers::ranks::{Leader, MAX_OPS, PeerSeat, PullOrder};
 use kvbm_tiers::sealed::HostSeal;
 use kvbm_tiers::{
     Completion, CopyError, CopyErrorKind, CopyOp, Done, DramRegion, Frame, Memory, Owner, SlotRef,
@@ -13,6 +14,7 @@ use kvbm_tiers::{
 };
 use tokio::time::{Instant, timeout_at};
 
+use super::conversion::Conversion;
 use super::link::{NamedBlocks, PeerFault};
 use super::parts;
 use super::protocol::LeaseEnd;
@@ -78,6 +80,8 @@ pub(super) struct WantedSlices<'a> {
     pub(super) chain: Chain<'a>,
     /// Whose they will be.
     pub(super) owner: Option<Owner>,
+    /// How many blocks there make how many of ours; `None`: one makes one.
+    pub(super) conversion: Option<&'a Conversion>,
 }
 
 /// Brings blocks into the slots of the ranks, and keeps those that have come to all of them as their
@@ -91,13 +95,15 @@ pub(super) async fn bring(
     block_bytes: usize,
 ) -> Result<(), PeerFault> {
     let named = wanted.named;
-    if filling.kept() < named.before {
+    if wanted.there(filling.kept()).start < named.before {
         return Err(PeerFault::Behind);
     }
     let why = Arc::<Mutex<Option<CopyError>>>::default();
     let brought = async {
         let all = filling.kept()..filling.kept() + filling.left();
-        let mut parts = parts(all, (PULL_BYTES / block_bytes.max(1)).max(1));
+        let copies = wanted.there(0).len();
+        let at_once = (PULL_BYTES / block_bytes.max(1)).min(MAX_OPS / copies).max(1);
+        let mut parts = parts(all, at_once);
         loop {
             while filling.lent() < PULLS
                 && let Some(part) = parts.next()
@@ -110,15 +116,19 @@ pub(super) async fn bring(
                 let (frames, back) = filling.lend_unsummed(part.len());
                 let limit_ms = left.as_millis().try_into().unwrap_or(u32::MAX);
                 let (host, seats) = (host.to_owned(), named.seats.clone());
-                let from = PullOrder { host, seats, limit_ms, renamed: named.renamed };
-                let ops: Option<Vec<_>> =
-                    part.zip(&frames).map(|(at, frame)| wanted.op(at, frame)).collect();
-                let Some(ops) = ops else {
+                let (renamed, first) = (named.renamed, part.start as u32);
+                let from = PullOrder { host, seats, limit_ms, renamed, first };
+                let ops: Option<Vec<_>> = part
+                    .zip(&frames)
+                    .flat_map(|(at, frame)| wanted.there(at).map(move |there| (at, there, frame)))
+                    .map(|(at, there, frame)| wanted.op(at, there, frame))
+                    .collect();
+                let Some(ops) = ops.filter(|ops| ops.len() <= MAX_OPS) else {
                     back(frames, Ok(Vec::new()));
                     return Err(gone("its leader does not say where a block lies"));
                 };
-                let pulled = PulledPart::new((frames, back), Arc::clone(&why));
-                leader.pull(&from, &ops, &pulled.done());
+                let pulled = PulledPart::new((frames, back), copies, Arc::clone(&why));
+                leader.pull(&from, &ops, pulled.done());
             }
             if filling.lent() == 0 {
                 return Ok(());
@@ -157,9 +167,14 @@ fn fault(error: &CopyError) -> PeerFault {
 }
 
 impl WantedSlices<'_> {
-    /// The copy of the block at a position of the chain.
-    fn op(&self, at: usize, to: &Frame) -> Option<CopyOp> {
-        let behind = at - self.named.before;
+    /// The blocks there that the one at a position of our chain is made of.
+    fn there(&self, at: usize) -> Range<usize> {
+        self.conversion.map_or(at..at + 1, |conversion| conversion.sources_of(at))
+    }
+
+    /// The copy of a block there to the one at a position of our chain.
+    fn op(&self, at: usize, there: usize, to: &Frame) -> Option<CopyOp> {
+        let behind = there.checked_sub(self.named.before)?;
         let (slots, lives) = (&self.named.slots, &self.named.checksums);
         let (slot, generation) = (*slots.get(behind)?, *lives.get(behind)?);
         Some(CopyOp {
@@ -181,16 +196,24 @@ struct PulledPart {
 }
 
 struct PartState {
-    /// By block, whether all ranks have it.
+    /// By block, whether none of its copies failed in a rank.
     came: Vec<Option<u32>>,
+    /// Of each block.
+    copies: usize,
+    /// Copies that have not ended.
     left: usize,
     back: Option<(Vec<Frame>, FramesBack)>,
 }
 
 impl PulledPart {
-    fn new(back: (Vec<Frame>, FramesBack), why: Arc<Mutex<Option<CopyError>>>) -> Self {
+    fn new(
+        back: (Vec<Frame>, FramesBack),
+        copies: usize,
+        why: Arc<Mutex<Option<CopyError>>>,
+    ) -> Self {
         let blocks = back.0.len();
-        let state = PartState { came: vec![None; blocks], left: blocks, back: Some(back) };
+        let (came, left) = (vec![Some(0); blocks], blocks * copies);
+        let state = PartState { came, copies, left, back: Some(back) };
         Self { state: Arc::new(Mutex::new(state)), why }
     }
 
@@ -211,8 +234,9 @@ impl PulledPart {
         }
         let mut state = self.state.lock();
         state.left -= ended.len();
-        for (block, _) in ended.iter().filter(|(_, result)| result.is_ok()) {
-            state.came[*block] = Some(0);
+        for (copy, _) in ended.iter().filter(|(_, result)| result.is_err()) {
+            let block = copy / state.copies;
+            state.came[block] = None;
         }
         if state.left > 0 {
             return None;

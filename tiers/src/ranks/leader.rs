@@ -138,9 +138,14 @@ impl Leader {
     }
 
     /// Has all ranks bring blocks from those of another worker, each its slice. The sources of
-    /// `batch` are slots there. It ends as any copy does: when each rank has ended it, or is gone.
-    pub fn pull(&self, from: &PullOrder, batch: &[CopyOp], done: &Done) {
-        self.send_in_parts(batch, done, BatchOrder::Pull(from));
+    /// `batch` are slots there; copies that stand behind one another and go to one slot make one
+    /// block of several. They end as any copy does: when each rank has ended it, or is gone.
+    ///
+    /// # Panics
+    /// If the batch has more than [`MAX_OPS`] copies.
+    pub fn pull(&self, from: &PullOrder, batch: &[CopyOp], done: Done) {
+        assert!(batch.len() <= MAX_OPS, "{} copies in one batch", batch.len());
+        self.shared.send(batch, done, BatchOrder::Pull(from));
     }
 
     fn send_in_parts(&self, batch: &[CopyOp], done: &Done, order: BatchOrder<'_>) {

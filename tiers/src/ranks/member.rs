@@ -21,7 +21,7 @@ use super::protocol::{
     EndedCopies, ForgotTenant, HelloFrame, MAX_GREETING, MAX_MESSAGE, Membership, RefusalFrame,
     ToLeader, ToRank, decode, frame,
 };
-use super::pull::{PullOrder, PullSlots, PulledSlot, RankSlots};
+use super::pull::{PullOrder, PullSlots, PulledBlock, PulledSlot, RankSlots};
 use super::slots::{KeptSlots, LeftBehind, SlotGenerations, SlotJournals, part};
 use super::socket;
 use crate::backend::{Backend, Fences};
@@ -361,21 +361,24 @@ impl Member {
             let refused = |(place, _)| (place, Err(CopyError::refused(why)));
             return self.work.ended(batch, (0..).zip(ops).map(refused));
         };
-        let (mut started, mut frames, mut refused) = (Vec::new(), Vec::new(), Vec::new());
-        for (place, &op) in (0..).zip(ops) {
+        let (mut started, mut slots, mut refused) = (Vec::new(), Vec::new(), Vec::new());
+        let mut places = 0..;
+        for pulled in PulledBlock::of_copies(ops, order.first) {
+            let (op, copies) = (pulled.op, places.by_ref().take(pulled.from.len()));
             let Some(frame) = puller.memory.frame_of_leader(op.to) else {
-                refused.push((place, Err(CopyError::refused(format!("there is no {}", op.to)))));
+                let why = CopyError::refused(format!("there is no {}", op.to));
+                refused.extend(copies.map(|place| (place, Err(why.clone()))));
                 continue;
             };
             self.work.generations.begin_pull(&op);
             self.work.journals.begun(&op);
-            started.push((place, op));
-            frames.push((op, frame));
+            slots.push((started.len(), (pulled, frame)));
+            started.extend(copies.map(|place| (place, op)));
         }
         self.work.ended(batch, refused);
         let done = self.done(batch, started);
         let slot = |(place, to)| PulledSlot::new(&puller.memory, to, place, done.clone());
-        (puller.pull)(from, frames.into_iter().enumerate().map(slot).collect());
+        (puller.pull)(from, slots.into_iter().map(slot).collect());
     }
 
     /// The leader says which slots, and it may be wrong.

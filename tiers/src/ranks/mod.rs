@@ -76,8 +76,10 @@ pub use leader::{Leader, LeaderOptions, RankRegistry};
 pub use loads::{RankLoad, RankLoads, SliceLoad};
 pub use member::{JoinOptions, LeaderGone, Member, Stopper};
 pub use pending::MAX_RANKS;
-pub use protocol::{Membership, VERSION};
-pub use pull::{PeerSeat, PullFrom, PullOrder, PullSlots, PullSource, PulledSlot, RankSlots};
+pub use protocol::{MAX_OPS, Membership, VERSION};
+pub use pull::{
+    PeerSeat, PullFrom, PullOrder, PullSlots, PullSource, PulledBlock, PulledSlot, RankSlots,
+};
 #[cfg(any(test, feature = "testing"))]
 pub use pull::{pulled_slot, rank_slots};
 pub use recovery::Disagreement;

@@ -21,7 +21,7 @@ use crate::fields::{u32_at, u128_at};
 use crate::index::IndexEntry;
 
 /// What both sides must agree on. Raise it with every change of a message.
-pub const VERSION: u16 = 7;
+pub const VERSION: u16 = 8;
 /// `kvbm`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbm");
 
@@ -33,7 +33,7 @@ pub(super) const MAX_GREETING: usize = 16 << 10;
 /// Bytes of the longest fingerprint.
 pub(super) const MAX_FINGERPRINT: usize = 4 << 10;
 /// Copies in one message. Batches of more go in several.
-pub(super) const MAX_OPS: usize = 8_192;
+pub const MAX_OPS: usize = 8_192;
 /// Slots in one message that tells of them: some 800 KiB.
 pub(super) const MAX_SLOTS_TOLD: usize = 32 << 10;
 /// What is kept of an error's text.
@@ -168,7 +168,8 @@ pub(super) enum ToRank {
         tenant: u32,
         life: u32,
     },
-    /// Copies like those of `Copy`, but that their sources are slots of another worker's ranks.
+    /// Copies like those of `Copy`, but that their sources are slots of another worker's ranks, and
+    /// those that stand behind one another and go to one slot make one block together.
     Pull {
         batch: u64,
         from: PullOrder,

@@ -4,6 +4,7 @@
 #![expect(unsafe_code, reason = "slots whose handles the leader has")]
 
 use std::fmt;
+use std::iter::repeat_n;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -38,6 +39,8 @@ pub struct PullOrder {
     pub limit_ms: u32,
     /// The bits in which hashes of blocks differ there.
     pub renamed: u128,
+    /// The position of the first block in its chain; the others follow.
+    pub first: u32,
 }
 
 /// A rank's part of that.
@@ -65,8 +68,8 @@ pub struct PullSource {
 }
 
 impl PullSource {
-    /// Whether whole slices come as they are.
-    pub fn is_whole(&self) -> bool {
+    /// Whether all heads of a slice come, and are all of ours.
+    pub fn has_all_heads(&self) -> bool {
         [self.give, self.into] == [HeadShare::WHOLE; 2]
     }
 }
@@ -93,8 +96,8 @@ pub type PullSlots = dyn Fn(PullFrom, Vec<PulledSlot>) + Send + Sync;
 /// and its leader hears nothing of it.
 pub struct PulledSlot {
     memory: Arc<DramRegion>,
-    op: CopyOp,
-    /// In its batch.
+    pulled: PulledBlock,
+    /// In its batch, of the first of its copies.
     place: usize,
     /// `None` while it is lent.
     frame: Option<Frame>,
@@ -102,31 +105,56 @@ pub struct PulledSlot {
     done: Option<Done>,
 }
 
+/// What a slot is to hold.
+#[derive(Clone, Debug)]
+pub struct PulledBlock {
+    /// To the slot, from the first of those that what it holds is made of.
+    pub op: CopyOp,
+    /// The other worker's slots, each in one of its lives, in the order of their tokens.
+    pub from: Vec<SlotRef>,
+    /// The position of the block in its chain.
+    pub position: u32,
+}
+
+impl PulledBlock {
+    /// Copies to one slot that stand behind one another are of one block.
+    pub(super) fn of_copies(ops: &[CopyOp], first: u32) -> impl Iterator<Item = Self> {
+        let of_slot = ops.chunk_by(|a, b| a.to == b.to);
+        of_slot.enumerate().map(move |(place, copies)| Self {
+            op: copies[0],
+            from: copies.iter().map(|copy| copy.from).collect(),
+            position: first.saturating_add(place as u32),
+        })
+    }
+}
+
 impl fmt::Debug for PulledSlot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PulledSlot")
-            .field("from", &self.op.from)
-            .field("to", &self.op.to)
-            .finish_non_exhaustive()
+        f.debug_struct("PulledSlot").field("pulled", &self.pulled).finish_non_exhaustive()
     }
 }
 
 impl PulledSlot {
-    /// `frame` is of the slot that `op` goes to, which is no one else's until `done` is told of this
-    /// place in the batch.
+    /// `frame` is of the slot that `pulled` is to be in, which is no one else's until `done` is told of
+    /// all its copies, from this place in the batch on.
     pub(super) fn new(
         memory: &Arc<DramRegion>,
-        (op, frame): (CopyOp, Frame),
+        (pulled, frame): (PulledBlock, Frame),
         place: usize,
         done: Done,
     ) -> Self {
         let memory = Arc::clone(memory);
-        Self { memory, op, place, frame: Some(frame), done: Some(done) }
+        Self { memory, pulled, place, frame: Some(frame), done: Some(done) }
     }
 
     /// What is to come: its source is a slot of the other worker's rank, in one of its lives.
     pub const fn op(&self) -> &CopyOp {
-        &self.op
+        &self.pulled.op
+    }
+
+    /// All that it is made of, if it is made of more or less than that slot holds.
+    pub const fn pulled(&self) -> &PulledBlock {
+        &self.pulled
     }
 
     /// The slot, all of which is to be written. Empty while its frame is lent.
@@ -146,7 +174,7 @@ impl PulledSlot {
 
     /// Nothing writes the slot by way of its frame any more.
     pub fn give_back(&mut self, frame: Frame) {
-        debug_assert!(self.frame.is_none() && frame.slot_ref() == self.op.to, "{frame:?}");
+        debug_assert!(self.frame.is_none() && frame.slot_ref() == self.pulled.op.to, "{frame:?}");
         self.frame = Some(frame);
     }
 
@@ -157,7 +185,10 @@ impl PulledSlot {
 
     fn report(&mut self, result: Result<(), CopyError>) {
         match (self.done.take(), self.frame.take()) {
-            (Some(done), Some(_)) => done.report(vec![(self.place, result)]),
+            (Some(done), Some(_)) => {
+                let results = repeat_n(result, self.pulled.from.len());
+                done.report((self.place..).zip(results).collect());
+            }
             // Something may write it for ever: what waits for its end keeps the leader's connection.
             (done, None) => std::mem::forget(done),
             (None, Some(_)) => {}
@@ -236,7 +267,8 @@ impl RankSlots {
 #[cfg(any(test, feature = "testing"))]
 pub fn pulled_slot(memory: &Arc<DramRegion>, op: CopyOp, place: usize, done: Done) -> PulledSlot {
     let frame = memory.frame_of_leader(op.to).expect("a slot of this memory");
-    PulledSlot::new(memory, (op, frame), place, done)
+    let pulled = PulledBlock { op, from: vec![op.from], position: 0 };
+    PulledSlot::new(memory, (pulled, frame), place, done)
 }
 
 /// Slots of a rank that has what lies in `memory`, in these of their lives.

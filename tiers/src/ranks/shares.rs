@@ -47,9 +47,14 @@ impl HeadLayout {
         Layout::new(shape, Layout::BLOCKS_NHD).ok().map(Self)
     }
 
+    /// How many there are.
+    pub const fn heads(&self) -> usize {
+        self.0.shape().heads
+    }
+
     /// Whether the heads make `of` equal shares.
     pub const fn has_shares(&self, of: u16) -> bool {
-        of > 0 && self.0.shape().heads.is_multiple_of(of as usize)
+        of > 0 && self.heads().is_multiple_of(of as usize)
     }
 
     /// Leaves of a slice one share of its heads, as a slice of that rank would have them. `None`:

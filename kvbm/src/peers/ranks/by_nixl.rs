@@ -10,7 +10,8 @@ use kvbm_tiers::{CopyError, SlotRead, SlotReads};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::{ComingSlots, another_life, expect, in_time};
+use super::coming::{ComingSlots, another_life, expect};
+use super::in_time;
 use crate::peers::link::{PeerFault, PeerLink};
 use crate::peers::nixl::{GRACE, READ_BYTES, READS};
 use crate::peers::protocol::{BrokenLink, MAX_SLICES, SlotLife, ToHolder, ToReader};

@@ -1,17 +1,20 @@
-use std::sync::Arc;
-
+use futures::StreamExt;
 use kvbm_tiers::checksum::checksum;
-use kvbm_tiers::ranks::pulled_slot;
-use kvbm_tiers::sealed::TenantKeys;
+use kvbm_tiers::ranks::{HeadLayout, HeadShare, pulled_slot};
+use kvbm_tiers::sealed::{ArrivingBlock, SEAL_BYTES, TenantKeys};
 use kvbm_tiers::testing::{host, key_ring};
-use kvbm_tiers::{BlockKey, Done, DramRegion, Owner, SlotId, SlotRef, Tier};
-use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
+use kvbm_tiers::{BlockKey, CopyOp, Done, DramRegion, Owner, SlotId, SlotRef, Tier};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, duplex};
 use tokio_util::codec::FramedRead;
 
 use super::super::TIDY_PAUSE;
 use super::super::greeting::PeerProofs;
 use super::super::greeting::tests::member;
-use super::super::protocol::requests;
+use super::super::protocol::{
+    MAX_SLICES, SlotLife, ToHolder, ToReader, decode, receive, requests, send,
+};
+use super::super::sealed::NOT_CONVERTED;
+use super::holder::{cut, give, say};
 use super::*;
 
 const BYTES: usize = 64;
@@ -430,7 +433,7 @@ fn a_share_has_its_own_checksum() {
     let whole = slice(SlotId(3));
     let cut = |share, heads: Option<HeadLayout>| {
         let mut part = whole.clone();
-        super::cut(1, share, heads, &mut part).map(|crc| (crc, part))
+        cut(1, share, heads, &mut part).map(|crc| (crc, part))
     };
     let heads = HeadLayout::new(8, 2, BYTES);
     assert_eq!(cut(HeadShare::WHOLE, None), Some((1, whole.clone())));
