@@ -10,7 +10,7 @@ use kvbm::{PeerLease, Tier};
 use kvbm_settings::{PeerNixl, Settings};
 use kvbm_tests::engine::{self, address, peer_name};
 use kvbm_tests::fleet::{
-    self, Fleet, LIMIT, Served, be_a_started_rank, drained, group_of, heads_of, split_heads,
+    self, Fleet, HeadForm, LIMIT, Served, be_a_started_rank, drained, group_of, split_heads,
 };
 use kvbm_tests::kept::shm;
 use kvbm_tests::rig::{chain, files, number_of, wait_until};
@@ -150,11 +150,10 @@ impl Worker {
     /// Whether its files in memory show a word of any slice of a prompt.
     fn shows(&self, n: u32) -> bool {
         let world = group_of(&self.dir).world;
-        let bytes = slice_bytes(&self.dir) as usize;
         self.memory_files().iter().zip(0..).any(|(file, rank)| {
             let share = HeadShare::new(rank, world).unwrap();
             let slices = chain(n, CHAIN).into_iter();
-            let slices = slices.flat_map(|hash| heads_of(share, number_of(hash), bytes));
+            let slices = slices.flat_map(|hash| HeadForm::NHD.slice(share, number_of(hash)));
             let slices: Vec<_> = slices.collect();
             let words: HashSet<_> = slices.as_chunks::<8>().0.iter().collect();
             // Slices begin where pages do.

@@ -11,7 +11,7 @@ use kvbm::{
     RankOptions, Ranks, RequestInfo, SlotId, Tier, Transfer, Transferred,
 };
 use kvbm_settings::Settings;
-use kvbm_tiers::ranks::{HeadLayout, HeadShare};
+use kvbm_tiers::ranks::HeadShare;
 use kvbm_tiers::sealed::{RECORD_BYTES, WrappedKey};
 use kvbm_tiers::testing::{Child as Forked, fill_pattern};
 use prometheus::Registry;
@@ -68,8 +68,10 @@ pub fn lead(
     fingerprint: Option<Fingerprint>,
     registry: &Registry,
 ) -> kvbm::Result<Manager> {
-    let ranks = Some(group);
-    let options = Options { registry: registry.clone(), ranks, fingerprint, ..Options::default() };
+    let (registry, ranks) = (registry.clone(), Some(group));
+    let told = fingerprint.as_ref().map(|fingerprint| fingerprint.block_tokens);
+    let block_tokens = told.unwrap_or(Options::default().block_tokens);
+    let options = Options { registry, ranks, fingerprint, block_tokens, ..Options::default() };
     engine::block_on(Manager::open(settings, options))
 }
 
@@ -106,43 +108,124 @@ pub fn is_of_rank(path: &Path, rank: u16) -> bool {
     name.is_some_and(|name| name.contains(&format!("-rank{rank}of")))
 }
 
-/// How heads lie in a whole block of a test whose ranks split them: layers, keys and values, tokens.
-pub const HEADS: (u32, [u64; 4]) = (4, [2, 16, 8, 128]);
+/// Blocks of a test whose ranks split their heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadForm {
+    /// Tokens of a block.
+    pub tokens: usize,
+    /// Its axes, outermost first: `kv`, `token`, `head`, `byte`, and `layer` unless that is the
+    /// first.
+    pub order: &'static str,
+}
 
-/// Of `world` ranks that split the heads of a model.
-pub fn split_heads(world: u16) -> Fingerprint {
-    let (layers, mut shape) = HEADS;
-    shape[2] /= u64::from(world);
-    let [_, tokens, heads, bytes] = shape;
-    let layout = KvLayout {
-        layers,
-        order: "kv,token,head,byte".to_owned(),
-        shape: shape.to_vec(),
-        strides: vec![tokens * heads * bytes, heads * bytes, bytes, 1],
-    };
-    Fingerprint {
-        model: "tests".to_owned(),
-        weights: "1".to_owned(),
-        layouts: vec![layout],
-        ranks: Ranks { tensor_world: world.into(), ..Ranks::default() },
-        block_tokens: 16,
-        ..Fingerprint::default()
+/// How long each axis is, but for tokens.
+const AXES: [(&str, usize); 4] = [("layer", 4), ("kv", 2), ("head", 8), ("byte", 128)];
+
+impl HeadForm {
+    /// Heads inside of tokens.
+    pub const NHD: Self = Self { tokens: 16, order: "kv,token,head,byte" };
+    /// Heads outside of tokens.
+    pub const HND: Self = Self { tokens: 16, order: "kv,head,token,byte" };
+    /// Layers inside of both.
+    pub const LAYERS_INSIDE: Self = Self { tokens: 16, order: "head,token,layer,kv,byte" };
+
+    /// The same, with another number of tokens.
+    #[must_use]
+    pub const fn of_tokens(self, tokens: usize) -> Self {
+        Self { tokens, ..self }
+    }
+
+    /// Bytes of a block, in all ranks together.
+    pub fn block_bytes(self) -> usize {
+        self.tokens * AXES.iter().map(|(_, extent)| extent).product::<usize>()
+    }
+
+    /// Axes of a slice of one of `world` ranks, outermost first.
+    fn axes(self, world: u16) -> Vec<(&'static str, usize)> {
+        let extent = |name: &'static str| {
+            let known = AXES.iter().find(|(known, _)| *known == name);
+            let extent = known.map_or(self.tokens, |(_, extent)| *extent);
+            (name, if name == "head" { extent / usize::from(world) } else { extent })
+        };
+        let layers = (!self.order.contains("layer")).then_some("layer");
+        layers.into_iter().chain(self.order.split(',')).map(extent).collect()
+    }
+
+    /// Of `world` ranks.
+    pub fn fingerprint(self, world: u16) -> Fingerprint {
+        let axes = self.axes(world);
+        let named = &axes[axes.len() - self.order.split(',').count()..];
+        let shape: Vec<_> = named.iter().map(|(_, extent)| *extent as u64).collect();
+        let strides = (0..shape.len()).map(|axis| shape[axis + 1..].iter().product()).collect();
+        let order = self.order.to_owned();
+        Fingerprint {
+            model: "tests".to_owned(),
+            weights: "1".to_owned(),
+            layouts: vec![KvLayout { layers: AXES[0].1 as u32, order, shape, strides }],
+            ranks: Ranks { tensor_world: world.into(), ..Ranks::default() },
+            block_tokens: self.tokens as u64,
+            ..Fingerprint::default()
+        }
+    }
+
+    /// What a rank's share of the heads is of a test's block `number`, whose position in its chain is
+    /// what `number` has over a multiple of 1,000, less 1.
+    pub fn slice(self, share: HeadShare, number: usize) -> Vec<u8> {
+        let (index, world) = share.get();
+        // Of no rank.
+        let number = number % pattern(1, 0);
+        let (prompt, at) = (number / 1_000, (number % 1_000).max(1) - 1);
+        let axes = self.axes(world);
+        let (&(_, row_bytes), outer) = axes.split_last().expect("bytes");
+        let rows: usize = outer.iter().map(|(_, extent)| extent).product();
+        let mut slice = vec![0; rows * row_bytes];
+        for (row, bytes) in slice.chunks_exact_mut(row_bytes).enumerate() {
+            let mut rest = row;
+            let mut place = prompt;
+            let mut digits = [("", 0); 5];
+            for (of, (name, extent)) in digits.iter_mut().zip(outer).rev() {
+                *of = (*name, rest % extent);
+                rest /= extent;
+            }
+            for (name, extent) in [("layer", 4), ("kv", 2), ("head", 8), ("token", 1 << 16)] {
+                let digit = digits.iter().find(|(of, _)| *of == name).expect("an axis").1;
+                let first = match name {
+                    "token" => at * self.tokens,
+                    "head" => usize::from(index) * AXES[2].1 / usize::from(world),
+                    _ => 0,
+                };
+                place = place * extent + first + digit;
+            }
+            fill_pattern(place, bytes);
+        }
+        slice
     }
 }
 
+/// Of `world` ranks that split the heads of a model.
+pub fn split_heads(world: u16) -> Fingerprint {
+    HeadForm::NHD.fingerprint(world)
+}
+
 /// What a rank has of a test's blocks: blocks of its own, or its heads of what all ranks have.
-struct Slice(Option<HeadShare>);
+struct Slice(Option<(HeadForm, HeadShare)>);
 
 impl Slice {
     /// Heads are split where the fingerprint says how they lie.
     fn of(options: &RankOptions) -> Self {
-        let splits = options.fingerprint.as_ref().is_some_and(|of| !of.layouts.is_empty());
-        Self(HeadShare::new(options.rank, options.group.world).filter(|_| splits))
+        let fingerprint = options.fingerprint.as_ref();
+        let form = fingerprint.and_then(|fingerprint| {
+            let order = &fingerprint.layouts.first()?.order;
+            let forms = [HeadForm::NHD, HeadForm::HND, HeadForm::LAYERS_INSIDE];
+            let form = forms.into_iter().find(|form| form.order == order)?;
+            Some(form.of_tokens(fingerprint.block_tokens as usize))
+        });
+        Self(form.zip(HeadShare::new(options.rank, options.group.world)))
     }
 
     fn bytes(&self, number: usize, bytes: usize) -> Vec<u8> {
-        if let Some(share) = self.0 {
-            return heads_of(share, number, bytes);
+        if let Some((form, share)) = self.0 {
+            return form.slice(share, number);
         }
         let mut block = vec![0; bytes];
         fill_pattern(number, &mut block);
@@ -158,30 +241,26 @@ impl Slice {
     }
 }
 
-/// The heads of a test's block `number` that are this share: `bytes` of it.
-///
-/// # Panics
-/// If heads do not make such shares.
-pub fn heads_of(share: HeadShare, number: usize, bytes: usize) -> Vec<u8> {
-    let mut block = vec![0; bytes * usize::from(share.get().1)];
-    // Of no rank.
-    fill_pattern(number % pattern(1, 0), &mut block);
-    let (layers, [kv, tokens, heads, _]) = HEADS;
-    let outer = u64::from(layers) * kv * tokens;
-    let layout = HeadLayout::new(outer as usize, heads as usize, block.len());
-    layout.and_then(|layout| layout.cut(share, &mut block)).expect("whole heads");
-    block
-}
-
 /// Is the rank as which another test started this process, if one did: of a model whose heads ranks
 /// split, with these settings of a directory.
 ///
 /// # Panics
 /// As [`be_a_rank`].
 pub fn be_a_started_rank(settings: impl Fn(&Path) -> Settings) {
+    be_a_started_rank_of(settings, |_| HeadForm::NHD);
+}
+
+/// [`be_a_started_rank`], with blocks of a form that its directory says.
+///
+/// # Panics
+/// As [`be_a_rank`].
+pub fn be_a_started_rank_of(
+    settings: impl Fn(&Path) -> Settings,
+    form: impl Fn(&Path) -> HeadForm,
+) {
     let Some((rank, dir)) = role() else { return };
     let group = group_of(&dir);
-    let fingerprint = Some(split_heads(group.world));
+    let fingerprint = Some(form(&dir).fingerprint(group.world));
     let rank = rank.parse().expect("the number of a rank");
     be_a_rank(&settings(&dir), RankOptions { fingerprint, ..RankOptions::new(group, rank) });
 }

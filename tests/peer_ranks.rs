@@ -1,13 +1,14 @@
-//! Workers with ranks that read each other: each rank brings its slices from the rank of its number,
-//! every byte checked in each, while processes are killed, frozen, or give their slots to other blocks.
+//! Workers with ranks that read each other, whether their blocks are alike or not: each rank brings its
+//! slices from the ranks that have its heads, every byte checked in each, while processes are killed,
+//! frozen, or give their slots to other blocks.
 
 use std::path::Path;
 use std::time::Instant;
 
-use kvbm::{BlockHash, NewEpoch, RequestInfo, Tier};
+use kvbm::{BlockHash, ChainNames, NewEpoch, RequestInfo, Tier};
 use kvbm_settings::{PeerNixl, Settings};
 use kvbm_tests::engine::{self, address, peer_name};
-use kvbm_tests::fleet::{self, Fleet, LIMIT, Served, be_a_started_rank, group_of, split_heads};
+use kvbm_tests::fleet::{self, Fleet, HeadForm, LIMIT, Served, be_a_started_rank_of, group_of};
 use kvbm_tests::process::Process;
 use kvbm_tests::rig::{chain, has_nixl, wait_until};
 use serde_json::json;
@@ -19,7 +20,7 @@ const WORLD: u16 = 2;
 
 fn of_peer(dir: &Path) -> Settings {
     let mut settings = fleet::settings(dir);
-    let bytes = settings.block_bytes.unwrap();
+    let bytes = form_of(dir).block_bytes() as u64;
     settings.block_bytes = Some(bytes / u64::from(group_of(dir).world));
     engine::add_peers(&mut settings, "");
     settings.peers.secret = Some("the secret of these tests".to_owned());
@@ -29,9 +30,23 @@ fn of_peer(dir: &Path) -> Settings {
     settings
 }
 
-/// The directory says how slices come: `reader-off-2`.
+/// The directory says what blocks are, and how slices come: `reader-32hnd-off-2`.
+fn form_of(dir: &Path) -> HeadForm {
+    let form = named(dir).split('-').nth(1).unwrap();
+    let at = form.find(char::is_alphabetic).unwrap();
+    let order = ORDERS.into_iter().find(|(name, _)| *name == &form[at..]).unwrap().1;
+    order.of_tokens(form[..at].parse().unwrap())
+}
+
+const ORDERS: [(&str, HeadForm); 3] =
+    [("nhd", HeadForm::NHD), ("hnd", HeadForm::HND), ("layers", HeadForm::LAYERS_INSIDE)];
+
+fn named(dir: &Path) -> &str {
+    dir.file_name().and_then(|name| name.to_str()).unwrap()
+}
+
 fn by(dir: &Path) -> PeerNixl {
-    let name = dir.file_name().and_then(|name| name.to_str()).unwrap();
+    let name = named(dir);
     [PeerNixl::Required, PeerNixl::Auto]
         .into_iter()
         .find(|nixl| name.contains(nixl.name()))
@@ -41,7 +56,7 @@ fn by(dir: &Path) -> PeerNixl {
 /// Not a test: the process of a rank, when another test starts it.
 #[test]
 fn process() {
-    be_a_started_rank(of_peer);
+    be_a_started_rank_of(of_peer, form_of);
 }
 
 fn open(home: &Path, name: &str, world: u16, reads_at: &str) -> Fleet {
@@ -49,10 +64,19 @@ fn open(home: &Path, name: &str, world: u16, reads_at: &str) -> Fleet {
 }
 
 fn open_by(nixl: PeerNixl, home: &Path, name: &str, world: u16, reads_at: &str) -> Fleet {
-    let dir = home.join(format!("{name}-{}-{world}", nixl.name()));
+    open_as(HeadForm::NHD, home, &format!("{name}/{}-{world}", nixl.name()), reads_at)
+}
+
+/// `name`: its own, how slices come, and ranks.
+fn open_as(form: HeadForm, home: &Path, name: &str, reads_at: &str) -> Fleet {
+    let (name, rest) = name.split_once('/').unwrap();
+    let (order, _) = ORDERS.into_iter().find(|(_, known)| known.order == form.order).unwrap();
+    let dir = home.join(format!("{name}-{}{order}-{rest}", form.tokens));
     let mut settings = of_peer(&dir);
     settings.peers.addresses = Some(reads_at.to_owned()).filter(|list| !list.is_empty());
-    Fleet::open(module_path!(), &dir, settings, group_of(&dir), Some(split_heads(world)))
+    let group = group_of(&dir);
+    let fingerprint = form.fingerprint(group.world);
+    Fleet::open(module_path!(), &dir, settings, group, Some(fingerprint))
 }
 
 struct Pair {
@@ -306,6 +330,73 @@ fn two_ranks_read_at_four() {
 #[test]
 fn four_ranks_read_at_two() {
     crosses(2, 4);
+}
+
+/// Workers whose blocks differ in more than the number of ranks: as many tokens of each prompt as the
+/// holder computed come, in blocks of the reader's.
+fn crosses_forms([there, here]: [(HeadForm, u16); 2]) {
+    let home = tempfile::tempdir().unwrap();
+    let mut holder = open_as(there.0, home.path(), &format!("holder/off-{}", there.1), "");
+    let address = address(&holder.manager);
+    let reading = format!("reader/auto-{}", here.1);
+    let mut reader = open_as(here.0, home.path(), &reading, &address);
+    let pull = |reader: &Fleet, n, tokens: usize| {
+        let [names, ours] = [there.0, here.0].map(|form| chain(n, (tokens / form.tokens) as u32));
+        let names = ChainNames::from(&ours).in_blocks_of(there.0.tokens as u64, names);
+        let peers = reader.manager.peers().unwrap();
+        let leased = peers.lease(&peer_name(&address), names, RequestInfo::default()).wait();
+        let pulled = leased.and_then(|lease| peers.pull(lease).wait());
+        pulled.map_or_else(|error| (0, Some(error.to_string())), |of| (of.copied, of.fault))
+    };
+    let compute = |holder: &mut Fleet, n, tokens: usize| {
+        let blocks = chain(n, (tokens / there.0.tokens) as u32);
+        assert_eq!(holder.serve(&blocks).saved, blocks.len());
+    };
+    let mut random = fastrand::Rng::with_seed(7);
+    for n in 1..4 {
+        let tokens = 64 * random.usize(1..6);
+        compute(&mut holder, n, tokens);
+        let blocks = tokens / here.0.tokens;
+        // Some of it is here already.
+        let before = random.usize(0..blocks);
+        let saved = if before > 0 { reader.serve(&chain(n, before as u32)).saved } else { 0 };
+        assert_eq!(pull(&reader, n, tokens), (blocks - saved, None));
+        let served = Served { hit: blocks, saved: blocks, ..Served::default() };
+        assert_eq!(reader.serve(&chain(n, blocks as u32)), served);
+    }
+    // A rank that goes away after it was leased from is a miss in all, and then it heals.
+    compute(&mut holder, 4, 256);
+    holder.kill(0);
+    assert_eq!(pull(&reader, 4, 256).0, 0);
+    wait_until(LIMIT, "it is not away", || holder.manager.matches(&chain(4, 4)).longest() == 0);
+    holder.restart(0);
+    holder.assert_heals(&chain(5, (256 / there.0.tokens) as u32));
+    let all = 256 / here.0.tokens;
+    wait_until(LIMIT, "it does not come again", || pull(&reader, 5, 256).0 == all);
+    assert_eq!(reader.serve(&chain(5, all as u32)).wrong, 0);
+    [&holder, &reader].into_iter().for_each(Fleet::assert_sound);
+    reader.end();
+    holder.end();
+}
+
+#[test]
+fn blocks_of_more_tokens_are_made_of_several_slices() {
+    crosses_forms([(HeadForm::NHD, 2), (HeadForm::NHD.of_tokens(64), 2)]);
+}
+
+#[test]
+fn a_slice_makes_blocks_of_fewer_tokens_in_fewer_ranks() {
+    crosses_forms([(HeadForm::NHD.of_tokens(64), 2), (HeadForm::HND.of_tokens(32), 1)]);
+}
+
+#[test]
+fn slices_of_another_order_come_in_more_ranks() {
+    crosses_forms([(HeadForm::LAYERS_INSIDE, 2), (HeadForm::NHD, 4)]);
+}
+
+#[test]
+fn one_rank_makes_its_blocks_of_four_ranks() {
+    crosses_forms([(HeadForm::HND.of_tokens(32), 4), (HeadForm::LAYERS_INSIDE.of_tokens(64), 1)]);
 }
 
 #[test]
