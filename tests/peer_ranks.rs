@@ -2,6 +2,8 @@
 //! slices from the ranks that have its heads, every byte checked in each, while processes are killed,
 //! frozen, or give their slots to other blocks.
 
+use std::collections::HashSet;
+use std::fs;
 use std::path::Path;
 use std::time::Instant;
 
@@ -24,13 +26,15 @@ fn of_peer(dir: &Path) -> Settings {
     settings.block_bytes = Some(bytes / u64::from(group_of(dir).world));
     engine::add_peers(&mut settings, "");
     settings.peers.secret = Some("the secret of these tests".to_owned());
-    settings.peers.nixl = by(dir);
+    let way = Way::of(dir);
+    settings.peers.shared_memory = matches!(way, Way::Memory);
+    settings.peers.nixl = way.nixl();
     settings.peers.lease_ttl_ms = TTL_MS;
     settings.peers.lease_share = 1.0;
     settings
 }
 
-/// The directory says what blocks are, and how slices come: `reader-32hnd-off-2`.
+/// The directory says what blocks are, and how slices come: `reader-32hnd-tcp-2`.
 fn form_of(dir: &Path) -> HeadForm {
     let form = named(dir).split('-').nth(1).unwrap();
     let at = form.find(char::is_alphabetic).unwrap();
@@ -45,12 +49,41 @@ fn named(dir: &Path) -> &str {
     dir.file_name().and_then(|name| name.to_str()).unwrap()
 }
 
-fn by(dir: &Path) -> PeerNixl {
-    let name = named(dir);
-    [PeerNixl::Required, PeerNixl::Auto]
-        .into_iter()
-        .find(|nixl| name.contains(nixl.name()))
-        .unwrap_or(PeerNixl::Off)
+/// How slices come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Tcp,
+    Nixl,
+    NixlOrTcp,
+    Memory,
+}
+
+impl Way {
+    /// Those by which all slices come.
+    const ALL: [Self; 2] = [Self::Tcp, Self::Memory];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Nixl => "nixl",
+            Self::NixlOrTcp => "auto",
+            Self::Memory => "memory",
+        }
+    }
+
+    fn of(dir: &Path) -> Self {
+        let name = named(dir).split('-').nth(2).unwrap();
+        let all = [Self::Tcp, Self::Nixl, Self::NixlOrTcp, Self::Memory];
+        all.into_iter().find(|way| way.name() == name).unwrap()
+    }
+
+    const fn nixl(self) -> PeerNixl {
+        match self {
+            Self::Tcp | Self::Memory => PeerNixl::Off,
+            Self::Nixl => PeerNixl::Required,
+            Self::NixlOrTcp => PeerNixl::Auto,
+        }
+    }
 }
 
 /// Not a test: the process of a rank, when another test starts it.
@@ -60,18 +93,22 @@ fn process() {
 }
 
 fn open(home: &Path, name: &str, world: u16, reads_at: &str) -> Fleet {
-    open_by(PeerNixl::Off, home, name, world, reads_at)
+    open_by(Way::Tcp, home, name, world, reads_at)
 }
 
-fn open_by(nixl: PeerNixl, home: &Path, name: &str, world: u16, reads_at: &str) -> Fleet {
-    open_as(HeadForm::NHD, home, &format!("{name}/{}-{world}", nixl.name()), reads_at)
+fn open_by(way: Way, home: &Path, name: &str, world: u16, reads_at: &str) -> Fleet {
+    open_as((HeadForm::NHD, world), way, home, name, reads_at)
 }
 
-/// `name`: its own, how slices come, and ranks.
-fn open_as(form: HeadForm, home: &Path, name: &str, reads_at: &str) -> Fleet {
-    let (name, rest) = name.split_once('/').unwrap();
+fn open_as(
+    (form, world): (HeadForm, u16),
+    way: Way,
+    home: &Path,
+    name: &str,
+    reads_at: &str,
+) -> Fleet {
     let (order, _) = ORDERS.into_iter().find(|(_, known)| known.order == form.order).unwrap();
-    let dir = home.join(format!("{name}-{}{order}-{rest}", form.tokens));
+    let dir = home.join(format!("{name}-{}{order}-{}-{world}", form.tokens, way.name()));
     let mut settings = of_peer(&dir);
     settings.peers.addresses = Some(reads_at.to_owned()).filter(|list| !list.is_empty());
     let group = group_of(&dir);
@@ -87,16 +124,16 @@ struct Pair {
 }
 
 impl Pair {
-    fn open(nixl: PeerNixl) -> Self {
-        Self::of(nixl, WORLD, WORLD)
+    fn open(way: Way) -> Self {
+        Self::of(way, WORLD, WORLD)
     }
 
     /// Workers by their number of ranks.
-    fn of(nixl: PeerNixl, holder: u16, reader: u16) -> Self {
+    fn of(way: Way, holder: u16, reader: u16) -> Self {
         let home = tempfile::tempdir().unwrap();
-        let there = open_by(nixl, home.path(), "holder", holder, "");
+        let there = open_by(way, home.path(), "holder", holder, "");
         let address = address(&there.manager);
-        let here = open_by(nixl, home.path(), "reader", reader, &address);
+        let here = open_by(way, home.path(), "reader", reader, &address);
         Self { there, here, peer: peer_name(&address), _home: home }
     }
 
@@ -136,23 +173,33 @@ impl Pair {
 
 #[test]
 fn each_rank_gets_its_slices_of_the_other_worker() {
-    each_rank_gets_its_slices(PeerNixl::Off);
+    each_rank_gets_its_slices(Way::Tcp);
 }
 
 #[test]
 fn each_rank_gets_its_slices_by_nixl() {
     if has_nixl() {
-        each_rank_gets_its_slices(PeerNixl::Required);
+        each_rank_gets_its_slices(Way::Nixl);
     }
 }
 
-fn each_rank_gets_its_slices(nixl: PeerNixl) {
-    let mut pair = Pair::open(nixl);
+#[test]
+fn each_rank_copies_its_slices_out_of_a_neighbours_memory() {
+    each_rank_gets_its_slices(Way::Memory);
+}
+
+fn each_rank_gets_its_slices(way: Way) {
+    let mut pair = Pair::open(way);
     for n in 1..4 {
         assert_eq!(pair.there.serve(&chain(n, 6)).saved, 6);
         assert_eq!(pair.read(&chain(n, 6)), (6, None));
         let served = Served { hit: 6, saved: 6, ..Served::default() };
         assert_eq!(pair.here.serve(&chain(n, 6)), served);
+    }
+    // Its own and its neighbour's.
+    let mapped = if way == Way::Memory { 2 } else { 0 };
+    for rank in pair.here.ranks.iter().flatten() {
+        assert_eq!(regions_mapped(rank), mapped);
     }
     // Onto the device at once.
     assert_eq!(pair.there.serve(&chain(9, 6)).saved, 6);
@@ -166,20 +213,33 @@ fn each_rank_gets_its_slices(nixl: PeerNixl) {
     pair.end();
 }
 
+/// Memories of host tiers that a process has mapped that others may map.
+fn regions_mapped(rank: &Process) -> usize {
+    let maps = fs::read_to_string(format!("/proc/{}/maps", rank.id())).unwrap();
+    let files = maps.lines().filter(|map| map.contains("/memfd:"));
+    // Of one file, with its number.
+    files.filter_map(|map| map.split_whitespace().nth(4)).collect::<HashSet<_>>().len()
+}
+
 #[test]
 fn a_reset_at_either_worker_leaves_nothing_wrong() {
-    a_reset_leaves_nothing_wrong(PeerNixl::Off);
+    a_reset_leaves_nothing_wrong(Way::Tcp);
 }
 
 #[test]
 fn a_reset_leaves_nothing_wrong_by_nixl() {
     if has_nixl() {
-        a_reset_leaves_nothing_wrong(PeerNixl::Required);
+        a_reset_leaves_nothing_wrong(Way::Nixl);
     }
 }
 
-fn a_reset_leaves_nothing_wrong(nixl: PeerNixl) {
-    let mut pair = Pair::open(nixl);
+#[test]
+fn a_reset_leaves_nothing_wrong_in_memory() {
+    a_reset_leaves_nothing_wrong(Way::Memory);
+}
+
+fn a_reset_leaves_nothing_wrong(way: Way) {
+    let mut pair = Pair::open(way);
     let weights = |number| NewEpoch::of_weights(number, "new");
     assert_eq!(pair.there.serve(&chain(1, 6)).saved, 6);
     // What was leased is what it was, or does not come.
@@ -201,18 +261,23 @@ fn a_reset_leaves_nothing_wrong(nixl: PeerNixl) {
 
 #[test]
 fn killed_ranks_cost_misses_and_then_it_heals() {
-    killed_ranks_cost_misses(PeerNixl::Off);
+    killed_ranks_cost_misses(Way::Tcp);
 }
 
 #[test]
 fn killed_ranks_cost_misses_by_nixl() {
     if has_nixl() {
-        killed_ranks_cost_misses(PeerNixl::Required);
+        killed_ranks_cost_misses(Way::Nixl);
     }
 }
 
-fn killed_ranks_cost_misses(nixl: PeerNixl) {
-    let mut pair = Pair::open(nixl);
+#[test]
+fn killed_neighbours_cost_misses_and_then_it_heals() {
+    killed_ranks_cost_misses(Way::Memory);
+}
+
+fn killed_ranks_cost_misses(way: Way) {
+    let mut pair = Pair::open(way);
     for (n, rank) in [(1, 0), (2, 1)] {
         // The holder's, between the lease and the pull.
         assert_eq!(pair.there.serve(&chain(n, 6)).saved, 6);
@@ -247,18 +312,23 @@ fn killed_ranks_cost_misses(nixl: PeerNixl) {
 
 #[test]
 fn frozen_ranks_cost_one_lease_time_then_it_heals() {
-    frozen_ranks_cost_one_lease_time(PeerNixl::Off);
+    frozen_ranks_cost_one_lease_time(Way::Tcp);
 }
 
 #[test]
 fn frozen_ranks_cost_one_lease_time_by_nixl() {
     if has_nixl() {
-        frozen_ranks_cost_one_lease_time(PeerNixl::Auto);
+        frozen_ranks_cost_one_lease_time(Way::NixlOrTcp);
     }
 }
 
-fn frozen_ranks_cost_one_lease_time(nixl: PeerNixl) {
-    let mut pair = Pair::open(nixl);
+#[test]
+fn frozen_neighbours_cost_one_lease_time_then_it_heals() {
+    frozen_ranks_cost_one_lease_time(Way::Memory);
+}
+
+fn frozen_ranks_cost_one_lease_time(way: Way) {
+    let mut pair = Pair::open(way);
     assert_eq!(pair.there.serve(&chain(1, 6)).saved, 6);
     let (copied, why) = pair.read_after(&chain(1, 6), || second_rank(&pair.there).stop());
     assert_eq!(copied, 0, "{why:?}");
@@ -287,7 +357,11 @@ fn second_rank(fleet: &Fleet) -> &Process {
 
 /// Each rank here gets its heads from the ranks there that have them.
 fn crosses(holder: u16, reader: u16) {
-    let mut pair = Pair::of(PeerNixl::Off, holder, reader);
+    Way::ALL.into_iter().for_each(|way| crosses_by(way, holder, reader));
+}
+
+fn crosses_by(way: Way, holder: u16, reader: u16) {
+    let mut pair = Pair::of(way, holder, reader);
     for n in 1..4 {
         assert_eq!(pair.there.serve(&chain(n, 6)).saved, 6);
         assert_eq!(pair.read(&chain(n, 6)), (6, None));
@@ -334,12 +408,15 @@ fn four_ranks_read_at_two() {
 
 /// Workers whose blocks differ in more than the number of ranks: as many tokens of each prompt as the
 /// holder computed come, in blocks of the reader's.
-fn crosses_forms([there, here]: [(HeadForm, u16); 2]) {
+fn crosses_forms(forms: [(HeadForm, u16); 2]) {
+    Way::ALL.into_iter().for_each(|way| crosses_forms_by(way, forms));
+}
+
+fn crosses_forms_by(way: Way, [there, here]: [(HeadForm, u16); 2]) {
     let home = tempfile::tempdir().unwrap();
-    let mut holder = open_as(there.0, home.path(), &format!("holder/off-{}", there.1), "");
+    let mut holder = open_as(there, way, home.path(), "holder", "");
     let address = address(&holder.manager);
-    let reading = format!("reader/auto-{}", here.1);
-    let mut reader = open_as(here.0, home.path(), &reading, &address);
+    let mut reader = open_as(here, way, home.path(), "reader", &address);
     let pull = |reader: &Fleet, n, tokens: usize| {
         let [names, ours] = [there.0, here.0].map(|form| chain(n, (tokens / form.tokens) as u32));
         let names = ChainNames::from(&ours).in_blocks_of(there.0.tokens as u64, names);

@@ -538,17 +538,19 @@ pub(super) mod tests {
         }
     }
 
-    /// Lists of the issue: heads inside of tokens, and outside, and layers inside of both.
-    const RANK_ORDERS: [&str; 3] = [ORDERS[0], ORDERS[1], "head,token,layer,kv,channel,byte"];
-    const PROMPT: usize = 128;
+    /// Heads inside of tokens, and outside, and layers inside of both.
+    pub(in crate::peers) const RANK_ORDERS: [&str; 3] =
+        [ORDERS[0], ORDERS[1], "head,token,layer,kv,channel,byte"];
+    /// Tokens.
+    pub(in crate::peers) const PROMPT: usize = 128;
 
     /// A rank of a worker, and its slices of a prompt.
-    struct RankSlices {
-        member: Member,
-        slices: Vec<Vec<u8>>,
+    pub(in crate::peers) struct RankSlices {
+        pub(in crate::peers) member: Member,
+        pub(in crate::peers) slices: Vec<Vec<u8>>,
     }
 
-    fn ranks_of(order: &str, tokens: usize, world: u16) -> Vec<RankSlices> {
+    pub(in crate::peers) fn ranks_of(order: &str, tokens: usize, world: u16) -> Vec<RankSlices> {
         let slices_of = |rank| {
             let mut extents = EXTENTS;
             extents[2].1 /= usize::from(world);

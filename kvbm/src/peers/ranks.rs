@@ -6,14 +6,17 @@
 //! gives the slice, only while its slot is in that life. So what came is right, or it does not count; and when it does
 //! not come in any rank, it does not count in all.
 //!
-//! Slices come over the connection of two ranks, or where both have NIXL by that.
+//! Slices come out of the other rank's memory, where it can be mapped; else by NIXL, where both have
+//! that; else over the connection.
 //!
 //! | module | |
 //! |---|---|
 //! | `holder` | gives slices |
 //! | `coming` | takes them over the connection, into slots |
-//! | `by_nixl` | reads them out of the other's memory |
+//! | `by_memory` | copies them out of the memory of a rank on this host |
+//! | `by_nixl` | has NIXL read them out of the other's memory |
 
+mod by_memory;
 mod by_nixl;
 mod coming;
 mod holder;
@@ -37,6 +40,7 @@ use self::holder::SliceHolder;
 use super::conversion::Conversion;
 use super::greeting::{Credentials, random};
 use super::link::{PeerFault, PeerLink};
+use super::neighbour::{self, Neighbours};
 use super::nixl::{NixlHolders, agent_name};
 use super::protocol::{BrokenLink, Member};
 use super::reader::{MAX_WAIT, MAX_WAITING};
@@ -126,11 +130,17 @@ impl RankListener {
         let handle = runtime.handle();
         let entered = handle.enter();
         let socket = tokio::net::TcpListener::from_std(socket).map_err(refused)?;
+        if let Some(memory) = slots.memory().shareable() {
+            let asked = neighbour::listen(seat.incarnation).map_err(refused)?;
+            handle.spawn(neighbour::hand_out(asked, memory.clone()));
+        }
         drop(entered);
+        let maps = settings.peers.shared_memory && sealed.is_none();
         let reader = Arc::new(SliceReader {
             credentials: Arc::clone(&credentials),
             waiting: Mutex::default(),
             seal,
+            neighbours: maps.then(Neighbours::default),
             nixl: nixl.clone().map(|nixl| NixlHolders::new(nixl, is_required, 0)),
         });
         let tidied = Arc::clone(&reader);
@@ -209,6 +219,8 @@ struct SliceReader {
     waiting: Mutex<HashMap<RankPlace, Vec<WaitingLink>>>,
     /// How slices that come sealed, or are to lie sealed, do so. `None`: no key is given.
     seal: Option<Arc<HostSeal>>,
+    /// `None`: others' memory is not to be mapped.
+    neighbours: Option<Neighbours>,
     nixl: Option<NixlHolders>,
 }
 
@@ -268,7 +280,7 @@ impl SliceReader {
         Ok(())
     }
 
-    /// By NIXL if it can be, else over the connection.
+    /// Out of the other's memory or by NIXL if it can be, else over the connection.
     async fn bring_over(
         &self,
         link: &mut PeerLink,
@@ -276,6 +288,9 @@ impl SliceReader {
         slots: &mut ComingSlots,
         until: Instant,
     ) -> Result<(), PeerFault> {
+        if let Some(memory) = link.memory.clone() {
+            return by_memory::take(link, &memory, (source, conversion), slots, until).await;
+        }
         if let Some(nixl) = &self.nixl {
             if source.has_all_heads() && conversion.is_none() {
                 match by_nixl::take(link, slots, until).await {
@@ -298,9 +313,13 @@ impl SliceReader {
     }
 
     async fn connect(&self, (host, seat): &RankPlace) -> Result<PeerLink, BrokenLink> {
-        let link = PeerLink::connect(&format!("{host}:{}", seat.port), &self.credentials).await?;
+        let address = format!("{host}:{}", seat.port);
+        let mut link = PeerLink::connect(&address, &self.credentials).await?;
         if link.holder.incarnation != seat.incarnation {
             return Err(BrokenLink::Unexpected("another process is that rank now"));
+        }
+        if let Some(neighbours) = &self.neighbours {
+            link.memory = neighbours.memory_of(&link.holder).await;
         }
         Ok(link)
     }

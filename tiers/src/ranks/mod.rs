@@ -81,7 +81,7 @@ pub use pull::{
     PeerSeat, PullFrom, PullOrder, PullSlots, PullSource, PulledBlock, PulledSlot, RankSlots,
 };
 #[cfg(any(test, feature = "testing"))]
-pub use pull::{pulled_slot, rank_slots};
+pub use pull::{pulled_slot, pulled_slot_of, rank_slots};
 pub use recovery::Disagreement;
 pub use shares::{HeadLayout, HeadShare};
 pub use slots::{KeptSlots, SlotJournal};

@@ -17,6 +17,7 @@ use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier}
 use crate::dram::DramRegion;
 use crate::frame::Frame;
 use crate::memory::Memory;
+use crate::peers::PeerMemory;
 use crate::stream;
 
 /// Where a rank serves those of other workers.
@@ -167,6 +168,12 @@ impl PulledSlot {
         self.memory.remember_checksum(self.frame.as_ref()?)
     }
 
+    /// Copies what lies in a slot of a peer's memory; returns the checksum of what arrived, which the
+    /// region remembers. `None`: there is no such slot, or its block has another size.
+    pub fn copy_of(&mut self, peer: &PeerMemory, from: SlotId) -> Option<u32> {
+        peer.copy_into(from, &self.memory, self.frame.as_mut()?).ok()
+    }
+
     /// For something that writes the slot by itself, until it [gives it back](Self::give_back).
     pub const fn lend(&mut self) -> Option<Frame> {
         self.frame.take()
@@ -266,8 +273,21 @@ impl RankSlots {
 /// If there is no such slot.
 #[cfg(any(test, feature = "testing"))]
 pub fn pulled_slot(memory: &Arc<DramRegion>, op: CopyOp, place: usize, done: Done) -> PulledSlot {
-    let frame = memory.frame_of_leader(op.to).expect("a slot of this memory");
-    let pulled = PulledBlock { op, from: vec![op.from], position: 0 };
+    pulled_slot_of(memory, PulledBlock { op, from: vec![op.from], position: 0 }, place, done)
+}
+
+/// [`pulled_slot`], for what is made of several slots, or of a part of one.
+///
+/// # Panics
+/// If there is no such slot.
+#[cfg(any(test, feature = "testing"))]
+pub fn pulled_slot_of(
+    memory: &Arc<DramRegion>,
+    pulled: PulledBlock,
+    place: usize,
+    done: Done,
+) -> PulledSlot {
+    let frame = memory.frame_of_leader(pulled.op.to).expect("a slot of this memory");
     PulledSlot::new(memory, (pulled, frame), place, done)
 }
 

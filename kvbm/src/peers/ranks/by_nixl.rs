@@ -10,11 +10,11 @@ use kvbm_tiers::{CopyError, SlotRead, SlotReads};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::coming::{ComingSlots, another_life, expect};
+use super::coming::{ComingSlots, another_life, expect, sums_of};
 use super::in_time;
 use crate::peers::link::{PeerFault, PeerLink};
 use crate::peers::nixl::{GRACE, READ_BYTES, READS};
-use crate::peers::protocol::{BrokenLink, MAX_SLICES, SlotLife, ToHolder, ToReader};
+use crate::peers::protocol::{BrokenLink, MAX_SLICES, SlotLife};
 
 /// A slot, the checksum of what is to come, and of what came.
 struct SummedSlot {
@@ -85,11 +85,9 @@ async fn summed(
     at_once: usize,
 ) -> Result<Vec<SummedSlot>, BrokenLink> {
     let count = at_once.min(slots.left.len());
-    let lives = slots.left.range(..count).map(|slot| SlotLife::of(slot.op().from)).collect();
-    let sums = match link.exchange(&ToHolder::SliceSums(lives)).await? {
-        ToReader::SliceSums(sums) if sums.len() == count => sums,
-        _ => return Err(BrokenLink::Unexpected("no answer to a request for checksums")),
-    };
+    let lives: Vec<_> =
+        slots.left.range(..count).map(|slot| SlotLife::of(slot.op().from)).collect();
+    let sums = sums_of(link, &lives).await?;
     let mut part = Vec::with_capacity(count);
     for (slot, sum) in slots.left.drain(..count).zip(sums) {
         match sum {

@@ -4,12 +4,13 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use kvbm_tiers::checksum::checksum;
-use kvbm_tiers::ranks::{HeadLayout, HeadShare, PullSource, PulledSlot};
+use kvbm_tiers::ranks::{HeadLayout, HeadShare, PullSource, PulledBlock, PulledSlot};
 use kvbm_tiers::sealed::{ArrivingBlock, HostSeal, OtherSeal, SEAL_BYTES};
 use kvbm_tiers::{CopyError, CopyErrorKind, CopyOp};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
 
 use crate::peers::conversion::Conversion;
+use crate::peers::link::PeerLink;
 use crate::peers::protocol::{BrokenLink, MAX_SLICES, SlotLife, ToHolder, ToReader, receive, send};
 use crate::peers::sealed::{self, NOT_CONVERTED, SliceSeals};
 
@@ -58,6 +59,11 @@ impl ComingSlots {
     pub(super) fn fail(self, error: &CopyError) {
         let slots = self.left.into_iter().chain(self.came);
         slots.for_each(|slot| slot.end(Err(error.clone())));
+    }
+
+    /// What became of each that is left, as far as this rank goes.
+    pub(super) fn all(&mut self, came: Vec<Result<(), CopyError>>) {
+        came.into_iter().for_each(|came| self.next(came));
     }
 
     fn seal_bytes(&self) -> usize {
@@ -115,10 +121,11 @@ pub(super) async fn take(
     let bytes = (slot_bytes - seal_bytes) / usize::from(shares);
     let lives = slots.left.iter().map(|slot| SlotLife::of(slot.op().from)).collect();
     let mut requests = SliceRequests::new(lives, source.give, bytes);
+    let placement = SlicePlacement { heads: slots.heads, conversion: None, into: source.into };
     // What does not come straight into its slot.
     let mut part = Vec::new();
     while requests.next(stream).await?.is_some() {
-        let ComingSlots { left, heads, seals, .. } = &mut *slots;
+        let ComingSlots { left, seals, .. } = &mut *slots;
         let Some(slot) = left.front_mut() else { return Ok(()) };
         let came = match receive(stream).await? {
             ToReader::Slice(Some(crc)) if is_whole && seal_bytes == 0 => {
@@ -129,7 +136,7 @@ pub(super) async fn take(
                 read_part(stream, &mut part, bytes).await?;
                 expect(Some(checksum(&part)), crc).and_then(|()| match seals.own() {
                     Some(seal) => take_in(slot, (seal, None), crc, &mut part),
-                    None => join(slot, *heads, source.into, &part),
+                    None => placement.place(slot, 0, &part),
                 })
             }
             ToReader::SealedSlice(crc, key) => {
@@ -172,39 +179,81 @@ pub(super) async fn take_converted(
             ToReader::SealedSlice(..) => return Err(BrokenLink::Unexpected(NOT_CONVERTED)),
             other => Err(not_given(other)?),
         };
-        let SliceGoal { slots: into, nth } = &goals[next];
-        for at in into.clone() {
-            if made[at].is_err() {
-                continue;
+        match came {
+            Ok(()) => {
+                let placement =
+                    SlicePlacement { heads: None, conversion: Some(conversion), into: source.into };
+                placement.place_all(&goals[next], &slice, slots, &mut made);
             }
-            let slot = &mut slots.left[at];
-            let part = conversion.part_at(slot.pulled().position as usize, *nth);
-            made[at] = came.clone().and_then(|()| {
-                conversion.put(part, &slice, slot.bytes()).ok_or_else(|| {
-                    CopyError::refused("a slice has another size than its layout says")
-                })
-            });
+            Err(why) => goals[next].fail(&mut made, &why),
         }
     }
-    for made in made {
-        if made.is_ok() && source.into.is_last() {
-            slots.left.front().map(PulledSlot::written);
-        }
-        slots.next(made);
-    }
+    slots.all(made);
     Ok(())
 }
 
 /// Where a slice goes.
-struct SliceGoal {
+pub(super) struct SliceGoal {
     /// A part of it goes into each of these,
-    slots: Range<usize>,
+    pub(super) slots: Range<usize>,
     /// which are made of so many before it.
     nth: usize,
 }
 
+impl SliceGoal {
+    pub(super) fn fail(&self, made: &mut [Result<(), CopyError>], why: &CopyError) {
+        made[self.slots.clone()].fill(Err(why.clone()));
+    }
+}
+
+/// How what a rank gives of a slice goes into slots.
+pub(super) struct SlicePlacement<'a> {
+    /// How heads lie in slices here.
+    pub(super) heads: Option<HeadLayout>,
+    /// `None`: slices lie there as they do here.
+    pub(super) conversion: Option<&'a Conversion>,
+    /// The share of the heads of ours that is given.
+    pub(super) into: HeadShare,
+}
+
+impl SlicePlacement<'_> {
+    /// Into all slots that are made of it, but for those that have failed.
+    pub(super) fn place_all(
+        &self,
+        goal: &SliceGoal,
+        slice: &[u8],
+        slots: &mut ComingSlots,
+        made: &mut [Result<(), CopyError>],
+    ) {
+        for at in goal.slots.clone() {
+            if made[at].is_ok() {
+                made[at] = self.place(&mut slots.left[at], goal.nth, slice);
+            }
+        }
+    }
+
+    /// A slot is written with the last slice of the last rank.
+    fn place(&self, slot: &mut PulledSlot, nth: usize, slice: &[u8]) -> Result<(), CopyError> {
+        let PulledBlock { from, position, .. } = slot.pulled();
+        let is_last = self.into.is_last() && nth + 1 == from.len();
+        let position = *position as usize;
+        let put = match (self.conversion, self.heads) {
+            (Some(conversion), _) => {
+                conversion.put(conversion.part_at(position, nth), slice, slot.bytes())
+            }
+            (None, Some(heads)) => heads.put(self.into, slice, slot.bytes()),
+            (None, None) => None,
+        };
+        put.ok_or_else(|| CopyError::refused("a slice is not what its layout says"))?;
+        if is_last {
+            slot.written();
+        }
+        Ok(())
+    }
+}
+
 /// The slices that slots are made of, each once, and where they go.
-fn goals_of(slots: &VecDeque<PulledSlot>) -> (Vec<SlotLife>, Vec<SliceGoal>) {
+pub(super) fn goals_of(slots: &VecDeque<PulledSlot>) -> (Vec<SlotLife>, Vec<SliceGoal>) {
     let (mut lives, mut goals) = (Vec::new(), Vec::<SliceGoal>::new());
     for (at, slot) in slots.iter().enumerate() {
         for (nth, from) in slot.pulled().from.iter().enumerate() {
@@ -231,6 +280,17 @@ async fn read_part(
     Ok(())
 }
 
+/// Has the other rank say the checksums of slices, of those that are there.
+pub(super) async fn sums_of(
+    link: &mut PeerLink,
+    lives: &[SlotLife],
+) -> Result<Vec<Option<[u8; 4]>>, BrokenLink> {
+    match link.exchange(&ToHolder::SliceSums(lives.to_vec())).await? {
+        ToReader::SliceSums(sums) if sums.len() == lives.len() => Ok(sums),
+        _ => Err(BrokenLink::Unexpected("no answer to a request for checksums")),
+    }
+}
+
 /// Why a slice does not come. An error: nothing comes any more.
 fn not_given(answer: ToReader) -> Result<CopyError, BrokenLink> {
     match answer {
@@ -255,21 +315,6 @@ fn take_in(
     Ok(())
 }
 
-/// Puts a share of a slice into its slot, which is written when the last one has come.
-fn join(
-    slot: &mut PulledSlot,
-    heads: Option<HeadLayout>,
-    share: HeadShare,
-    part: &[u8],
-) -> Result<(), CopyError> {
-    let put = heads.and_then(|heads| heads.put(share, part, slot.bytes()));
-    put.ok_or_else(|| CopyError::refused("heads are not split so that a share came"))?;
-    if share.is_last() {
-        slot.written();
-    }
-    Ok(())
-}
-
 /// Whether what came has the checksum that came with it.
 pub(super) fn expect(crc: Option<u32>, sent: [u8; 4]) -> Result<(), CopyError> {
     let wrong = || CopyError::new(CopyErrorKind::Corrupt, "it is not what its checksum says");
@@ -279,3 +324,6 @@ pub(super) fn expect(crc: Option<u32>, sent: [u8; 4]) -> Result<(), CopyError> {
 pub(super) fn another_life() -> CopyError {
     CopyError::new(CopyErrorKind::Unavailable, "its slot holds something else by now")
 }
+
+#[cfg(test)]
+mod tests;

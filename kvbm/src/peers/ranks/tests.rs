@@ -471,7 +471,8 @@ fn reader() -> SliceReader {
         converts_types: false,
     };
     let credentials = Arc::new(credentials);
-    SliceReader { credentials, waiting: Mutex::default(), seal: None, nixl: None }
+    let waiting = Mutex::default();
+    SliceReader { credentials, waiting, seal: None, neighbours: None, nixl: None }
 }
 
 /// A rank that takes a connection, and says nothing.

@@ -19,7 +19,7 @@ use crate::peers::greeting::tests::member;
 use crate::peers::greeting::{Credentials, PeerProofs};
 use crate::peers::nixl::tests::{NixlDouble, Reads, Shared};
 use crate::peers::nixl::{NixlHolders, NixlMessage};
-use crate::peers::protocol::requests;
+use crate::peers::protocol::{ToHolder, requests};
 use crate::peers::tests::simulated;
 use crate::sync::Mutex;
 
@@ -82,6 +82,7 @@ impl RankPair {
             credentials: credentials(2),
             waiting: Mutex::default(),
             seal: None,
+            neighbours: None,
             nixl: Some(NixlHolders::new(nixl, is_required, 0)),
         };
         Self { reader, holder, double, there, here }

@@ -1,0 +1,213 @@
+//! Slices that become others here: over a connection, and out of a neighbour's memory.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvbm_tiers::ranks::{PeerSeat, PullFrom, PulledBlock, pulled_slot, pulled_slot_of, rank_slots};
+use kvbm_tiers::{
+    BlockKey, Done, DramOptions, DramRegion, Geometry, Memory, PeerMemory, SlotId, SlotRef, Tier,
+};
+use tokio::io::duplex;
+use tokio_util::codec::FramedRead;
+
+use super::super::{SliceHolder, SliceReader};
+use super::*;
+use crate::peers::conversion::tests::{PROMPT, RANK_ORDERS, RankSlices, ranks_of};
+use crate::peers::greeting::{Credentials, PeerProofs};
+use crate::peers::protocol::{Member, requests};
+use crate::sync::Mutex;
+
+/// Every slot's, at the ranks that are read.
+const LIFE: u32 = 7;
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// A rank that reads, the ranks that have its heads, and their memories.
+struct ReadRanks {
+    ours: RankSlices,
+    here: Arc<DramRegion>,
+    holders: Vec<(Arc<SliceHolder>, Arc<DramRegion>)>,
+    is_mapped: bool,
+}
+
+type Ends = Vec<(usize, Option<CopyErrorKind>)>;
+
+fn memory(slices: usize, bytes: u64) -> Arc<DramRegion> {
+    let geometry = Geometry::new(slices as u32, bytes as usize).unwrap();
+    let options = DramOptions { geometry, huge_pages: false, fault_threads: 1 };
+    Arc::new(DramRegion::shareable_host(options).unwrap())
+}
+
+fn life(slot: usize, generation: u32) -> SlotRef {
+    SlotRef { tier: Tier::Host, slot: SlotId(slot as u32), generation }
+}
+
+fn op(from: SlotRef, to: usize) -> CopyOp {
+    let block = BlockKey { hash: 0, group: 0 };
+    CopyOp { block, parent: None, owner: None, from, to: life(to, 0) }
+}
+
+fn credentials(member: Member) -> Arc<Credentials> {
+    Arc::new(Credentials { member, proofs: PeerProofs::default(), converts_types: false })
+}
+
+fn holder_of(rank: &RankSlices) -> (Arc<SliceHolder>, Arc<DramRegion>) {
+    let memory = memory(rank.slices.len(), rank.member.block_bytes);
+    for (slot, slice) in rank.slices.iter().enumerate() {
+        let filling = op(life(0, LIFE), slot);
+        let mut filled = pulled_slot(&memory, filling, 0, Done::new(|_| ()));
+        filled.bytes().copy_from_slice(slice);
+        assert!(filled.written().is_some());
+    }
+    let lives = (0..rank.slices.len()).map(|slot| life(slot, LIFE));
+    let holder = SliceHolder {
+        slots: rank_slots(Arc::clone(&memory), lives),
+        sealed: None,
+        nixl: None,
+        credentials: credentials(rank.member.clone()),
+        limit: LIMIT,
+    };
+    (Arc::new(holder), memory)
+}
+
+impl ReadRanks {
+    /// The second of two ranks here reads the third and the fourth of four. Of heads inside of tokens, and
+    /// outside.
+    fn new(tokens: usize, there: usize, is_mapped: bool) -> Self {
+        let ours = ranks_of(RANK_ORDERS[0], tokens, 2).remove(1);
+        let here = memory(ours.slices.len(), ours.member.block_bytes);
+        let holders = ranks_of(RANK_ORDERS[1], there, 4)[2..].iter().map(holder_of).collect();
+        Self { ours, here, holders, is_mapped }
+    }
+
+    fn reader(&self) -> (SliceReader, Vec<PullSource>) {
+        let reader = SliceReader {
+            credentials: credentials(self.ours.member.clone()),
+            waiting: Mutex::default(),
+            seal: None,
+            neighbours: None,
+            nixl: None,
+        };
+        let mut sources = Vec::new();
+        for ((holder, memory), rank) in self.holders.iter().zip(0..) {
+            let (stream, there) = duplex(1 << 20);
+            let serving = Arc::clone(holder);
+            tokio::spawn(async move {
+                serving.answer("the other rank", FramedRead::new(there, requests())).await;
+            });
+            let member = holder.credentials.member.clone();
+            let seat = PeerSeat { port: rank, incarnation: member.incarnation };
+            let mut link = PeerLink::to(member, Box::new(stream));
+            let mapped = self.is_mapped.then(|| PeerMemory::map(memory.shareable().unwrap()));
+            link.memory = mapped.map(|memory| Arc::new(memory.unwrap()));
+            reader.keep(("there".to_owned(), seat), link);
+            let into = HeadShare::new(rank, 2).unwrap();
+            sources.push(PullSource { seat, give: HeadShare::WHOLE, into });
+        }
+        (reader, sources)
+    }
+
+    /// Pulls blocks by their positions, of slots in this life of them: how each of their copies ended.
+    async fn pull(&self, positions: &[usize], life_of: impl Fn(usize) -> u32) -> Ends {
+        let ends = Arc::<Mutex<Ends>>::default();
+        let told = Arc::clone(&ends);
+        let done = Done::new(move |ended| {
+            let end = |(place, result): (usize, Result<(), CopyError>)| {
+                (place, result.err().map(|error| error.kind()))
+            };
+            told.lock().extend(ended.into_iter().map(end));
+        });
+        let (reader, sources) = self.reader();
+        let theirs = &self.holders[0].0.credentials.member;
+        let conversion = Conversion::of_source(&self.ours.member, theirs, &sources[0]).unwrap();
+        let mut place = 0;
+        let slot = |position: &usize| {
+            let from = conversion.sources_of(*position).map(|slot| life(slot, life_of(slot)));
+            let from: Vec<_> = from.collect();
+            let pulled =
+                PulledBlock { op: op(from[0], *position), from, position: *position as u32 };
+            let first = place;
+            place += pulled.from.len();
+            pulled_slot_of(&self.here, pulled, first, done.clone())
+        };
+        let slots = positions.iter().map(slot).collect();
+        let from = PullFrom { host: "there".to_owned(), sources, limit: LIMIT, renamed: 0 };
+        reader.bring(from, slots).await;
+        drop(done);
+        let mut ends = std::mem::take(&mut *ends.lock());
+        ends.sort_unstable_by_key(|(place, _)| *place);
+        ends
+    }
+
+    fn assert_right(&self, positions: &[usize]) {
+        for &position in positions {
+            // Others may be told of it. What may be written has none.
+            let known = self.here.checksums().unwrap().get(SlotId(position as u32));
+            let filled = op(life(0, 0), position);
+            let mut slot = pulled_slot(&self.here, filled, 0, Done::new(|_| ()));
+            assert_eq!(slot.bytes(), self.ours.slices[position], "block {position}");
+            assert_eq!(known, Some(checksum(slot.bytes())));
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_slice_that_is_gone_costs_the_blocks_made_of_it_alone() {
+    let gone = Some(CopyErrorKind::Unavailable);
+    for is_mapped in [false, true] {
+        // Four make one.
+        let ranks = ReadRanks::new(64, 16, is_mapped);
+        let came = ranks.pull(&[0, 1], |_| LIFE).await;
+        assert_eq!(came, (0..8).map(|place| (place, None)).collect::<Vec<_>>());
+        ranks.assert_right(&[0, 1]);
+        let came = ranks.pull(&[0, 1], |slot| LIFE + u32::from(slot == 2)).await;
+        let expected = (0..8).map(|place| (place, gone.filter(|_| place < 4)));
+        assert_eq!(came, expected.collect::<Vec<_>>(), "mapped: {is_mapped}");
+        // One makes four, not all of which are wanted.
+        let ranks = ReadRanks::new(16, 64, is_mapped);
+        let wanted = [0, 2, 3, 5];
+        let came = ranks.pull(&wanted, |_| LIFE).await;
+        assert_eq!(came, (0..4).map(|place| (place, None)).collect::<Vec<_>>());
+        ranks.assert_right(&wanted);
+        let came = ranks.pull(&wanted, |slot| LIFE + u32::from(slot == 0)).await;
+        let expected = (0..4).map(|place| (place, gone.filter(|_| place < 3)));
+        assert_eq!(came, expected.collect::<Vec<_>>(), "mapped: {is_mapped}");
+        ranks.assert_right(&wanted[3..]);
+    }
+}
+
+#[tokio::test]
+async fn a_damaged_slice_becomes_no_block() {
+    // A rank looks at what it sends; of its memory it says what was there.
+    for (is_mapped, why) in [(false, CopyErrorKind::Unavailable), (true, CopyErrorKind::Corrupt)] {
+        let ranks = ReadRanks::new(64, 16, is_mapped);
+        let (memory, damaged) = (&ranks.holders[1].1, 5);
+        let known = memory.checksums().unwrap();
+        let sum = known.get(SlotId(damaged as u32)).unwrap();
+        let mut slot = pulled_slot(memory, op(life(0, LIFE), damaged), 0, Done::new(|_| ()));
+        slot.bytes()[9] ^= 1;
+        known.record(SlotId(damaged as u32), sum);
+        let came = ranks.pull(&[0, 1], |_| LIFE).await;
+        let expected = (0..8).map(|place| (place, Some(why).filter(|_| place >= 4)));
+        assert_eq!(came, expected.collect::<Vec<_>>(), "mapped: {is_mapped}");
+        ranks.assert_right(&[0]);
+    }
+}
+
+#[tokio::test]
+async fn a_share_of_heads_is_cut_out_of_a_neighbours_memory() {
+    // The second of four ranks has half of the heads that the first of two has.
+    let ours = ranks_of(RANK_ORDERS[0], 16, 4).remove(1);
+    let here = memory(ours.slices.len(), ours.member.block_bytes);
+    let holders = vec![holder_of(&ranks_of(RANK_ORDERS[0], 16, 2)[0])];
+    let ranks = ReadRanks { ours, here, holders, is_mapped: true };
+    let (reader, mut sources) = ranks.reader();
+    let give = HeadShare::new(1, 2).unwrap();
+    sources[0] = PullSource { give, into: HeadShare::WHOLE, ..sources[0] };
+    let all: Vec<_> = (0..PROMPT / 16).collect();
+    let slot =
+        |at: &usize| pulled_slot(&ranks.here, op(life(*at, LIFE), *at), 0, Done::new(|_| ()));
+    let slots = all.iter().map(slot).collect();
+    let from = PullFrom { host: "there".to_owned(), sources, limit: LIMIT, renamed: 0 };
+    reader.bring(from, slots).await;
+    ranks.assert_right(&all);
+}
