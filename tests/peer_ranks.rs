@@ -492,46 +492,63 @@ fn an_indivisible_number_of_ranks_is_refused_and_named() {
     there.end();
 }
 
-/// Says what `tests/peers.sh` shows: how fast blocks of 128 KiB come, 64 KiB in each of two ranks,
-/// between workers of each number of ranks. Readers take turns.
+/// Says what `tests/peers.sh` shows: how fast a prompt of blocks of 128 KiB comes, 64 KiB in each of two
+/// ranks, between workers of each number of ranks, and from one of other blocks. Readers take turns.
 #[test]
 #[ignore = "it measures: tests/peers.sh has it"]
 fn how_fast_heads_move() {
-    const BLOCKS: u32 = 24;
+    Way::ALL.into_iter().for_each(how_fast_heads_move_by);
+}
+
+fn how_fast_heads_move_by(way: Way) {
+    const TOKENS: usize = 24 * 16;
     const ROUNDS: usize = 31;
     let home = tempfile::tempdir().unwrap();
-    let mut holders = [2, 4].map(|world| open(home.path(), "holder", world, ""));
-    let names = holders.each_ref().map(|fleet| address(&fleet.manager));
-    let mut readers = [2, 4].map(|world| open(home.path(), "reader", world, &names.join(",")));
-    let wanted = chain(1, BLOCKS);
-    for holder in &mut holders {
-        assert_eq!(holder.serve(&wanted).saved, wanted.len());
-    }
-    let mut seconds = [const { Vec::new() }; 4];
+    let other = HeadForm::HND.of_tokens(32);
+    let holders = [(HeadForm::NHD, 2), (HeadForm::NHD, 4), (other, 2)];
+    let blocks_of = |form: HeadForm| chain(1, (TOKENS / form.tokens) as u32);
+    let mut holders = holders.map(|(form, world)| {
+        let mut fleet = open_as((form, world), way, home.path(), "holder", "");
+        assert_eq!(fleet.serve(&blocks_of(form)).saved, TOKENS / form.tokens);
+        (form, fleet)
+    });
+    let names = holders.each_ref().map(|(_, fleet)| address(&fleet.manager));
+    let mut readers =
+        [2, 4].map(|world| open_by(way, home.path(), "reader", world, &names.join(",")));
+    let mut seconds = [const { [const { Vec::new() }; 3] }; 2];
     for _ in 0..ROUNDS {
-        for (reader, at) in readers.iter_mut().zip([0, 2]) {
-            for (name, at) in names.iter().zip(at..) {
+        for (reader, seconds) in readers.iter_mut().zip(&mut seconds) {
+            for ((name, (form, _)), seconds) in names.iter().zip(&mut holders).zip(seconds) {
                 assert!(reader.manager.drain(LIMIT).is_complete());
                 [Tier::Host, Tier::Disk].into_iter().for_each(|tier| reader.empty(tier));
                 let peers = reader.manager.peers().unwrap();
+                let wanted = blocks_of(HeadForm::NHD);
+                let chain = ChainNames::from(&wanted);
+                let chain = chain.in_blocks_of(form.tokens as u64, blocks_of(*form));
                 let began = Instant::now();
-                let lease = peers.lease(&peer_name(name), &wanted, RequestInfo::default());
+                let lease = peers.lease(&peer_name(name), chain, RequestInfo::default());
                 let pulled = peers.pull(lease.wait().unwrap()).wait().unwrap();
-                seconds[at].push(began.elapsed().as_secs_f64());
+                seconds.push(began.elapsed().as_secs_f64());
                 assert_eq!((pulled.copied, pulled.fault), (wanted.len(), None));
             }
         }
     }
-    let gb_s = seconds.each_mut().map(|of| {
-        of.sort_by(f64::total_cmp);
-        f64::from(BLOCKS) * fleet::BLOCK as f64 / of[ROUNDS / 2] / 1e9
+    let gb_s = seconds.map(|of| {
+        of.map(|mut of| {
+            of.sort_by(f64::total_cmp);
+            (TOKENS / 16) as f64 * fleet::BLOCK as f64 / of[ROUNDS / 2] / 1e9
+        })
     });
     let round = |number: f64| (100.0 * number).round() / 100.0;
-    let [two, to_two, to_four, four] = gb_s;
+    let [[two, four_to_two, other_to_two], [two_to_four, four, other_to_four]] = gb_s;
     let heads = json!({
-        "2 to 2": round(two), "4 to 2": round(to_two), "2 to 4": round(to_four), "4 to 4": round(four),
-        "4 to 2 of equal": round(to_two / two), "2 to 4 of equal": round(to_four / four),
+        "way": way.name(),
+        "2 to 2": round(two), "4 to 4": round(four),
+        "4 to 2 of equal": round(four_to_two / two), "2 to 4 of equal": round(two_to_four / four),
+        "2 of other blocks to 2": round(other_to_two / two),
+        "2 of other blocks to 4": round(other_to_four / four),
     });
     println!("figures {}", json!({ "heads": heads }));
+    let holders = holders.into_iter().map(|(_, fleet)| fleet);
     readers.into_iter().chain(holders).for_each(Fleet::end);
 }
