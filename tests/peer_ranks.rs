@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use kvbm::{BlockHash, ChainNames, NewEpoch, RequestInfo, Tier};
-use kvbm_settings::{PeerNixl, Settings};
+use kvbm_settings::{Capacity, PeerNixl, Settings};
 use kvbm_tests::engine::{self, address, peer_name};
 use kvbm_tests::fleet::{self, Fleet, HeadForm, LIMIT, Served, be_a_started_rank_of, group_of};
 use kvbm_tests::process::Process;
@@ -26,6 +26,15 @@ fn of_peer(dir: &Path) -> Settings {
     settings.block_bytes = Some(bytes / u64::from(group_of(dir).world));
     engine::add_peers(&mut settings, "");
     settings.peers.secret = Some("the secret of these tests".to_owned());
+    if named(dir).starts_with("large") {
+        for tier in [
+            &mut settings.device.capacity,
+            &mut settings.host.capacity,
+            &mut settings.disk.capacity,
+        ] {
+            *tier = Some(Capacity::Blocks(128));
+        }
+    }
     let way = Way::of(dir);
     settings.peers.shared_memory = matches!(way, Way::Memory);
     settings.peers.nixl = way.nixl();
@@ -501,20 +510,20 @@ fn how_fast_heads_move() {
 }
 
 fn how_fast_heads_move_by(way: Way) {
-    const TOKENS: usize = 24 * 16;
+    const TOKENS: usize = 64 * 16;
     const ROUNDS: usize = 31;
     let home = tempfile::tempdir().unwrap();
     let other = HeadForm::HND.of_tokens(32);
     let holders = [(HeadForm::NHD, 2), (HeadForm::NHD, 4), (other, 2)];
     let blocks_of = |form: HeadForm| chain(1, (TOKENS / form.tokens) as u32);
     let mut holders = holders.map(|(form, world)| {
-        let mut fleet = open_as((form, world), way, home.path(), "holder", "");
+        let mut fleet = open_as((form, world), way, home.path(), "large holder", "");
         assert_eq!(fleet.serve(&blocks_of(form)).saved, TOKENS / form.tokens);
         (form, fleet)
     });
     let names = holders.each_ref().map(|(_, fleet)| address(&fleet.manager));
     let mut readers =
-        [2, 4].map(|world| open_by(way, home.path(), "reader", world, &names.join(",")));
+        [2, 4].map(|world| open_by(way, home.path(), "large reader", world, &names.join(",")));
     let mut seconds = [const { [const { Vec::new() }; 3] }; 2];
     for _ in 0..ROUNDS {
         for (reader, seconds) in readers.iter_mut().zip(&mut seconds) {

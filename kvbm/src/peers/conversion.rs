@@ -41,20 +41,29 @@ impl Conversion {
     /// ranks, or cannot be made so.
     pub(super) fn between(ours: &Member, theirs: &Member) -> Option<Self> {
         if ours.ranks == theirs.ranks {
-            return Self::of_share(ours, theirs, HeadShare::WHOLE);
+            return Self::of_shares((ours, HeadShare::WHOLE), (theirs, HeadShare::WHOLE));
         }
         // So leaders count blocks; their ranks make them, of the heads that they have in common.
         let [all, their_all] = [of_all_ranks(ours)?, of_all_ranks(theirs)?];
-        Self::of_share(&all, &their_all, HeadShare::WHOLE).filter(|made| !made.changes_types())
+        let made = Self::of_shares((&all, HeadShare::WHOLE), (&their_all, HeadShare::WHOLE));
+        made.filter(|made| !made.changes_types())
     }
 
-    /// Of what comes from one rank of the other worker into a rank's slices.
+    /// Of what comes from one rank of the other worker into a rank's slices, as that cuts it.
     pub(super) fn of_source(ours: &Member, theirs: &Member, source: &PullSource) -> Option<Self> {
-        Self::of_share(ours, &share_of(theirs, source.give)?, source.into)
+        Self::of_shares((ours, source.into), (&share_of(theirs, source.give)?, HeadShare::WHOLE))
     }
 
-    /// Of blocks that have a share of our heads.
-    fn of_share(ours: &Member, theirs: &Member, share: HeadShare) -> Option<Self> {
+    /// Of that rank's whole slices.
+    pub(super) fn of_slices(ours: &Member, theirs: &Member, source: &PullSource) -> Option<Self> {
+        Self::of_shares((ours, source.into), (theirs, source.give))
+    }
+
+    /// Of a share of the heads of blocks there, which is a share of ours.
+    fn of_shares(
+        (ours, share): (&Member, HeadShare),
+        (theirs, given): (&Member, HeadShare),
+    ) -> Option<Self> {
         let both = [ours, theirs];
         let [dtype, their_dtype] = both.map(|member| &*member.fingerprint.dtype);
         let types = NumberTypes::between(their_dtype, dtype);
@@ -77,7 +86,7 @@ impl Conversion {
             None => None,
         };
         let ours = BlockLayout::of(ours, number)?.shared(share)?;
-        let theirs = there.resized(their_number, number)?;
+        let theirs = there.resized(their_number, number)?.shared(given)?;
         let parts = (0..joined.max(cut)).map(|part| {
             let (skipped, skipped_there) = if cut > 1 { (0, part) } else { (part, 0) };
             theirs.transforms([skipped_there, skipped], tokens.min(their_tokens), &ours)
@@ -287,13 +296,15 @@ impl BlockLayout {
             let paired = PairedAxes { axes, row_bytes: self.row_bytes };
             let stride =
                 |axes: &Axes, name| axes.iter().find(|axis| axis.name == name).map(|of| of.stride);
+            let before_heads = |layout: &Self, axes| match layout.first_head {
+                0 => Some(0),
+                first => Some(first * stride(axes, "head")?),
+            };
             let from = offsets[0] + first[0] * stride(from_axes, "token")?;
             let to_first = offsets[1] + first[1] * stride(to_axes, "token")?;
-            let heads_before = match to.first_head {
-                0 => 0,
-                first => first * stride(to_axes, "head")?,
-            };
-            paired.transform([self.bytes, to.bytes], [from, to_first + heads_before])
+            let offsets =
+                [from + before_heads(self, from_axes)?, to_first + before_heads(to, to_axes)?];
+            paired.transform([self.bytes, to.bytes], offsets)
         };
         if !self.is_split
             && !to.is_split
@@ -569,7 +580,8 @@ pub(super) mod tests {
         let (many, few) = (ours.len().max(theirs.len()), ours.len().min(theirs.len()));
         let of = (many / few) as u16;
         for (rank, own) in ours.iter().enumerate() {
-            let mut made = own.slices.iter().map(|slice| vec![0; slice.len()]).collect::<Vec<_>>();
+            let mut made: Vec<_> = own.slices.iter().map(|slice| vec![0; slice.len()]).collect();
+            let mut of_whole = made.clone();
             let there = if ours.len() >= theirs.len() {
                 let give = HeadShare::new(rank as u16 % of, of).unwrap();
                 vec![(rank / usize::from(of), give, HeadShare::WHOLE)]
@@ -583,20 +595,21 @@ pub(super) mod tests {
                 let seat = PeerSeat { port: 1, incarnation: 1 };
                 let source = PullSource { seat, give, into };
                 assert_eq!(difference(&own.member, &theirs.member, false), None);
-                let conversion = Conversion::of_source(&own.member, &theirs.member, &source);
-                let conversion = conversion.expect("blocks of other forms");
-                for (at, made) in made.iter_mut().enumerate() {
-                    for (nth, from) in conversion.sources_of(at).enumerate() {
+                let [of_source, of_slices] = [Conversion::of_source, Conversion::of_slices]
+                    .map(|of| of(&own.member, &theirs.member, &source).expect("other forms"));
+                for (at, (made, of_whole)) in made.iter_mut().zip(&mut of_whole).enumerate() {
+                    for (nth, from) in of_source.sources_of(at).enumerate() {
                         let mut slice = theirs.slices[from].clone();
+                        let part = of_source.part_at(at, nth);
+                        of_slices.put(part, &slice, of_whole).unwrap();
                         if give != HeadShare::WHOLE {
                             heads_of(&theirs.member).unwrap().cut(give, &mut slice).unwrap();
                         }
-                        let part = conversion.part_at(at, nth);
-                        conversion.put(part, &slice, made).unwrap();
+                        of_source.put(part, &slice, made).unwrap();
                     }
                 }
             }
-            let is_right = made.iter().zip(&own.slices).all(|(made, own)| made == own);
+            let is_right = [&made, &of_whole].into_iter().all(|made| *made == own.slices);
             assert!(is_right, "{:?} of {:?}", own.member, theirs[0].member);
         }
     }

@@ -224,6 +224,22 @@ struct SliceReader {
     nixl: Option<NixlHolders>,
 }
 
+/// A rank that is read.
+struct ReadRank<'a> {
+    source: &'a PullSource,
+    place: RankPlace,
+    link: PeerLink,
+    /// Of what it gives; `None`: that lies there as it does here.
+    conversion: Option<Conversion>,
+}
+
+impl ReadRank<'_> {
+    /// Whether whole slices come, as they are.
+    fn is_plain(&self) -> bool {
+        self.source.has_all_heads() && self.conversion.is_none()
+    }
+}
+
 impl SliceReader {
     async fn bring(&self, from: PullFrom, slots: VecDeque<PulledSlot>) {
         let heads = shares::heads_of(&self.credentials.member);
@@ -235,65 +251,88 @@ impl SliceReader {
         if let Err(why) = timeout_at(until, slots.prepare()).await.unwrap_or_else(late) {
             return slots.fail(&why);
         }
-        for source in &from.sources {
-            let place = (from.host.clone(), source.seat);
-            slots.begin();
-            if let Err(why) = self.bring_from(&place, source, &mut slots, until).await {
-                let (host, PeerSeat { port, .. }) = place;
-                let why = format!("of the rank at {host}:{port}: {why}");
-                return slots.fail(&CopyError::new(CopyErrorKind::Unavailable, why));
+        match self.bring_from_all(&from, &mut slots, until).await {
+            Ok(()) => slots.end(),
+            Err((seat, why)) => {
+                let why = format!("of the rank at {}:{}: {why}", from.host, seat.port);
+                slots.fail(&CopyError::new(CopyErrorKind::Unavailable, why));
             }
         }
-        slots.end();
     }
 
-    async fn bring_from(
+    /// An error names the rank whose it is.
+    async fn bring_from_all(
         &self,
-        place: &RankPlace,
-        source: &PullSource,
+        from: &PullFrom,
         slots: &mut ComingSlots,
         until: Instant,
-    ) -> Result<(), PeerFault> {
-        let mut link = match self.waiting(place) {
-            Some(link) => link,
-            None => in_time(until, self.connect(place)).await?,
-        };
-        let nixl = self.nixl.as_ref();
-        let member = &self.credentials.member;
-        let conversion = Conversion::of_source(member, &link.holder, source);
-        let is_plain = source.has_all_heads() && conversion.is_none();
-        if let Some(nixl) = nixl.filter(|_| is_plain) {
-            nixl.equip(&mut link).await?;
-            if Instant::now() >= until {
-                // It took longer than there was: the next order need not meet this holder again.
-                self.keep(place.clone(), link);
-                return Err(BrokenLink::Late.into());
+    ) -> Result<(), (PeerSeat, PeerFault)> {
+        let mut ranks = Vec::with_capacity(from.sources.len());
+        for source in &from.sources {
+            let place = (from.host.clone(), source.seat);
+            match self.meet(place, source, until).await {
+                Ok(rank) => ranks.push(rank),
+                Err(why) => {
+                    ranks
+                        .into_iter()
+                        .for_each(|ReadRank { place, link, .. }| self.keep(place, link));
+                    return Err((source.seat, why));
+                }
             }
         }
-        let source = (source, conversion.as_ref());
-        let brought = self.bring_over(&mut link, source, slots, until).await;
-        if let Some(nixl) = nixl {
-            nixl.look_back(&mut link, brought.as_ref().err()).await;
+        if !ranks.is_empty() && ranks.iter().all(|rank| rank.link.memory.is_some()) {
+            by_memory::take(&mut ranks, slots, until).await?;
+            ranks.into_iter().for_each(|ReadRank { place, link, .. }| self.keep(place, link));
+            return Ok(());
         }
-        brought?;
-        self.keep(place.clone(), link);
+        for mut rank in ranks {
+            slots.begin();
+            let brought = self.bring_from(&mut rank, slots, until).await;
+            if let Some(nixl) = &self.nixl {
+                nixl.look_back(&mut rank.link, brought.as_ref().err()).await;
+            }
+            brought.map_err(|why| (rank.source.seat, why))?;
+            self.keep(rank.place, rank.link);
+        }
         Ok(())
     }
 
-    /// Out of the other's memory or by NIXL if it can be, else over the connection.
-    async fn bring_over(
+    async fn meet<'a>(
         &self,
-        link: &mut PeerLink,
-        (source, conversion): (&PullSource, Option<&Conversion>),
+        place: RankPlace,
+        source: &'a PullSource,
+        until: Instant,
+    ) -> Result<ReadRank<'a>, PeerFault> {
+        let link = match self.waiting(&place) {
+            Some(link) => link,
+            None => in_time(until, self.connect(&place)).await?,
+        };
+        // Whole slices come out of a memory.
+        let is_cut = link.memory.is_none();
+        let converted = if is_cut { Conversion::of_source } else { Conversion::of_slices };
+        let conversion = converted(&self.credentials.member, &link.holder, source);
+        let mut rank = ReadRank { source, place, link, conversion };
+        if let Some(nixl) = self.nixl.as_ref().filter(|_| rank.is_plain()) {
+            nixl.equip(&mut rank.link).await?;
+            if Instant::now() >= until {
+                // It took longer than there was: the next order need not meet this holder again.
+                self.keep(rank.place, rank.link);
+                return Err(BrokenLink::Late.into());
+            }
+        }
+        Ok(rank)
+    }
+
+    /// By NIXL if it can be, else over the connection.
+    async fn bring_from(
+        &self,
+        rank: &mut ReadRank<'_>,
         slots: &mut ComingSlots,
         until: Instant,
     ) -> Result<(), PeerFault> {
-        if let Some(memory) = link.memory.clone() {
-            return by_memory::take(link, &memory, (source, conversion), slots, until).await;
-        }
         if let Some(nixl) = &self.nixl {
-            if source.has_all_heads() && conversion.is_none() {
-                match by_nixl::take(link, slots, until).await {
+            if rank.is_plain() {
+                match by_nixl::take(&mut rank.link, slots, until).await {
                     Err(PeerFault::Nixl(_)) if !nixl.is_required() => {}
                     taken => return taken,
                 }
@@ -303,13 +342,18 @@ impl SliceReader {
                 return Err(PeerFault::Nixl(why.to_owned()));
             }
         }
-        let Some(conversion) = conversion else {
-            return in_time(until, take(&mut link.stream, source, slots)).await;
-        };
+        let ReadRank { source, link, conversion, .. } = rank;
         let (_, shares) = source.give.get();
         let bytes = link.holder.block_bytes as usize / usize::from(shares);
-        let made = (conversion, bytes);
-        in_time(until, take_converted(&mut link.stream, source, made, slots)).await
+        let taken = async {
+            match conversion {
+                Some(conversion) => {
+                    take_converted(&mut link.stream, source, (conversion, bytes), slots).await
+                }
+                None => take(&mut link.stream, source, slots).await,
+            }
+        };
+        in_time(until, taken).await
     }
 
     async fn connect(&self, (host, seat): &RankPlace) -> Result<PeerLink, BrokenLink> {

@@ -74,6 +74,18 @@ impl HeadLayout {
         move_heads(of_part.whole(), of_whole, part, slice)
     }
 
+    /// Puts a share of a slice that lies as `theirs` where a share of a slice lies that lies as this.
+    /// `None`: one of them has no such share, or the two are not of one size.
+    pub fn put_share(
+        &self,
+        share: HeadShare,
+        (theirs, given): (&Self, HeadShare),
+        from: &[u8],
+        slice: &mut [u8],
+    ) -> Option<()> {
+        move_heads(theirs.views(given)?.0, self.views(share)?.0, from, slice)
+    }
+
     /// The heads of a share in the whole slice, and by themselves.
     fn views(&self, HeadShare { index, of }: HeadShare) -> Option<(View, Layout)> {
         if !self.has_shares(of) {
@@ -168,14 +180,17 @@ mod tests {
             };
             for rank in 0..m {
                 let expected = slice(rank, m);
-                let mut joined = vec![0; expected.len()];
+                let [mut joined, mut at_once] = [(); 2].map(|()| vec![0; expected.len()]);
                 let ours = HeadLayout::new(outer, heads / usize::from(m), expected.len()).unwrap();
                 for source in sources(rank, m, n).unwrap() {
                     let mut part = slice(source.rank, n);
                     let theirs = HeadLayout::new(outer, heads / usize::from(n), part.len()).unwrap();
+                    let given = (&theirs, source.give);
+                    ours.put_share(source.into, given, &part, &mut at_once).unwrap();
                     theirs.cut(source.give, &mut part).unwrap();
                     ours.put(source.into, &part, &mut joined).unwrap();
                 }
+                prop_assert_eq!(&at_once, &expected);
                 prop_assert_eq!(joined, expected);
             }
         }

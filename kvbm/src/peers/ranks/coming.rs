@@ -121,7 +121,8 @@ pub(super) async fn take(
     let bytes = (slot_bytes - seal_bytes) / usize::from(shares);
     let lives = slots.left.iter().map(|slot| SlotLife::of(slot.op().from)).collect();
     let mut requests = SliceRequests::new(lives, source.give, bytes);
-    let placement = SlicePlacement { heads: slots.heads, conversion: None, into: source.into };
+    let placement =
+        SlicePlacement { heads: slots.heads, theirs: None, conversion: None, into: source.into };
     // What does not come straight into its slot.
     let mut part = Vec::new();
     while requests.next(stream).await?.is_some() {
@@ -181,8 +182,12 @@ pub(super) async fn take_converted(
         };
         match came {
             Ok(()) => {
-                let placement =
-                    SlicePlacement { heads: None, conversion: Some(conversion), into: source.into };
+                let placement = SlicePlacement {
+                    heads: None,
+                    theirs: None,
+                    conversion: Some(conversion),
+                    into: source.into,
+                };
                 placement.place_all(&goals[next], &slice, slots, &mut made);
             }
             Err(why) => goals[next].fail(&mut made, &why),
@@ -210,6 +215,8 @@ impl SliceGoal {
 pub(super) struct SlicePlacement<'a> {
     /// How heads lie in slices here.
     pub(super) heads: Option<HeadLayout>,
+    /// How they lie in slices there, and what is given of these, where whole ones come.
+    pub(super) theirs: Option<(&'a HeadLayout, HeadShare)>,
     /// `None`: slices lie there as they do here.
     pub(super) conversion: Option<&'a Conversion>,
     /// The share of the heads of ours that is given.
@@ -237,12 +244,14 @@ impl SlicePlacement<'_> {
         let PulledBlock { from, position, .. } = slot.pulled();
         let is_last = self.into.is_last() && nth + 1 == from.len();
         let position = *position as usize;
-        let put = match (self.conversion, self.heads) {
-            (Some(conversion), _) => {
-                conversion.put(conversion.part_at(position, nth), slice, slot.bytes())
+        let bytes = slot.bytes();
+        let put = match (self.conversion, &self.heads, self.theirs) {
+            (Some(conversion), ..) => {
+                conversion.put(conversion.part_at(position, nth), slice, bytes)
             }
-            (None, Some(heads)) => heads.put(self.into, slice, slot.bytes()),
-            (None, None) => None,
+            (None, Some(heads), Some(theirs)) => heads.put_share(self.into, theirs, slice, bytes),
+            (None, Some(heads), None) => heads.put(self.into, slice, bytes),
+            (None, None, _) => None,
         };
         put.ok_or_else(|| CopyError::refused("a slice is not what its layout says"))?;
         if is_last {
