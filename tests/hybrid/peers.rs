@@ -71,22 +71,29 @@ impl Pair {
 }
 
 #[test]
-fn what_a_peer_could_load_comes_in_every_group() {
-    every_group_comes(|_| ());
+fn every_group_comes_from_a_neighbours_memory() {
+    every_group_comes("shared_memory", |_| ());
 }
 
-/// Over no connection, and out of no mapped memory.
 #[test]
-fn what_a_peer_could_load_comes_by_nixl() {
+fn every_group_comes_over_connections() {
+    every_group_comes("tcp", |settings| {
+        settings.peers.shared_memory = false;
+        settings.peers.nixl = PeerNixl::Off;
+    });
+}
+
+#[test]
+fn every_group_comes_by_nixl() {
     if has_nixl() {
-        every_group_comes(|settings| {
+        every_group_comes("nixl", |settings| {
             settings.peers.shared_memory = false;
             settings.peers.nixl = PeerNixl::Required;
         });
     }
 }
 
-fn every_group_comes(set: fn(&mut Settings)) {
+fn every_group_comes(way: &str, set: fn(&mut Settings)) {
     for window in [1, 3, 4, 6, 11] {
         let pair = Pair::set(window, set);
         let all = chain(1, 18);
@@ -98,6 +105,12 @@ fn every_group_comes(set: fn(&mut Settings)) {
         let longer: Vec<_> = all.iter().copied().chain(chain(2, 9)).collect();
         pair.assert_reads(&longer);
         pair.assert_well();
+        let received = |labels: &[(&str, &str)]| {
+            let labels = [&[("direction", "received")], labels].concat();
+            metric(&pair.here.registry, "kvbm_peer_blocks_total", &labels)
+        };
+        assert!(received(&[]) > 18, "blocks of all groups");
+        assert_eq!(received(&[]), received(&[("way", way)]));
     }
 }
 

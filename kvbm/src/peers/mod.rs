@@ -289,6 +289,8 @@ struct CommonParts {
     /// For the host tier of each group, by its number.
     nixl: Vec<Option<Arc<dyn OneSided>>>,
     requires_nixl: bool,
+    /// Neighbours' memory is mapped.
+    maps: bool,
     book: Arc<PeerBook>,
     metrics: PeerMetrics,
 }
@@ -325,13 +327,14 @@ impl CommonParts {
     /// Of full attention (group 0), in a plain model.
     fn reader(&self, core: &Arc<Core>, host: HostBytes, group: u8) -> Reader {
         let nixl = self.nixl_of(group);
+        let maps = self.maps && host.memory().is_some() && host.sealed().is_none();
         Reader {
             core: Arc::clone(core),
             host,
             credentials: Arc::clone(&self.credentials),
             known: self.known.clone(),
             waiting: Mutex::default(),
-            neighbours: None,
+            neighbours: maps.then(|| Neighbours::new(group)),
             nixl: nixl.map(|nixl| NixlHolders::new(nixl, self.requires_nixl, group)),
             limit: self.limit,
             copy_threads: self.copy_threads,
@@ -394,10 +397,14 @@ impl Peers {
         let runtime = PeerRuntime::new(copy_threads).map_err(refused)?;
         let entered = runtime.runtime().enter();
         let socket = tokio::net::TcpListener::from_std(socket).map_err(refused)?;
-        let shareable = host.memory().and_then(|memory| memory.shareable().cloned());
-        let asked = shareable.as_ref().map(|_| neighbour::listen(incarnation)).transpose();
-        let asked = asked.map_err(refused)?;
         drop(entered);
+        let of_groups = tiers.iter().map(|tier| (tier.number, &tier.host));
+        for (group, host) in std::iter::once((0, &host)).chain(of_groups) {
+            let shared = host.memory().map_or(Ok(()), |memory| {
+                neighbour::share(memory, incarnation, group, &runtime.handle())
+            });
+            shared.map_err(refused)?;
+        }
         let watch = source.watch(&runtime.handle())?;
         let announcement = source.announce(&own, &runtime.handle())?;
         let name = own.name().to_owned();
@@ -416,6 +423,7 @@ impl Peers {
             lease_share: settings.lease_share,
             nixl,
             requires_nixl: settings.nixl == PeerNixl::Required,
+            maps: settings.shared_memory,
             book: PeerBook::new(own.name(), address, watch.peers()),
             metrics: core.metrics().peers().clone(),
         };
@@ -424,9 +432,7 @@ impl Peers {
             others: tiers.iter().map(|tier| common.holder_of(tier)).collect(),
             ..common.holder(core, host.clone(), 0)
         };
-        let maps = settings.shared_memory && ranks == 0 && host.sealed().is_none();
         let reader = Reader {
-            neighbours: maps.then(Neighbours::default),
             checkpoints: Arc::clone(checkpoints),
             others: tiers.iter().map(|tier| common.reader_of(tier)).collect(),
             ..common.reader(core, host, 0)
@@ -434,9 +440,6 @@ impl Peers {
         let holders = std::iter::once(&holder).chain(&holder.others);
         let leased = holders.map(|holder| Arc::clone(&holder.leased)).collect();
         let (reader, handle) = (Arc::new(reader), runtime.handle());
-        if let Some((memory, asked)) = shareable.zip(asked) {
-            handle.spawn(neighbour::hand_out(asked, memory));
-        }
         let tidied = Arc::clone(&reader);
         handle.spawn(tidy(move || tidied.tidy()));
         let (stop, stopped) = oneshot::channel();

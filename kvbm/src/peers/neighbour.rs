@@ -9,9 +9,10 @@ use std::io;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use kvbm_tiers::{PeerMemory, SharedMemory, receive_memory, send_memory};
+use kvbm_tiers::{DramRegion, PeerMemory, SharedMemory, receive_memory, send_memory};
 use rustix::process::geteuid;
 use tokio::net::{UnixListener, UnixStream};
+use tokio::runtime::Handle;
 use tokio::sync::Mutex;
 use tokio::task::spawn_blocking;
 
@@ -22,17 +23,31 @@ const MAX_HANDOVER: Duration = Duration::from_secs(3);
 /// The pause after a connection that could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-fn name(incarnation: u64) -> String {
-    format!("\0kvbm-peers-{incarnation:016x}")
+/// Where neighbours ask a worker, or one of its ranks, for the memory of a cache group's host tier.
+fn name(incarnation: u64, group: u8) -> String {
+    match group {
+        0 => format!("\0kvbm-peers-{incarnation:016x}"),
+        _ => format!("\0kvbm-peers-{incarnation:016x}-{group}"),
+    }
 }
 
-/// Where the neighbours of this worker ask for its memory.
-pub(super) fn listen(incarnation: u64) -> io::Result<UnixListener> {
-    UnixListener::bind(name(incarnation))
+/// Lets neighbours map a host tier, if its memory can be shared.
+pub(super) fn share(
+    memory: &DramRegion,
+    incarnation: u64,
+    group: u8,
+    handle: &Handle,
+) -> io::Result<()> {
+    if let Some(memory) = memory.shareable().cloned() {
+        let _entered = handle.enter();
+        let listener = UnixListener::bind(name(incarnation, group))?;
+        handle.spawn(hand_out(listener, memory));
+    }
+    Ok(())
 }
 
 /// Hands the memory to each process of this user that asks.
-pub(super) async fn hand_out(listener: UnixListener, memory: SharedMemory) {
+async fn hand_out(listener: UnixListener, memory: SharedMemory) {
     loop {
         match listener.accept().await {
             Ok((stream, _)) if is_of_this_user(&stream) => {
@@ -58,27 +73,44 @@ fn blocking(stream: UnixStream) -> io::Result<std::os::unix::net::UnixStream> {
     Ok(stream)
 }
 
-/// The memory of neighbours, by incarnation, as long as connections use it.
-#[derive(Default)]
-pub(super) struct Neighbours(Mutex<HashMap<u64, Weak<PeerMemory>>>);
+/// The memory of neighbours, as long as connections use it.
+pub(super) struct Neighbours {
+    group: u8,
+    /// By incarnation.
+    known: Mutex<HashMap<u64, Weak<PeerMemory>>>,
+}
 
 impl Neighbours {
-    /// The memory of a holder. `None`: it is no neighbour, or shares none.
-    pub(super) async fn memory_of(&self, holder: &Member) -> Option<Arc<PeerMemory>> {
+    /// Of host tiers of a cache group.
+    pub(super) fn new(group: u8) -> Self {
+        Self { group, known: Mutex::default() }
+    }
+
+    /// The memory of a holder, which has blocks of `block_bytes` there. `None`: it is no neighbour, or
+    /// shares none.
+    pub(super) async fn memory_of(
+        &self,
+        holder: &Member,
+        block_bytes: u64,
+    ) -> Option<Arc<PeerMemory>> {
         // Held meanwhile: two connections do not map it twice.
-        let mut known = self.0.lock().await;
+        let mut known = self.known.lock().await;
         known.retain(|_, memory| memory.strong_count() > 0);
         if let Some(memory) = known.get(&holder.incarnation).and_then(Weak::upgrade) {
             return Some(memory);
         }
-        let memory = Arc::new(map(holder).await?);
+        let memory = map(holder, self.group).await?;
+        if memory.geometry().block_bytes() as u64 != block_bytes {
+            return None;
+        }
+        let memory = Arc::new(memory);
         known.insert(holder.incarnation, Arc::downgrade(&memory));
         Some(memory)
     }
 }
 
-async fn map(holder: &Member) -> Option<PeerMemory> {
-    let stream = UnixStream::connect(name(holder.incarnation)).await.ok()?;
+async fn map(holder: &Member, group: u8) -> Option<PeerMemory> {
+    let stream = UnixStream::connect(name(holder.incarnation, group)).await.ok()?;
     if !is_of_this_user(&stream) {
         return None;
     }
@@ -88,8 +120,7 @@ async fn map(holder: &Member) -> Option<PeerMemory> {
         PeerMemory::map(&shared).map_err(|error| error.to_string())
     });
     match mapped.await.ok()? {
-        Ok(memory) if memory.geometry().block_bytes() as u64 == holder.block_bytes => Some(memory),
-        Ok(_) => None,
+        Ok(memory) => Some(memory),
         Err(error) => {
             tracing::warn!(
                 holder = holder.name,

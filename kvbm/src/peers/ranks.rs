@@ -130,17 +130,14 @@ impl RankListener {
         let handle = runtime.handle();
         let entered = handle.enter();
         let socket = tokio::net::TcpListener::from_std(socket).map_err(refused)?;
-        if let Some(memory) = slots.memory().shareable() {
-            let asked = neighbour::listen(seat.incarnation).map_err(refused)?;
-            handle.spawn(neighbour::hand_out(asked, memory.clone()));
-        }
         drop(entered);
+        neighbour::share(slots.memory(), seat.incarnation, 0, &handle).map_err(refused)?;
         let maps = settings.peers.shared_memory && sealed.is_none();
         let reader = Arc::new(SliceReader {
             credentials: Arc::clone(&credentials),
             waiting: Mutex::default(),
             seal,
-            neighbours: maps.then(Neighbours::default),
+            neighbours: maps.then(|| Neighbours::new(0)),
             nixl: nixl.clone().map(|nixl| NixlHolders::new(nixl, is_required, 0)),
         });
         let tidied = Arc::clone(&reader);
@@ -363,7 +360,7 @@ impl SliceReader {
             return Err(BrokenLink::Unexpected("another process is that rank now"));
         }
         if let Some(neighbours) = &self.neighbours {
-            link.memory = neighbours.memory_of(&link.holder).await;
+            link.memory = neighbours.memory_of(&link.holder, link.holder.block_bytes).await;
         }
         Ok(link)
     }

@@ -335,7 +335,10 @@ impl Reader {
     async fn connect(&self, address: &str) -> Result<PeerLink, PeerFault> {
         let mut link = PeerLink::connect(address, &self.credentials).await?;
         if let Some(neighbours) = &self.neighbours {
-            link.memory = neighbours.memory_of(&link.holder).await;
+            // Those of further groups are as they are here.
+            let is_first = self.group == 0;
+            let bytes = if is_first { link.holder.block_bytes } else { self.block_bytes() as u64 };
+            link.memory = neighbours.memory_of(&link.holder, bytes).await;
         }
         Ok(link)
     }
