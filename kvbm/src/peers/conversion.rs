@@ -12,7 +12,7 @@ use super::fp8::Fp8Conversion;
 use super::numbers::NumberTypes;
 use super::protocol::Member;
 use super::scales::ScaledRows;
-use super::shares::{of_all_ranks, share_of};
+use super::shares::share_of;
 use crate::names::fingerprint::KvLayout;
 
 /// Blocks of a peer, made into ours.
@@ -43,20 +43,33 @@ impl Conversion {
         if ours.ranks == theirs.ranks {
             return Self::of_shares((ours, HeadShare::WHOLE), (theirs, HeadShare::WHOLE));
         }
-        // So leaders count blocks; their ranks make them, of the heads that they have in common.
-        let [all, their_all] = [of_all_ranks(ours)?, of_all_ranks(theirs)?];
-        let made = Self::of_shares((&all, HeadShare::WHOLE), (&their_all, HeadShare::WHOLE));
-        made.filter(|made| !made.changes_types())
+        // As ranks make them, of the heads that they have in common; leaders count them.
+        let [few, many] = [ours.ranks.min(theirs.ranks), ours.ranks.max(theirs.ranks)];
+        let part = HeadShare::new(0, many.checked_div(few)?)?;
+        let is_cut = ours.ranks == many;
+        let [share, given] =
+            if is_cut { [HeadShare::WHOLE, part] } else { [part, HeadShare::WHOLE] };
+        Self::of_shares((ours, share), (theirs, given))
     }
 
-    /// Of what comes from one rank of the other worker into a rank's slices, as that cuts it.
+    /// Makes a rank's slices of the shares of heads that one rank there cuts out of its own.
     pub(super) fn of_source(ours: &Member, theirs: &Member, source: &PullSource) -> Option<Self> {
         Self::of_shares((ours, source.into), (&share_of(theirs, source.give)?, HeadShare::WHOLE))
     }
 
-    /// Of that rank's whole slices.
+    /// The same, of its whole slices.
     pub(super) fn of_slices(ours: &Member, theirs: &Member, source: &PullSource) -> Option<Self> {
         Self::of_shares((ours, source.into), (theirs, source.give))
+    }
+
+    /// Whether blocks lie otherwise there, but for how heads are split.
+    pub(super) fn is_needed(ours: &Member, theirs: &Member) -> bool {
+        let [ours, theirs] = [ours, theirs].map(|member| &member.fingerprint);
+        let [layout, their_layout] = [ours, theirs].map(|of| of.layouts.first());
+        let has_other_order = layout.zip(their_layout).is_some_and(|(a, b)| a.order != b.order);
+        NumberTypes::between(&theirs.dtype, &ours.dtype).is_some()
+            || ours.block_tokens != theirs.block_tokens
+            || has_other_order
     }
 
     /// Of a share of the heads of blocks there, which is a share of ours.
@@ -72,12 +85,10 @@ impl Conversion {
         if has_groups || (has_ranks && types.is_some()) {
             return None;
         }
-        let [tokens, their_tokens] = both.map(|member| member.fingerprint.block_tokens);
-        let [layout, their_layout] = both.map(|member| member.fingerprint.layouts.first());
-        let has_other_order = layout.zip(their_layout).is_some_and(|(a, b)| a.order != b.order);
-        if types.is_none() && tokens == their_tokens && !has_other_order {
+        if !Self::is_needed(ours, theirs) {
             return None;
         }
+        let [tokens, their_tokens] = both.map(|member| member.fingerprint.block_tokens);
         let (joined, cut) = ratio(tokens, their_tokens)?;
         let [their_number, number] = types.map_or([1, 1], NumberTypes::bytes);
         let there = BlockLayout::of(theirs, their_number)?;
@@ -112,6 +123,11 @@ impl Conversion {
     /// Leading blocks of ours that as many of the peer's make.
     pub(super) const fn whole_here(&self, theirs: usize) -> usize {
         theirs * self.cut / self.joined
+    }
+
+    /// How many of the peer's blocks one of ours is made of, or has a part of.
+    pub(super) const fn sources(&self) -> usize {
+        self.joined
     }
 
     /// The peer's blocks that the one of ours at a position is made of.
@@ -181,9 +197,13 @@ impl NumberConversion {
     }
 }
 
+/// Blocks that one makes, or that make one, at most.
+const MAX_RATIO: u64 = 1 << 10;
+
 /// How many of the peer's blocks make one of ours, and how many one of the peer's makes.
 fn ratio(ours: u64, theirs: u64) -> Option<(usize, usize)> {
-    if ours == 0 || theirs == 0 {
+    let [few, many] = [ours.min(theirs), ours.max(theirs)];
+    if few == 0 || many / few > MAX_RATIO {
         return None;
     }
     if ours.is_multiple_of(theirs) {
@@ -615,7 +635,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn slices_of_any_ranks_and_form_become_those_of_any_other() {
+    fn slices_of_any_ranks_become_those_of_any_others() {
         let forms =
             RANK_ORDERS.iter().flat_map(|order| [16, 32, 64].map(|tokens| (*order, tokens)));
         let forms: Vec<_> = forms.collect();
@@ -631,6 +651,28 @@ pub(super) mod tests {
                 assert_ranks_become(ours, theirs);
             }
         }
+    }
+
+    /// With a share of the heads one axis more is cut up, which is more than a transform has.
+    #[test]
+    fn whole_blocks_that_convert_and_shares_that_cannot_are_refused() {
+        let worker = |world: u16, order| {
+            let heads = 8 / usize::from(world);
+            let extents =
+                [("layer", 2), ("kv", 2), ("head", heads), ("row", 3), ("column", 5), ("byte", 2)];
+            let mut member = worker_of(&extents, order, 16);
+            (member.ranks, member.incarnation) = (world, world.into());
+            member.fingerprint.ranks.tensor_world = world.into();
+            member
+        };
+        let two = worker(2, "layer,kv,head,token,row,column,byte");
+        let [two_there, four] =
+            [2, 4].map(|world| worker(world, "layer,kv,head,column,row,token,byte"));
+        let two_there = Member { incarnation: 7, ..two_there };
+        assert_eq!(difference(&two, &two_there, false), None);
+        let why = difference(&two, &four, false).unwrap();
+        assert!(why.contains("the number of ranks is"), "{why}");
+        assert_eq!(difference(&two_there, &four, false), None);
     }
 
     #[test]

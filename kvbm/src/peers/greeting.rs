@@ -251,7 +251,8 @@ fn converted(theirs: &Member, ours: &Member, changes_types: bool) -> Member {
     member
 }
 
-/// Whether ranks of the one have whole shares of those of the other, and both say where heads lie.
+/// Whether ranks of the one have whole shares of those of the other, both say where heads lie, and an
+/// order or tokens that differ can be converted in such shares.
 fn divides(ours: &Member, theirs: &Member) -> bool {
     let (few, many) = if ours.ranks < theirs.ranks { (ours, theirs) } else { (theirs, ours) };
     few.ranks > 0
@@ -260,6 +261,9 @@ fn divides(ours: &Member, theirs: &Member) -> bool {
         && of_all_ranks(many).is_some()
         && of_all_ranks(few).is_some()
         && heads_of(few).is_some_and(|heads| heads.has_shares(many.ranks / few.ranks))
+        && (ours.fingerprint.dtype != theirs.fingerprint.dtype
+            || !Conversion::is_needed(ours, theirs)
+            || Conversion::between(ours, theirs).is_some())
 }
 
 #[cfg(test)]

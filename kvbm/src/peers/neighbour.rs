@@ -13,10 +13,10 @@ use kvbm_tiers::{DramRegion, PeerMemory, SharedMemory, receive_memory, send_memo
 use rustix::process::geteuid;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::runtime::Handle;
-use tokio::sync::Mutex;
 use tokio::task::spawn_blocking;
 
 use super::protocol::Member;
+use crate::sync::Mutex;
 
 /// A neighbour hands its memory over within this time.
 const MAX_HANDOVER: Duration = Duration::from_secs(3);
@@ -77,8 +77,11 @@ fn blocking(stream: UnixStream) -> io::Result<std::os::unix::net::UnixStream> {
 pub(super) struct Neighbours {
     group: u8,
     /// By incarnation.
-    known: Mutex<HashMap<u64, Weak<PeerMemory>>>,
+    known: Mutex<HashMap<u64, Arc<KnownMemory>>>,
 }
+
+/// Held while it is mapped: two connections do not map it twice.
+type KnownMemory = tokio::sync::Mutex<Weak<PeerMemory>>;
 
 impl Neighbours {
     /// Of host tiers of a cache group.
@@ -93,10 +96,9 @@ impl Neighbours {
         holder: &Member,
         block_bytes: u64,
     ) -> Option<Arc<PeerMemory>> {
-        // Held meanwhile: two connections do not map it twice.
-        let mut known = self.known.lock().await;
-        known.retain(|_, memory| memory.strong_count() > 0);
-        if let Some(memory) = known.get(&holder.incarnation).and_then(Weak::upgrade) {
+        let known = self.known(holder.incarnation);
+        let mut known = known.lock().await;
+        if let Some(memory) = known.upgrade() {
             return Some(memory);
         }
         let memory = map(holder, self.group).await?;
@@ -104,8 +106,19 @@ impl Neighbours {
             return None;
         }
         let memory = Arc::new(memory);
-        known.insert(holder.incarnation, Arc::downgrade(&memory));
+        *known = Arc::downgrade(&memory);
         Some(memory)
+    }
+
+    fn known(&self, incarnation: u64) -> Arc<KnownMemory> {
+        let mut known = self.known.lock();
+        // Others may be about to map one.
+        let is_of_use = |memory: &Arc<KnownMemory>| {
+            Arc::strong_count(memory) > 1
+                || memory.try_lock().is_ok_and(|memory| memory.strong_count() > 0)
+        };
+        known.retain(|_, memory| is_of_use(memory));
+        Arc::clone(known.entry(incarnation).or_default())
     }
 }
 

@@ -3,8 +3,9 @@
 //!
 //! What is leased is the leaders' business. A rank that reads names slots, and the life of each
 //! that its leader was told of. A rank that is read says a slice's checksum, and over the connection
-//! gives the slice, only while its slot is in that life. So what came is right, or it does not count; and when it does
-//! not come in any rank, it does not count in all.
+//! gives the slice, only while its slot is in that life. A slice that is read out of its memory counts
+//! only if it has that checksum. So what came is right, or it does not count; and when it does not come
+//! in any rank, it does not count in all.
 //!
 //! Slices come out of the other rank's memory, where it can be mapped; else by NIXL, where both have
 //! that; else over the connection.
@@ -221,12 +222,14 @@ struct SliceReader {
     nixl: Option<NixlHolders>,
 }
 
+const NO_SUCH_SHARES: &str = "shares of its heads cannot be made into ours";
+
 /// A rank that is read.
 struct ReadRank<'a> {
     source: &'a PullSource,
     place: RankPlace,
     link: PeerLink,
-    /// Of what it gives; `None`: that lies there as it does here.
+    /// Of what it gives over the connection; `None`: that lies there as it does here.
     conversion: Option<Conversion>,
 }
 
@@ -234,6 +237,11 @@ impl ReadRank<'_> {
     /// Whether whole slices come, as they are.
     fn is_plain(&self) -> bool {
         self.source.has_all_heads() && self.conversion.is_none()
+    }
+
+    /// Slices that each of ours is made of, or has a part of.
+    fn sources(&self) -> usize {
+        self.conversion.as_ref().map_or(1, Conversion::sources)
     }
 }
 
@@ -266,21 +274,26 @@ impl SliceReader {
     ) -> Result<(), (PeerSeat, PeerFault)> {
         let mut ranks = Vec::with_capacity(from.sources.len());
         for source in &from.sources {
-            let place = (from.host.clone(), source.seat);
-            match self.meet(place, source, until).await {
-                Ok(rank) => ranks.push(rank),
+            match self.meet(from, source, until).await {
+                Ok(rank) if slots.are_made_of(rank.sources()) => ranks.push(rank),
+                Ok(rank) => {
+                    let why = "our leader has blocks made of other numbers of slices";
+                    ranks.push(rank);
+                    self.keep_all(ranks);
+                    return Err((source.seat, PeerFault::Ranks(why.to_owned())));
+                }
                 Err(why) => {
-                    ranks
-                        .into_iter()
-                        .for_each(|ReadRank { place, link, .. }| self.keep(place, link));
+                    self.keep_all(ranks);
                     return Err((source.seat, why));
                 }
             }
         }
-        if !ranks.is_empty() && ranks.iter().all(|rank| rank.link.memory.is_some()) {
-            by_memory::take(&mut ranks, slots, until).await?;
-            ranks.into_iter().for_each(|ReadRank { place, link, .. }| self.keep(place, link));
-            return Ok(());
+        let memories: Option<Vec<_>> = ranks.iter().map(|rank| rank.link.memory.clone()).collect();
+        if let Some(memories) = memories.filter(|memories| !memories.is_empty()) {
+            let ours = &self.credentials.member;
+            let taken = by_memory::take(&mut ranks, &memories, ours, slots, until).await;
+            self.keep_all(ranks);
+            return taken;
         }
         for mut rank in ranks {
             slots.begin();
@@ -296,18 +309,25 @@ impl SliceReader {
 
     async fn meet<'a>(
         &self,
-        place: RankPlace,
+        from: &PullFrom,
         source: &'a PullSource,
         until: Instant,
     ) -> Result<ReadRank<'a>, PeerFault> {
+        let place = (from.host.clone(), source.seat);
         let link = match self.waiting(&place) {
             Some(link) => link,
             None => in_time(until, self.connect(&place)).await?,
         };
-        // Whole slices come out of a memory.
-        let is_cut = link.memory.is_none();
-        let converted = if is_cut { Conversion::of_source } else { Conversion::of_slices };
-        let conversion = converted(&self.credentials.member, &link.holder, source);
+        let (ours, theirs) = (&self.credentials.member, &link.holder);
+        let told = (from.ranks, from.block_tokens);
+        if told != (theirs.ranks, theirs.fingerprint.block_tokens) {
+            return Err(BrokenLink::Unexpected("other blocks than those of its leader").into());
+        }
+        let conversion = Conversion::of_source(ours, theirs, source);
+        if conversion.is_none() && Conversion::is_needed(ours, theirs) {
+            self.keep(place, link);
+            return Err(PeerFault::Ranks(NO_SUCH_SHARES.to_owned()));
+        }
         let mut rank = ReadRank { source, place, link, conversion };
         if let Some(nixl) = self.nixl.as_ref().filter(|_| rank.is_plain()) {
             nixl.equip(&mut rank.link).await?;
@@ -318,6 +338,12 @@ impl SliceReader {
             }
         }
         Ok(rank)
+    }
+
+    /// Keeps the connections on which no answer is under way.
+    fn keep_all(&self, ranks: Vec<ReadRank<'_>>) {
+        let ranks = ranks.into_iter().filter(|rank| !rank.link.is_asked);
+        ranks.for_each(|ReadRank { place, link, .. }| self.keep(place, link));
     }
 
     /// By NIXL if it can be, else over the connection.
@@ -380,7 +406,7 @@ impl SliceReader {
             waiting.values_mut().flat_map(|links| links.extract_if(.., is_old)).collect();
         waiting.retain(|_, links| !links.is_empty());
         drop(waiting);
-        // With a link an agent of NIXL may end: others need not wait for that.
+        // With a link a mapping may end, or an agent of NIXL: others need not wait for that.
         drop(old);
     }
 

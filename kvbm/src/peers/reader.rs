@@ -565,7 +565,9 @@ impl Reader {
                     let entered = self.entered((chain, lease.namespace), lease.info);
                     let (chain, owner) = entered.ok_or_else(Error::stale)?;
                     let conversion = lease.link.conversion.as_deref();
-                    let wanted = WantedSlices { named: &lease.named, chain, owner, conversion };
+                    let block_tokens = lease.link.holder.fingerprint.block_tokens;
+                    let named = &lease.named;
+                    let wanted = WantedSlices { named, chain, owner, block_tokens, conversion };
                     let (host, bytes) = (lease.host(), self.block_bytes());
                     let brought = slices::bring(leader, host, &wanted, limit, &mut filling, bytes);
                     tokio::select! {

@@ -80,6 +80,8 @@ pub(super) struct WantedSlices<'a> {
     pub(super) chain: Chain<'a>,
     /// Whose they will be.
     pub(super) owner: Option<Owner>,
+    /// Tokens of a block there.
+    pub(super) block_tokens: u64,
     /// How many blocks there make how many of ours; `None`: one makes one.
     pub(super) conversion: Option<&'a Conversion>,
 }
@@ -102,6 +104,9 @@ pub(super) async fn bring(
     let brought = async {
         let all = filling.kept()..filling.kept() + filling.left();
         let copies = wanted.there(0).len();
+        if copies > MAX_OPS {
+            return Err(gone("a block here is made of too many there"));
+        }
         let at_once = (PULL_BYTES / block_bytes.max(1)).min(MAX_OPS / copies).max(1);
         let mut parts = parts(all, at_once);
         loop {
@@ -116,14 +121,15 @@ pub(super) async fn bring(
                 let (frames, back) = filling.lend_unsummed(part.len());
                 let limit_ms = left.as_millis().try_into().unwrap_or(u32::MAX);
                 let (host, seats) = (host.to_owned(), named.seats.clone());
-                let (renamed, first) = (named.renamed, part.start as u32);
-                let from = PullOrder { host, seats, limit_ms, renamed, first };
+                let (renamed, block_tokens) = (named.renamed, wanted.block_tokens);
+                let first = part.start as u32;
+                let from = PullOrder { host, seats, limit_ms, renamed, first, block_tokens };
                 let ops: Option<Vec<_>> = part
                     .zip(&frames)
                     .flat_map(|(at, frame)| wanted.there(at).map(move |there| (at, there, frame)))
                     .map(|(at, there, frame)| wanted.op(at, there, frame))
                     .collect();
-                let Some(ops) = ops.filter(|ops| ops.len() <= MAX_OPS) else {
+                let Some(ops) = ops else {
                     back(frames, Ok(Vec::new()));
                     return Err(gone("its leader does not say where a block lies"));
                 };
@@ -141,7 +147,10 @@ pub(super) async fn bring(
             for came in came {
                 if came.is_none() {
                     let why = why.lock();
-                    return Err(why.as_ref().map_or_else(|| gone("a block did not come"), fault));
+                    let missing = || gone("a block did not come");
+                    // What ranks read by themselves may be of the time after.
+                    let fault = |why: &CopyError| fault(why).expired_if_over(until);
+                    return Err(why.as_ref().map_or_else(missing, fault));
                 }
                 filling.keep();
             }

@@ -32,7 +32,7 @@ pub(super) const MAX_MESSAGE: usize = 1 << 20;
 pub(super) const MAX_GREETING: usize = 16 << 10;
 /// Bytes of the longest fingerprint.
 pub(super) const MAX_FINGERPRINT: usize = 4 << 10;
-/// Copies in one message. Batches of more go in several.
+/// Copies in one message. Longer batches go in several; pulls have no more.
 pub const MAX_OPS: usize = 8_192;
 /// Slots in one message that tells of them: some 800 KiB.
 pub(super) const MAX_SLOTS_TOLD: usize = 32 << 10;

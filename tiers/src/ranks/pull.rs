@@ -42,6 +42,8 @@ pub struct PullOrder {
     pub renamed: u128,
     /// The position of the first block in its chain; the others follow.
     pub first: u32,
+    /// Tokens of a block there.
+    pub block_tokens: u64,
 }
 
 /// A rank's part of that.
@@ -55,6 +57,10 @@ pub struct PullFrom {
     pub limit: Duration,
     /// The bits in which hashes of blocks differ there.
     pub renamed: u128,
+    /// Ranks of the other worker, as its leader says.
+    pub ranks: u16,
+    /// Tokens of a block there, as that says.
+    pub block_tokens: u64,
 }
 
 /// A rank of the other worker.
@@ -84,8 +90,14 @@ impl PullOrder {
         };
         let sources =
             sources(rank, world, there)?.into_iter().map(source).collect::<Option<_>>()?;
-        let limit = Duration::from_millis(self.limit_ms.into());
-        Some(PullFrom { host: self.host.clone(), sources, limit, renamed: self.renamed })
+        Some(PullFrom {
+            host: self.host.clone(),
+            sources,
+            limit: Duration::from_millis(self.limit_ms.into()),
+            renamed: self.renamed,
+            ranks: there,
+            block_tokens: self.block_tokens,
+        })
     }
 }
 
@@ -153,7 +165,7 @@ impl PulledSlot {
         &self.pulled.op
     }
 
-    /// All that it is made of, if it is made of more or less than that slot holds.
+    /// All slots that it is made of.
     pub const fn pulled(&self) -> &PulledBlock {
         &self.pulled
     }
@@ -169,9 +181,13 @@ impl PulledSlot {
     }
 
     /// Copies what lies in a slot of a peer's memory; returns the checksum of what arrived, which the
-    /// region remembers. `None`: there is no such slot, or its block has another size.
-    pub fn copy_of(&mut self, peer: &PeerMemory, from: SlotId) -> Option<u32> {
-        peer.copy_into(from, &self.memory, self.frame.as_mut()?).ok()
+    /// region remembers.
+    ///
+    /// # Errors
+    /// Those of [`PeerMemory::copy_into`]; and `Refused` while the slot's frame is lent.
+    pub fn copy_of(&mut self, peer: &PeerMemory, from: SlotId) -> Result<u32, CopyError> {
+        let lent = || CopyError::refused("something else writes the slot");
+        peer.copy_into(from, &self.memory, self.frame.as_mut().ok_or_else(lent)?)
     }
 
     /// For something that writes the slot by itself, until it [gives it back](Self::give_back).

@@ -396,8 +396,14 @@ fn a_rank_gives_out_nothing_that_it_was_not_given() {
 /// Has all ranks bring blocks from a worker with this number of them.
 fn pull(fleet: &Fleet, ranks: usize, ops: &[CopyOp]) -> Vec<Result<(), CopyError>> {
     let seats = vec![PeerSeat { port: 1, incarnation: 1 }; ranks];
-    let order =
-        PullOrder { host: "there".to_owned(), seats, limit_ms: 1_000, renamed: 0, first: 0 };
+    let order = PullOrder {
+        host: "there".to_owned(),
+        seats,
+        limit_ms: 1_000,
+        renamed: 0,
+        first: 0,
+        block_tokens: 16,
+    };
     let (report, reports) = mpsc::channel();
     let done = each(move |index, result| report.send((index, result)).unwrap());
     fleet.leader.pull(&order, ops, done);

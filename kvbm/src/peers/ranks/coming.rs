@@ -18,7 +18,7 @@ use crate::peers::sealed::{self, NOT_CONVERTED, SliceSeals};
 const SLICE_BYTES: usize = 4 << 20;
 const SLICE_READS: usize = 2;
 
-/// Slots that slices come into, from one rank after the other.
+/// Slots that slices come into, from the ranks that have them.
 pub(super) struct ComingSlots {
     /// What the present rank has yet to give.
     pub(super) left: VecDeque<PulledSlot>,
@@ -40,6 +40,12 @@ impl ComingSlots {
     /// Another rank is to give what it has of those that have all that came before.
     pub(super) fn begin(&mut self) {
         self.left.append(&mut self.came);
+    }
+
+    /// Whether each has so many slots there that it is made of.
+    pub(super) fn are_made_of(&self, slots: usize) -> bool {
+        let mut all = self.left.iter().chain(&self.came);
+        all.all(|slot| slot.pulled().from.len() == slots)
     }
 
     /// The next slot has come or failed as far as this rank goes.
@@ -169,6 +175,12 @@ pub(super) async fn take_converted(
     }
     let (lives, goals) = goals_of(&slots.left);
     let mut requests = SliceRequests::new(lives, source.give, bytes);
+    let placement = SlicePlacement {
+        heads: None,
+        theirs: None,
+        conversion: Some(conversion),
+        into: source.into,
+    };
     let mut made = vec![Ok(()); slots.left.len()];
     let mut slice = Vec::new();
     while let Some(next) = requests.next(stream).await? {
@@ -182,12 +194,6 @@ pub(super) async fn take_converted(
         };
         match came {
             Ok(()) => {
-                let placement = SlicePlacement {
-                    heads: None,
-                    theirs: None,
-                    conversion: Some(conversion),
-                    into: source.into,
-                };
                 placement.place_all(&goals[next], &slice, slots, &mut made);
             }
             Err(why) => goals[next].fail(&mut made, &why),
@@ -199,15 +205,16 @@ pub(super) async fn take_converted(
 
 /// Where a slice goes.
 pub(super) struct SliceGoal {
-    /// A part of it goes into each of these,
+    /// The slots that a part of it goes into.
     pub(super) slots: Range<usize>,
-    /// which are made of so many before it.
+    /// How many slices go into each before it.
     nth: usize,
 }
 
 impl SliceGoal {
     pub(super) fn fail(&self, made: &mut [Result<(), CopyError>], why: &CopyError) {
-        made[self.slots.clone()].fill(Err(why.clone()));
+        let right = made[self.slots.clone()].iter_mut().filter(|made| made.is_ok());
+        right.for_each(|made| *made = Err(why.clone()));
     }
 }
 
@@ -267,7 +274,9 @@ pub(super) fn goals_of(slots: &VecDeque<PulledSlot>) -> (Vec<SlotLife>, Vec<Slic
     for (at, slot) in slots.iter().enumerate() {
         for (nth, from) in slot.pulled().from.iter().enumerate() {
             let life = SlotLife::of(*from);
-            match goals.last_mut().filter(|_| nth == 0 && lives.last() == Some(&life)) {
+            let is_next =
+                |goal: &&mut SliceGoal| nth == 0 && goal.nth == 0 && lives.last() == Some(&life);
+            match goals.last_mut().filter(is_next) {
                 Some(goal) => goal.slots.end = at + 1,
                 None => {
                     lives.push(life);

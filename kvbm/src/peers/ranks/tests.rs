@@ -93,6 +93,13 @@ fn slots_of(generation: impl Fn(u32) -> u32, keys: Option<Arc<HostSeal>>) -> (Co
     (ComingSlots { left, came: VecDeque::new(), heads: None, seals }, ends)
 }
 
+/// What a leader orders to be read at ranks of a worker.
+pub(super) fn pull_from(holder: &Member, sources: Vec<PullSource>) -> PullFrom {
+    let (ranks, block_tokens) = (holder.ranks, holder.fingerprint.block_tokens);
+    let host = "there".to_owned();
+    PullFrom { host, sources, limit: LIMIT, renamed: 0, ranks, block_tokens }
+}
+
 /// The rank of the same number.
 const SOURCE: PullSource = PullSource {
     seat: PeerSeat { port: 1, incarnation: 1 },
@@ -228,7 +235,7 @@ async fn a_slice_comes_in_shares_from_ranks_with_fewer_heads() {
 }
 
 /// What a rank seals with, and the keys of its tenants. `main`: the number of its main key.
-fn sealing(main: u32) -> (Arc<HostSeal>, Arc<TenantKeys>) {
+pub(super) fn sealing(main: u32) -> (Arc<HostSeal>, Arc<TenantKeys>) {
     let (ring, of) = (key_ring(main, MAIN), HostSeal::keys_namespace("test"));
     let keys = Arc::new(TenantKeys::in_memory(Arc::clone(&ring), &of));
     (Arc::new(HostSeal::new(ring, "test", BYTES, Some(Arc::clone(&keys)))), keys)
@@ -482,7 +489,7 @@ async fn what_does_not_come_within_the_limit_does_not_come() {
     let seat = PeerSeat { port: silent.local_addr().unwrap().port(), incarnation: 1 };
     let (slots, ends) = slots(|_| LIFE);
     let sources = vec![PullSource { seat, ..SOURCE }];
-    let from = PullFrom { host: "127.0.0.1".to_owned(), sources, limit: LIMIT, renamed: 0 };
+    let from = PullFrom { host: "127.0.0.1".to_owned(), ..pull_from(&member("b", 2), sources) };
     let began = Instant::now();
     reader().bring(from, slots.left).await;
     assert!(began.elapsed() >= LIMIT && began.elapsed() < 2 * LIMIT, "{:?}", began.elapsed());

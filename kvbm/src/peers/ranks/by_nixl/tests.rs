@@ -13,6 +13,7 @@ use tokio::io::duplex;
 use tokio::time::{Instant, sleep};
 use tokio_util::codec::FramedRead;
 
+use super::super::tests::pull_from;
 use super::super::{SliceHolder, SliceReader};
 use super::*;
 use crate::peers::greeting::tests::member;
@@ -118,8 +119,8 @@ impl RankPair {
         };
         let slots = (0..SLOTS).enumerate().map(slot).collect();
         let sources = vec![PullSource { seat: SEAT, give, into: HeadShare::WHOLE }];
-        let from = PullFrom { host: "there".to_owned(), sources, limit: LIMIT, renamed: 0 };
-        self.reader.bring(from, slots).await;
+        let from = pull_from(&self.holder.credentials.member, sources);
+        self.reader.bring(PullFrom { limit: LIMIT, ..from }, slots).await;
         ends
     }
 

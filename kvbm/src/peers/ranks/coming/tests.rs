@@ -10,6 +10,7 @@ use kvbm_tiers::{
 use tokio::io::duplex;
 use tokio_util::codec::FramedRead;
 
+use super::super::tests::{pull_from, sealing};
 use super::super::{SliceHolder, SliceReader};
 use super::*;
 use crate::peers::conversion::tests::{PROMPT, RANK_ORDERS, RankSlices, ranks_of};
@@ -70,8 +71,8 @@ fn holder_of(rank: &RankSlices) -> (Arc<SliceHolder>, Arc<DramRegion>) {
 }
 
 impl ReadRanks {
-    /// The second of two ranks here reads the third and the fourth of four. Of heads inside of tokens, and
-    /// outside.
+    /// The second of two ranks here reads the third and the fourth of four. Here heads lie inside of
+    /// tokens, there outside.
     fn new(tokens: usize, there: usize, is_mapped: bool) -> Self {
         let ours = ranks_of(RANK_ORDERS[0], tokens, 2).remove(1);
         let here = memory(ours.slices.len(), ours.member.block_bytes);
@@ -108,6 +109,16 @@ impl ReadRanks {
 
     /// Pulls blocks by their positions, of slots in this life of them: how each of their copies ended.
     async fn pull(&self, positions: &[usize], life_of: impl Fn(usize) -> u32) -> Ends {
+        self.pull_as(positions, life_of, |from| from).await
+    }
+
+    /// The same, by an order that is not what it should be.
+    async fn pull_as(
+        &self,
+        positions: &[usize],
+        life_of: impl Fn(usize) -> u32,
+        change: impl FnOnce(PullFrom) -> PullFrom,
+    ) -> Ends {
         let ends = Arc::<Mutex<Ends>>::default();
         let told = Arc::clone(&ends);
         let done = Done::new(move |ended| {
@@ -130,8 +141,7 @@ impl ReadRanks {
             pulled_slot_of(&self.here, pulled, first, done.clone())
         };
         let slots = positions.iter().map(slot).collect();
-        let from = PullFrom { host: "there".to_owned(), sources, limit: LIMIT, renamed: 0 };
-        reader.bring(from, slots).await;
+        reader.bring(change(pull_from(theirs, sources)), slots).await;
         drop(done);
         let mut ends = std::mem::take(&mut *ends.lock());
         ends.sort_unstable_by_key(|(place, _)| *place);
@@ -151,7 +161,7 @@ impl ReadRanks {
 }
 
 #[tokio::test]
-async fn a_slice_that_is_gone_costs_the_blocks_made_of_it_alone() {
+async fn a_missing_slice_costs_only_the_blocks_made_of_it() {
     let gone = Some(CopyErrorKind::Unavailable);
     for is_mapped in [false, true] {
         // Four make one.
@@ -193,21 +203,95 @@ async fn a_damaged_slice_becomes_no_block() {
     }
 }
 
+/// Into all of these slots, of the slot of the same number at the one rank that there is.
+async fn pull_plain(ranks: &ReadRanks, give: HeadShare, slots: &[(usize, usize)]) {
+    let (reader, mut sources) = ranks.reader();
+    sources[0] = PullSource { give, into: HeadShare::WHOLE, ..sources[0] };
+    let from = pull_from(&ranks.holders[0].0.credentials.member, sources);
+    let slot = |&(from, to): &(usize, usize)| {
+        pulled_slot(&ranks.here, op(life(from, LIFE), to), 0, Done::new(|_| ()))
+    };
+    reader.bring(from, slots.iter().map(slot).collect()).await;
+}
+
 #[tokio::test]
-async fn a_share_of_heads_is_cut_out_of_a_neighbours_memory() {
+async fn a_share_of_heads_comes_out_of_neighbouring_memory() {
     // The second of four ranks has half of the heads that the first of two has.
     let ours = ranks_of(RANK_ORDERS[0], 16, 4).remove(1);
     let here = memory(ours.slices.len(), ours.member.block_bytes);
     let holders = vec![holder_of(&ranks_of(RANK_ORDERS[0], 16, 2)[0])];
     let ranks = ReadRanks { ours, here, holders, is_mapped: true };
-    let (reader, mut sources) = ranks.reader();
-    let give = HeadShare::new(1, 2).unwrap();
-    sources[0] = PullSource { give, into: HeadShare::WHOLE, ..sources[0] };
     let all: Vec<_> = (0..PROMPT / 16).collect();
-    let slot =
-        |at: &usize| pulled_slot(&ranks.here, op(life(*at, LIFE), *at), 0, Done::new(|_| ()));
-    let slots = all.iter().map(slot).collect();
-    let from = PullFrom { host: "there".to_owned(), sources, limit: LIMIT, renamed: 0 };
-    reader.bring(from, slots).await;
+    let slots: Vec<_> = all.iter().map(|slot| (*slot, *slot)).collect();
+    pull_plain(&ranks, HeadShare::new(1, 2).unwrap(), &slots).await;
     ranks.assert_right(&all);
+}
+
+/// Its leader may name it twice.
+#[tokio::test]
+async fn one_slice_fills_every_slot_that_it_is_for() {
+    for is_mapped in [false, true] {
+        let mut ours = ranks_of(RANK_ORDERS[0], 16, 2).remove(1);
+        let here = memory(ours.slices.len(), ours.member.block_bytes);
+        let mut there = ranks_of(RANK_ORDERS[0], 16, 2).remove(1);
+        there.member.incarnation += 1;
+        let holders = vec![holder_of(&there)];
+        ours.slices = vec![there.slices[3].clone(); 3];
+        let ranks = ReadRanks { ours, here, holders, is_mapped };
+        pull_plain(&ranks, HeadShare::WHOLE, &[(3, 0), (3, 1), (3, 2)]).await;
+        ranks.assert_right(&[0, 1, 2]);
+    }
+}
+
+#[tokio::test]
+async fn a_rank_that_is_not_as_leaders_say_gives_nothing() {
+    for is_mapped in [false, true] {
+        let ranks = ReadRanks::new(64, 16, is_mapped);
+        let other: [fn(PullFrom) -> PullFrom; 2] =
+            [|from| PullFrom { block_tokens: 64, ..from }, |from| PullFrom { ranks: 2, ..from }];
+        for change in other {
+            let came = ranks.pull_as(&[0], |_| LIFE, change).await;
+            assert!(
+                came.iter().all(|(_, end)| *end == Some(CopyErrorKind::Unavailable)),
+                "{came:?}"
+            );
+        }
+        // Of one slice, not of four.
+        let (reader, sources) = ranks.reader();
+        let told = Arc::<Mutex<Ends>>::default();
+        let ends = Arc::clone(&told);
+        let done = Done::new(move |ended| {
+            let end = |(place, result): (usize, Result<(), CopyError>)| {
+                (place, result.err().map(|error| error.kind()))
+            };
+            ends.lock().extend(ended.into_iter().map(end));
+        });
+        let slot = pulled_slot(&ranks.here, op(life(0, LIFE), 0), 0, done);
+        let from = pull_from(&ranks.holders[0].0.credentials.member, sources);
+        reader.bring(from, [slot].into()).await;
+        assert_eq!(*told.lock(), [(0, Some(CopyErrorKind::Unavailable))]);
+        // And then it heals.
+        assert!(ranks.pull(&[0], |_| LIFE).await.iter().all(|(_, end)| end.is_none()));
+        ranks.assert_right(&[0]);
+    }
+}
+
+#[tokio::test]
+async fn what_is_to_lie_encrypted_is_not_converted() {
+    let ranks = ReadRanks::new(64, 16, false);
+    let source = PullSource {
+        seat: PeerSeat { port: 1, incarnation: 1 },
+        give: HeadShare::WHOLE,
+        into: HeadShare::new(0, 2).unwrap(),
+    };
+    let theirs = &ranks.holders[0].0.credentials.member;
+    let conversion = Conversion::of_source(&ranks.ours.member, theirs, &source);
+    let conversion = conversion.expect("more tokens there");
+    let seals = SliceSeals::new(Some(sealing(1).0), 0);
+    let mut slots =
+        ComingSlots { left: VecDeque::new(), came: VecDeque::new(), heads: None, seals };
+    let (mut here, _there) = duplex(64);
+    let made = (&conversion, theirs.block_bytes as usize);
+    let refused = take_converted(&mut here, &source, made, &mut slots).await.unwrap_err();
+    assert!(matches!(refused, BrokenLink::Unexpected(NOT_CONVERTED)), "{refused}");
 }
