@@ -216,12 +216,13 @@ def until_forgotten(engine: Engine, number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("there", "here"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("there", "here"), [((1, 32), (2, 32)), ((2, 32), (1, 32)), ((2, 32), (2, 64)), ((2, 64), (1, 32))])
 def test_engines_that_split_heads_otherwise_read_each_other(model, said, there, here):
-    with pair(model, {"workers": there}, {"workers": here}) as (first, second):
+    first, second = ({"workers": workers, "block_tokens": tokens} for workers, tokens in (there, here))
+    with pair(model, first, second) as (first, second):
         for number in range(3):
             told = prefill(first, number)
-            assert told["tp_size"] == there
+            assert (told["tp_size"], told["kvbm_block_tokens"]) == (there[0], [there[1]] * 2)
             went_on = decode(second, number, told)
             assert (went_on["said"], went_on["scheduled"]) == (said[number], SERVED)
         assert is_at_rest(first) and is_at_rest(second)
