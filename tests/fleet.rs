@@ -172,7 +172,7 @@ impl HeadForm {
     /// what `number` has over a multiple of 1,000, less 1.
     pub fn slice(self, share: HeadShare, number: usize) -> Vec<u8> {
         let (index, world) = share.get();
-        // Of no rank.
+        // Without the part that names a rank.
         let number = number % pattern(1, 0);
         let (prompt, at) = (number / 1_000, (number % 1_000).max(1) - 1);
         let axes = self.axes(world);

@@ -68,8 +68,8 @@ enum Way {
 }
 
 impl Way {
-    /// Those by which all slices come.
-    const ALL: [Self; 2] = [Self::Tcp, Self::Memory];
+    /// The ways by which shares and converted slices come too.
+    const OF_ALL_SLICES: [Self; 2] = [Self::Tcp, Self::Memory];
 
     const fn name(self) -> &'static str {
         match self {
@@ -222,7 +222,7 @@ fn each_rank_gets_its_slices(way: Way) {
     pair.end();
 }
 
-/// Memories of host tiers that a process has mapped that others may map.
+/// How many shareable host tiers a process has mapped.
 fn regions_mapped(rank: &Process) -> usize {
     let maps = fs::read_to_string(format!("/proc/{}/maps", rank.id())).unwrap();
     let files = maps.lines().filter(|map| map.contains("/memfd:"));
@@ -366,7 +366,7 @@ fn second_rank(fleet: &Fleet) -> &Process {
 
 /// Each rank here gets its heads from the ranks there that have them.
 fn crosses(holder: u16, reader: u16) {
-    Way::ALL.into_iter().for_each(|way| crosses_by(way, holder, reader));
+    Way::OF_ALL_SLICES.into_iter().for_each(|way| crosses_by(way, holder, reader));
 }
 
 fn crosses_by(way: Way, holder: u16, reader: u16) {
@@ -418,7 +418,7 @@ fn four_ranks_read_at_two() {
 /// Workers whose blocks differ in more than the number of ranks: as many tokens of each prompt as the
 /// holder computed come, in blocks of the reader's.
 fn crosses_forms(forms: [(HeadForm, u16); 2]) {
-    Way::ALL.into_iter().for_each(|way| crosses_forms_by(way, forms));
+    Way::OF_ALL_SLICES.into_iter().for_each(|way| crosses_forms_by(way, forms));
 }
 
 fn crosses_forms_by(way: Way, [there, here]: [(HeadForm, u16); 2]) {
@@ -506,7 +506,7 @@ fn an_indivisible_number_of_ranks_is_refused_and_named() {
 #[test]
 #[ignore = "it measures: tests/peers.sh has it"]
 fn how_fast_heads_move() {
-    Way::ALL.into_iter().for_each(how_fast_heads_move_by);
+    Way::OF_ALL_SLICES.into_iter().for_each(how_fast_heads_move_by);
 }
 
 fn how_fast_heads_move_by(way: Way) {

@@ -124,7 +124,7 @@ tests() {
         cargo nextest run --cargo-profile checked "${WHOLE[@]}" --no-run
         # Else what the build wrote is on its way to the disk while tests give it 300 ms.
         sync
-        # What passed is printed for what it says it skips. What failed is said where a log is looked at first, its end.
+        # Tests that pass print what they skip. Failures are printed again at the end, where one looks first.
         run_tests cargo nextest run --cargo-profile checked "${WHOLE[@]}" --no-fail-fast \
             --success-output final --failure-output immediate-final
     else

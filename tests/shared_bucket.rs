@@ -100,7 +100,7 @@ fn a_worker_starts_warm_beside_one_and_takes_nothing_away() {
     assert!(files_of(home.path(), "kvseg").len() > before.len());
     assert_eq!(second.close(LIMIT).copies_left, 0);
     drop(second);
-    // The first may discard what it wrote in vain meanwhile.
+    // Meanwhile the first may remove files that it wrote in vain.
     let is_of_the_first = |file: &PathBuf| before.contains(file);
     eventually("what it stored is still there", || {
         files_of(home.path(), "kvseg").iter().all(is_of_the_first)

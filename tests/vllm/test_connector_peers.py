@@ -10,6 +10,8 @@ from connectors import LENGTH, ONE_LEFT, SERVED, WHOLE, connector, host, is_at_r
 from engine import BLOCK, Engine, prompt
 
 TIMEOUT_MS = 20_000
+# Workers of an engine, and tokens of its blocks.
+FORMS = [((1, 32), (2, 32)), ((2, 32), (1, 32)), ((2, 32), (2, 64)), ((2, 64), (1, 32))]
 # How often a reader comes too late.
 LATE = int(os.environ.get("KVBM_LATE_READS", "5"))
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
@@ -216,8 +218,8 @@ def until_forgotten(engine: Engine, number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("there", "here"), [((1, 32), (2, 32)), ((2, 32), (1, 32)), ((2, 32), (2, 64)), ((2, 64), (1, 32))])
-def test_engines_that_split_heads_otherwise_read_each_other(model, said, there, here):
+@pytest.mark.parametrize(("there", "here"), FORMS)
+def test_engines_with_other_workers_or_block_tokens_read_each_other(model, said, there, here):
     first, second = ({"workers": workers, "block_tokens": tokens} for workers, tokens in (there, here))
     with pair(model, first, second) as (first, second):
         for number in range(3):

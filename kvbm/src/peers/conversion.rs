@@ -43,7 +43,7 @@ impl Conversion {
         if ours.ranks == theirs.ranks {
             return Self::of_shares((ours, HeadShare::WHOLE), (theirs, HeadShare::WHOLE));
         }
-        // As ranks make them, of the heads that they have in common; leaders count them.
+        // As ranks convert the heads that two of them share. Leaders use only the numbers of blocks.
         let [few, many] = [ours.ranks.min(theirs.ranks), ours.ranks.max(theirs.ranks)];
         let part = HeadShare::new(0, many.checked_div(few)?)?;
         let is_cut = ours.ranks == many;
@@ -52,17 +52,25 @@ impl Conversion {
         Self::of_shares((ours, share), (theirs, given))
     }
 
-    /// Makes a rank's slices of the shares of heads that one rank there cuts out of its own.
-    pub(super) fn of_source(ours: &Member, theirs: &Member, source: &PullSource) -> Option<Self> {
+    /// Of what one rank there sends: the share of its heads that is wanted.
+    pub(super) fn of_given_shares(
+        ours: &Member,
+        theirs: &Member,
+        source: &PullSource,
+    ) -> Option<Self> {
         Self::of_shares((ours, source.into), (&share_of(theirs, source.give)?, HeadShare::WHOLE))
     }
 
-    /// The same, of its whole slices.
-    pub(super) fn of_slices(ours: &Member, theirs: &Member, source: &PullSource) -> Option<Self> {
+    /// Of that rank's whole slices, from which the share is taken here.
+    pub(super) fn of_whole_slices(
+        ours: &Member,
+        theirs: &Member,
+        source: &PullSource,
+    ) -> Option<Self> {
         Self::of_shares((ours, source.into), (theirs, source.give))
     }
 
-    /// Whether blocks lie otherwise there, but for how heads are split.
+    /// Whether blocks there have another type, other tokens or another order.
     pub(super) fn is_needed(ours: &Member, theirs: &Member) -> bool {
         let [ours, theirs] = [ours, theirs].map(|member| &member.fingerprint);
         let [layout, their_layout] = [ours, theirs].map(|of| of.layouts.first());
@@ -72,7 +80,7 @@ impl Conversion {
             || has_other_order
     }
 
-    /// Of a share of the heads of blocks there, which is a share of ours.
+    /// From a share (`given`) of the heads there to a share of ours.
     fn of_shares(
         (ours, share): (&Member, HeadShare),
         (theirs, given): (&Member, HeadShare),
@@ -197,7 +205,7 @@ impl NumberConversion {
     }
 }
 
-/// Blocks that one makes, or that make one, at most.
+/// At most this many blocks make one, or are made of one.
 const MAX_RATIO: u64 = 1 << 10;
 
 /// How many of the peer's blocks make one of ours, and how many one of the peer's makes.
@@ -615,17 +623,18 @@ pub(super) mod tests {
                 let seat = PeerSeat { port: 1, incarnation: 1 };
                 let source = PullSource { seat, give, into };
                 assert_eq!(difference(&own.member, &theirs.member, false), None);
-                let [of_source, of_slices] = [Conversion::of_source, Conversion::of_slices]
-                    .map(|of| of(&own.member, &theirs.member, &source).expect("other forms"));
+                let [of_given_shares, of_whole_slices] =
+                    [Conversion::of_given_shares, Conversion::of_whole_slices]
+                        .map(|of| of(&own.member, &theirs.member, &source).expect("other forms"));
                 for (at, (made, of_whole)) in made.iter_mut().zip(&mut of_whole).enumerate() {
-                    for (nth, from) in of_source.sources_of(at).enumerate() {
+                    for (nth, from) in of_given_shares.sources_of(at).enumerate() {
                         let mut slice = theirs.slices[from].clone();
-                        let part = of_source.part_at(at, nth);
-                        of_slices.put(part, &slice, of_whole).unwrap();
+                        let part = of_given_shares.part_at(at, nth);
+                        of_whole_slices.put(part, &slice, of_whole).unwrap();
                         if give != HeadShare::WHOLE {
                             heads_of(&theirs.member).unwrap().cut(give, &mut slice).unwrap();
                         }
-                        of_source.put(part, &slice, made).unwrap();
+                        of_given_shares.put(part, &slice, made).unwrap();
                     }
                 }
             }
@@ -653,9 +662,9 @@ pub(super) mod tests {
         }
     }
 
-    /// With a share of the heads one axis more is cut up, which is more than a transform has.
+    /// A share splits the head axis, which gives one axis more than a transform takes.
     #[test]
-    fn whole_blocks_that_convert_and_shares_that_cannot_are_refused() {
+    fn shares_that_cannot_convert_are_refused_where_whole_blocks_can() {
         let worker = |world: u16, order| {
             let heads = 8 / usize::from(world);
             let extents =
@@ -671,7 +680,7 @@ pub(super) mod tests {
         let two_there = Member { incarnation: 7, ..two_there };
         assert_eq!(difference(&two, &two_there, false), None);
         let why = difference(&two, &four, false).unwrap();
-        assert!(why.contains("the number of ranks is"), "{why}");
+        assert!(why.contains("shares of heads cannot be converted"), "{why}");
         assert_eq!(difference(&two_there, &four, false), None);
     }
 

@@ -200,8 +200,10 @@ impl Credentials {
 /// if one number divides the other; and blocks may be such that one is made of the other.
 pub(super) fn difference(ours: &Member, theirs: &Member, converts_types: bool) -> Option<String> {
     if ours.ranks != theirs.ranks && divides(ours, theirs) {
-        let (ours, theirs) = (of_all_ranks(ours)?, of_all_ranks(theirs)?);
-        return difference(&ours, &theirs, false);
+        let all = difference(&of_all_ranks(ours)?, &of_all_ranks(theirs)?, false);
+        let can_be =
+            !Conversion::is_needed(ours, theirs) || Conversion::between(ours, theirs).is_some();
+        return all.or_else(|| (!can_be).then(|| unshared(ours, theirs)));
     }
     let conversion = Conversion::between(ours, theirs);
     if let Some(made) = conversion.filter(|made| converts_types || !made.changes_types()) {
@@ -222,6 +224,16 @@ pub(super) fn difference(ours: &Member, theirs: &Member, converts_types: bool) -
     let (what, [a, b]) = differs.or(other_bytes)?;
     let hint = if what == "dtype" { scales_missing(both) } else { String::new() };
     Some(format!("{what} is {a:?} at {}, {b:?} at {}{hint}", ours.name, theirs.name))
+}
+
+/// Whole blocks convert, and shares of their heads do not.
+fn unshared(ours: &Member, theirs: &Member) -> String {
+    let [order, their_order] = [ours, theirs]
+        .map(|member| member.fingerprint.layouts.first().map_or("", |layout| &*layout.order));
+    format!(
+        "the order of axes is {order:?} at {}, {their_order:?} at {}, and shares of heads cannot be converted",
+        ours.name, theirs.name
+    )
 }
 
 /// What keeps numbers of FP8 from being converted.
@@ -251,8 +263,7 @@ fn converted(theirs: &Member, ours: &Member, changes_types: bool) -> Member {
     member
 }
 
-/// Whether ranks of the one have whole shares of those of the other, both say where heads lie, and an
-/// order or tokens that differ can be converted in such shares.
+/// Whether ranks of the one have whole shares of those of the other, and both say where heads lie.
 fn divides(ours: &Member, theirs: &Member) -> bool {
     let (few, many) = if ours.ranks < theirs.ranks { (ours, theirs) } else { (theirs, ours) };
     few.ranks > 0
@@ -261,9 +272,6 @@ fn divides(ours: &Member, theirs: &Member) -> bool {
         && of_all_ranks(many).is_some()
         && of_all_ranks(few).is_some()
         && heads_of(few).is_some_and(|heads| heads.has_shares(many.ranks / few.ranks))
-        && (ours.fingerprint.dtype != theirs.fingerprint.dtype
-            || !Conversion::is_needed(ours, theirs)
-            || Conversion::between(ours, theirs).is_some())
 }
 
 #[cfg(test)]

@@ -80,7 +80,7 @@ pub(super) struct Neighbours {
     known: Mutex<HashMap<u64, Arc<KnownMemory>>>,
 }
 
-/// Held while it is mapped: two connections do not map it twice.
+/// Locked while the memory is being mapped, so that two connections do not map it twice.
 type KnownMemory = tokio::sync::Mutex<Weak<PeerMemory>>;
 
 impl Neighbours {

@@ -111,7 +111,7 @@ pub(super) enum ToHolder {
     Slices(HeadShare, Vec<SlotLife>),
     /// The next layers of blocks that are leased while they are saved.
     Layers(LayersRequest),
-    /// To a rank, by a rank that reads these slots by itself: what are the checksums of what they hold
+    /// To a rank, by one that copies them out of its memory: what are the checksums of what they hold
     /// in these lives?
     SliceSums(Vec<SlotLife>),
 }

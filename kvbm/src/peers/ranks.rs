@@ -7,8 +7,8 @@
 //! only if it has that checksum. So what came is right, or it does not count; and when it does not come
 //! in any rank, it does not count in all.
 //!
-//! Slices come out of the other rank's memory, where it can be mapped; else by NIXL, where both have
-//! that; else over the connection.
+//! Slices are copied out of the other ranks' memory, if all of them can be mapped; else whole slices
+//! that need no conversion are read by NIXL, where both have it; all others come over the connection.
 //!
 //! | module | |
 //! |---|---|
@@ -222,6 +222,7 @@ struct SliceReader {
     nixl: Option<NixlHolders>,
 }
 
+const OTHER_BLOCKS: &str = "another number of ranks or tokens than its leader says";
 const NO_SUCH_SHARES: &str = "shares of its heads cannot be made into ours";
 
 /// A rank that is read.
@@ -265,7 +266,7 @@ impl SliceReader {
         }
     }
 
-    /// An error names the rank whose it is.
+    /// An error comes with the rank that caused it.
     async fn bring_from_all(
         &self,
         from: &PullFrom,
@@ -277,7 +278,7 @@ impl SliceReader {
             match self.meet(from, source, until).await {
                 Ok(rank) if slots.are_made_of(rank.sources()) => ranks.push(rank),
                 Ok(rank) => {
-                    let why = "our leader has blocks made of other numbers of slices";
+                    let why = "our leader names another number of slices for a block";
                     ranks.push(rank);
                     self.keep_all(ranks);
                     return Err((source.seat, PeerFault::Ranks(why.to_owned())));
@@ -321,9 +322,9 @@ impl SliceReader {
         let (ours, theirs) = (&self.credentials.member, &link.holder);
         let told = (from.ranks, from.block_tokens);
         if told != (theirs.ranks, theirs.fingerprint.block_tokens) {
-            return Err(BrokenLink::Unexpected("other blocks than those of its leader").into());
+            return Err(BrokenLink::Unexpected(OTHER_BLOCKS).into());
         }
-        let conversion = Conversion::of_source(ours, theirs, source);
+        let conversion = Conversion::of_given_shares(ours, theirs, source);
         if conversion.is_none() && Conversion::is_needed(ours, theirs) {
             self.keep(place, link);
             return Err(PeerFault::Ranks(NO_SUCH_SHARES.to_owned()));

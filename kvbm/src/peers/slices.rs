@@ -104,9 +104,7 @@ pub(super) async fn bring(
     let brought = async {
         let all = filling.kept()..filling.kept() + filling.left();
         let copies = wanted.there(0).len();
-        if copies > MAX_OPS {
-            return Err(gone("a block here is made of too many there"));
-        }
+        debug_assert!(copies <= MAX_OPS, "a block is made of {copies}");
         let at_once = (PULL_BYTES / block_bytes.max(1)).min(MAX_OPS / copies).max(1);
         let mut parts = parts(all, at_once);
         loop {
@@ -148,7 +146,7 @@ pub(super) async fn bring(
                 if came.is_none() {
                     let why = why.lock();
                     let missing = || gone("a block did not come");
-                    // What ranks read by themselves may be of the time after.
+                    // A wrong checksum after the lease's end says nothing: the slot may be in use again.
                     let fault = |why: &CopyError| fault(why).expired_if_over(until);
                     return Err(why.as_ref().map_or_else(missing, fault));
                 }

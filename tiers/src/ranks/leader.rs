@@ -138,8 +138,8 @@ impl Leader {
     }
 
     /// Has all ranks bring blocks from those of another worker, each its slice. The sources of
-    /// `batch` are slots there; copies that stand behind one another and go to one slot make one
-    /// block of several. They end as any copy does: when each rank has ended it, or is gone.
+    /// `batch` are slots there; successive copies into one slot make one block together. They end as
+    /// any copy does: when each rank has ended it, or is gone.
     ///
     /// # Panics
     /// If the batch has more than [`MAX_OPS`] copies.

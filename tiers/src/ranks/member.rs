@@ -339,7 +339,7 @@ impl Member {
                 batch,
                 completions.into_iter().map(|(index, result)| {
                     let (place, op) = &started[index];
-                    // One of those of a slot, if it has several, tells of all: they end together.
+                    // The copies into a slot end together: the first speaks for all.
                     let is_first = index == 0 || started[index - 1].1.to != op.to;
                     if result.is_ok() && is_first {
                         work.generations.arrived(op);

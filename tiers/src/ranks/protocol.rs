@@ -168,8 +168,8 @@ pub(super) enum ToRank {
         tenant: u32,
         life: u32,
     },
-    /// Copies like those of `Copy`, but that their sources are slots of another worker's ranks, and
-    /// those that stand behind one another and go to one slot make one block together.
+    /// Copies like those of `Copy`, but their sources are slots of another worker's ranks, and
+    /// successive copies into one slot make one block together.
     Pull {
         batch: u64,
         from: PullOrder,

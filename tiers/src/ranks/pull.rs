@@ -59,7 +59,7 @@ pub struct PullFrom {
     pub renamed: u128,
     /// Ranks of the other worker, as its leader says.
     pub ranks: u16,
-    /// Tokens of a block there, as that says.
+    /// Tokens of a block there, as its leader says.
     pub block_tokens: u64,
 }
 
@@ -104,7 +104,7 @@ impl PullOrder {
 /// Brings slices of blocks. It must not block.
 pub type PullSlots = dyn Fn(PullFrom, Vec<PulledSlot>) + Send + Sync;
 
-/// A slot that is to be filled from a slot of another worker's rank. Dropped before its
+/// A slot that is to be filled from slots of another worker's ranks. Dropped before its
 /// [`end`](Self::end), it is given up; but not while its frame is lent: then something may write it,
 /// and its leader hears nothing of it.
 pub struct PulledSlot {
@@ -121,7 +121,7 @@ pub struct PulledSlot {
 /// What a slot is to hold.
 #[derive(Clone, Debug)]
 pub struct PulledBlock {
-    /// To the slot, from the first of those that what it holds is made of.
+    /// The copy into the slot; its source is the first of `from`.
     pub op: CopyOp,
     /// The other worker's slots, each in one of its lives, in the order of their tokens.
     pub from: Vec<SlotRef>,
@@ -130,7 +130,7 @@ pub struct PulledBlock {
 }
 
 impl PulledBlock {
-    /// Copies to one slot that stand behind one another are of one block.
+    /// Successive copies into one slot make one block.
     pub(super) fn of_copies(ops: &[CopyOp], first: u32) -> impl Iterator<Item = Self> {
         let of_slot = ops.chunk_by(|a, b| a.to == b.to);
         of_slot.enumerate().map(move |(place, copies)| Self {
@@ -160,7 +160,7 @@ impl PulledSlot {
         Self { memory, pulled, place, frame: Some(frame), done: Some(done) }
     }
 
-    /// What is to come: its source is a slot of the other worker's rank, in one of its lives.
+    /// The first of the copies into the slot; [`pulled`](Self::pulled) has all sources.
     pub const fn op(&self) -> &CopyOp {
         &self.pulled.op
     }
@@ -185,7 +185,7 @@ impl PulledSlot {
     ///
     /// # Errors
     /// Those of [`PeerMemory::copy_into`]; and `Refused` while the slot's frame is lent.
-    pub fn copy_of(&mut self, peer: &PeerMemory, from: SlotId) -> Result<u32, CopyError> {
+    pub fn copy_from(&mut self, peer: &PeerMemory, from: SlotId) -> Result<u32, CopyError> {
         let lent = || CopyError::refused("something else writes the slot");
         peer.copy_into(from, &self.memory, self.frame.as_mut().ok_or_else(lent)?)
     }

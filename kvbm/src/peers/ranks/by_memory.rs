@@ -52,7 +52,7 @@ pub(super) async fn take(
         // Others have this thread too.
         yield_now().await;
     }
-    slots.all(made);
+    slots.settle(made);
     Ok(())
 }
 
@@ -88,7 +88,7 @@ impl<'a> SliceCopies<'a> {
         ours: &Member,
         sums: Vec<Option<[u8; 4]>>,
     ) -> Result<Self, PeerFault> {
-        let conversion = Conversion::of_slices(ours, &rank.link.holder, rank.source);
+        let conversion = Conversion::of_whole_slices(ours, &rank.link.holder, rank.source);
         if conversion.is_some() != rank.conversion.is_some() {
             return Err(PeerFault::Ranks(NO_SUCH_SHARES.to_owned()));
         }
@@ -115,7 +115,7 @@ impl<'a> SliceCopies<'a> {
         let sum = self.sums[at].ok_or_else(another_life)?;
         if self.is_plain {
             for at in goal.slots.clone() {
-                expect(Some(slots.left[at].copy_of(self.memory, from)?), sum)?;
+                expect(Some(slots.left[at].copy_from(self.memory, from)?), sum)?;
             }
             return Ok(());
         }

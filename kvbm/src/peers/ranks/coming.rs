@@ -14,15 +14,15 @@ use crate::peers::link::PeerLink;
 use crate::peers::protocol::{BrokenLink, MAX_SLICES, SlotLife, ToHolder, ToReader, receive, send};
 use crate::peers::sealed::{self, NOT_CONVERTED, SliceSeals};
 
-/// What a request for slices asks for, and requests that are on their way at once.
+/// Bytes that one request asks for, and how many requests are under way at once.
 const SLICE_BYTES: usize = 4 << 20;
 const SLICE_READS: usize = 2;
 
 /// Slots that slices come into, from the ranks that have them.
 pub(super) struct ComingSlots {
-    /// What the present rank has yet to give.
+    /// Slots to which the present rank has not yet given its part.
     pub(super) left: VecDeque<PulledSlot>,
-    /// Those that have what all ranks before gave, and it.
+    /// Slots that have what this rank and all before it gave.
     pub(super) came: VecDeque<PulledSlot>,
     pub(super) heads: Option<HeadLayout>,
     pub(super) seals: SliceSeals,
@@ -42,10 +42,10 @@ impl ComingSlots {
         self.left.append(&mut self.came);
     }
 
-    /// Whether each has so many slots there that it is made of.
+    /// Whether each slot is made of this number of slots there.
     pub(super) fn are_made_of(&self, slots: usize) -> bool {
-        let mut all = self.left.iter().chain(&self.came);
-        all.all(|slot| slot.pulled().from.len() == slots)
+        let mut slots_here = self.left.iter().chain(&self.came);
+        slots_here.all(|slot| slot.pulled().from.len() == slots)
     }
 
     /// The next slot has come or failed as far as this rank goes.
@@ -68,7 +68,7 @@ impl ComingSlots {
     }
 
     /// What became of each that is left, as far as this rank goes.
-    pub(super) fn all(&mut self, came: Vec<Result<(), CopyError>>) {
+    pub(super) fn settle(&mut self, came: Vec<Result<(), CopyError>>) {
         came.into_iter().for_each(|came| self.next(came));
     }
 
@@ -199,7 +199,7 @@ pub(super) async fn take_converted(
             Err(why) => goals[next].fail(&mut made, &why),
         }
     }
-    slots.all(made);
+    slots.settle(made);
     Ok(())
 }
 

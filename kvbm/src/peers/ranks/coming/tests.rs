@@ -129,7 +129,8 @@ impl ReadRanks {
         });
         let (reader, sources) = self.reader();
         let theirs = &self.holders[0].0.credentials.member;
-        let conversion = Conversion::of_source(&self.ours.member, theirs, &sources[0]).unwrap();
+        let conversion =
+            Conversion::of_given_shares(&self.ours.member, theirs, &sources[0]).unwrap();
         let mut place = 0;
         let slot = |position: &usize| {
             let from = conversion.sources_of(*position).map(|slot| life(slot, life_of(slot)));
@@ -215,7 +216,7 @@ async fn pull_plain(ranks: &ReadRanks, give: HeadShare, slots: &[(usize, usize)]
 }
 
 #[tokio::test]
-async fn a_share_of_heads_comes_out_of_neighbouring_memory() {
+async fn a_share_of_heads_comes_from_a_neighbours_memory() {
     // The second of four ranks has half of the heads that the first of two has.
     let ours = ranks_of(RANK_ORDERS[0], 16, 4).remove(1);
     let here = memory(ours.slices.len(), ours.member.block_bytes);
@@ -227,7 +228,7 @@ async fn a_share_of_heads_comes_out_of_neighbouring_memory() {
     ranks.assert_right(&all);
 }
 
-/// Its leader may name it twice.
+/// A leader may name one slice for several slots.
 #[tokio::test]
 async fn one_slice_fills_every_slot_that_it_is_for() {
     for is_mapped in [false, true] {
@@ -244,7 +245,7 @@ async fn one_slice_fills_every_slot_that_it_is_for() {
 }
 
 #[tokio::test]
-async fn a_rank_that_is_not_as_leaders_say_gives_nothing() {
+async fn nothing_comes_from_a_rank_unlike_what_its_leader_says() {
     for is_mapped in [false, true] {
         let ranks = ReadRanks::new(64, 16, is_mapped);
         let other: [fn(PullFrom) -> PullFrom; 2] =
@@ -285,7 +286,7 @@ async fn what_is_to_lie_encrypted_is_not_converted() {
         into: HeadShare::new(0, 2).unwrap(),
     };
     let theirs = &ranks.holders[0].0.credentials.member;
-    let conversion = Conversion::of_source(&ranks.ours.member, theirs, &source);
+    let conversion = Conversion::of_given_shares(&ranks.ours.member, theirs, &source);
     let conversion = conversion.expect("more tokens there");
     let seals = SliceSeals::new(Some(sealing(1).0), 0);
     let mut slots =
