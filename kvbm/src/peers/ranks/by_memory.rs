@@ -10,7 +10,7 @@ use tokio::task::yield_now;
 use tokio::time::Instant;
 
 use super::coming::{
-    ComingSlots, SliceGoal, SlicePlacement, another_life, expect, goals_of, sums_of,
+    ComingSlots, SliceGoal, SlicePlacement, another_life, compare, goals_of, sums_of,
 };
 use super::{NO_SUCH_SHARES, ReadRank, in_time};
 use crate::peers::conversion::Conversion;
@@ -52,7 +52,7 @@ pub(super) async fn take(
         // Others have this thread too.
         yield_now().await;
     }
-    slots.settle(made);
+    slots.next_all(made);
     Ok(())
 }
 
@@ -115,12 +115,12 @@ impl<'a> SliceCopies<'a> {
         let sum = self.sums[at].ok_or_else(another_life)?;
         if self.is_plain {
             for at in goal.slots.clone() {
-                expect(Some(slots.left[at].copy_from(self.memory, from)?), sum)?;
+                compare(Some(slots.left[at].copy_from(self.memory, from)?), sum)?;
             }
             return Ok(());
         }
         self.memory.copy_out(from, &mut self.slice)?;
-        expect(Some(checksum(&self.slice)), sum)?;
+        compare(Some(checksum(&self.slice)), sum)?;
         let placement = SlicePlacement {
             heads: slots.heads,
             theirs: self.their_heads.as_ref().map(|heads| (heads, self.source.give)),

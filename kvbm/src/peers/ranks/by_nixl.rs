@@ -10,7 +10,7 @@ use kvbm_tiers::{CopyError, SlotRead, SlotReads};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::coming::{ComingSlots, another_life, expect, sums_of};
+use super::coming::{ComingSlots, another_life, compare, sums_of};
 use super::in_time;
 use crate::peers::link::{PeerFault, PeerLink};
 use crate::peers::nixl::{GRACE, READ_BYTES, READS};
@@ -101,7 +101,7 @@ async fn summed(
 impl ComingSlots {
     /// A slot was read.
     fn take(&mut self, SummedSlot { slot, expected, came }: SummedSlot) {
-        match expect(came, expected) {
+        match compare(came, expected) {
             Ok(()) => self.came.push_back(slot),
             Err(why) => slot.end(Err(why)),
         }

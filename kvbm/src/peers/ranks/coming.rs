@@ -68,7 +68,7 @@ impl ComingSlots {
     }
 
     /// What became of each that is left, as far as this rank goes.
-    pub(super) fn settle(&mut self, came: Vec<Result<(), CopyError>>) {
+    pub(super) fn next_all(&mut self, came: Vec<Result<(), CopyError>>) {
         came.into_iter().for_each(|came| self.next(came));
     }
 
@@ -137,18 +137,18 @@ pub(super) async fn take(
         let came = match receive(stream).await? {
             ToReader::Slice(Some(crc)) if is_whole && seal_bytes == 0 => {
                 stream.read_exact(slot.bytes()).await?;
-                expect(slot.written(), crc)
+                compare(slot.written(), crc)
             }
             ToReader::Slice(Some(crc)) => {
                 read_part(stream, &mut part, bytes).await?;
-                expect(Some(checksum(&part)), crc).and_then(|()| match seals.own() {
+                compare(Some(checksum(&part)), crc).and_then(|()| match seals.own() {
                     Some(seal) => take_in(slot, (seal, None), crc, &mut part),
                     None => placement.place(slot, 0, &part),
                 })
             }
             ToReader::SealedSlice(crc, key) => {
                 read_part(stream, &mut part, bytes + SEAL_BYTES).await?;
-                expect(Some(checksum(&part)), crc).and_then(|()| {
+                compare(Some(checksum(&part)), crc).and_then(|()| {
                     if !is_whole {
                         return Err(CopyError::refused(NOT_CONVERTED));
                     }
@@ -187,19 +187,17 @@ pub(super) async fn take_converted(
         let came = match receive(stream).await? {
             ToReader::Slice(Some(crc)) => {
                 read_part(stream, &mut slice, bytes).await?;
-                expect(Some(checksum(&slice)), crc)
+                compare(Some(checksum(&slice)), crc)
             }
             ToReader::SealedSlice(..) => return Err(BrokenLink::Unexpected(NOT_CONVERTED)),
             other => Err(not_given(other)?),
         };
         match came {
-            Ok(()) => {
-                placement.place_all(&goals[next], &slice, slots, &mut made);
-            }
+            Ok(()) => placement.place_all(&goals[next], &slice, slots, &mut made),
             Err(why) => goals[next].fail(&mut made, &why),
         }
     }
-    slots.settle(made);
+    slots.next_all(made);
     Ok(())
 }
 
@@ -334,7 +332,7 @@ fn take_in(
 }
 
 /// Whether what came has the checksum that came with it.
-pub(super) fn expect(crc: Option<u32>, sent: [u8; 4]) -> Result<(), CopyError> {
+pub(super) fn compare(crc: Option<u32>, sent: [u8; 4]) -> Result<(), CopyError> {
     let wrong = || CopyError::new(CopyErrorKind::Corrupt, "it is not what its checksum says");
     (crc == Some(u32::from_le_bytes(sent))).then_some(()).ok_or_else(wrong)
 }

@@ -32,6 +32,19 @@ struct ReadRanks {
 
 type Ends = Vec<(usize, Option<CopyErrorKind>)>;
 
+/// Where copies tell how they ended.
+fn told() -> (Done, Arc<Mutex<Ends>>) {
+    let ends = Arc::<Mutex<Ends>>::default();
+    let told = Arc::clone(&ends);
+    let done = Done::new(move |ended| {
+        let end = |(place, result): (usize, Result<(), CopyError>)| {
+            (place, result.err().map(|error| error.kind()))
+        };
+        told.lock().extend(ended.into_iter().map(end));
+    });
+    (done, ends)
+}
+
 fn memory(slices: usize, bytes: u64) -> Arc<DramRegion> {
     let geometry = Geometry::new(slices as u32, bytes as usize).unwrap();
     let options = DramOptions { geometry, huge_pages: false, fault_threads: 1 };
@@ -119,14 +132,7 @@ impl ReadRanks {
         life_of: impl Fn(usize) -> u32,
         change: impl FnOnce(PullFrom) -> PullFrom,
     ) -> Ends {
-        let ends = Arc::<Mutex<Ends>>::default();
-        let told = Arc::clone(&ends);
-        let done = Done::new(move |ended| {
-            let end = |(place, result): (usize, Result<(), CopyError>)| {
-                (place, result.err().map(|error| error.kind()))
-            };
-            told.lock().extend(ended.into_iter().map(end));
-        });
+        let (done, ends) = told();
         let (reader, sources) = self.reader();
         let theirs = &self.holders[0].0.credentials.member;
         let conversion =
@@ -259,18 +265,11 @@ async fn nothing_comes_from_a_rank_unlike_what_its_leader_says() {
         }
         // Of one slice, not of four.
         let (reader, sources) = ranks.reader();
-        let told = Arc::<Mutex<Ends>>::default();
-        let ends = Arc::clone(&told);
-        let done = Done::new(move |ended| {
-            let end = |(place, result): (usize, Result<(), CopyError>)| {
-                (place, result.err().map(|error| error.kind()))
-            };
-            ends.lock().extend(ended.into_iter().map(end));
-        });
+        let (done, ends) = told();
         let slot = pulled_slot(&ranks.here, op(life(0, LIFE), 0), 0, done);
         let from = pull_from(&ranks.holders[0].0.credentials.member, sources);
         reader.bring(from, [slot].into()).await;
-        assert_eq!(*told.lock(), [(0, Some(CopyErrorKind::Unavailable))]);
+        assert_eq!(*ends.lock(), [(0, Some(CopyErrorKind::Unavailable))]);
         // And then it heals.
         assert!(ranks.pull(&[0], |_| LIFE).await.iter().all(|(_, end)| end.is_none()));
         ranks.assert_right(&[0]);
