@@ -801,8 +801,9 @@ pub(super) mod tests {
         ];
         assert!(Conversion::between(&ours, &worker(ORDERS[0], 16)).is_some());
         // What another worker says costs no more than that.
-        let times = |times| Conversion::between(&ours, &worker(ORDERS[0], 32 * times)).is_some();
-        assert_eq!([times(1_024), times(2_048)], [true, false]);
+        let becomes =
+            |tokens: usize| Conversion::between(&ours, &worker(ORDERS[0], tokens)).is_some();
+        assert_eq!([becomes(32 << 10), becomes(32 << 11)], [true, false]);
         for spoil in unlike {
             let mut theirs = worker(ORDERS[0], 16);
             spoil(&mut theirs);
