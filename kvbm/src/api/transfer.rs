@@ -17,7 +17,7 @@ use tokio::task::unconstrained;
 use crate::api::groups::CheckpointsSaved;
 use crate::api::lease::Lease;
 use crate::error::{Error, Result};
-use crate::table::TransferEnd;
+use crate::table::{Reply, SharedTable, TransferEnd};
 use crate::task::{TransferId, WithMedia};
 
 /// A transfer in progress: `await` it, ask [now and then](Self::try_take) for its answer,
@@ -85,6 +85,20 @@ pub struct Saved {
     /// For each named cache group other than full attention; the counts above are of full
     /// attention.
     pub checkpoints: Vec<CheckpointsSaved>,
+}
+
+impl Transferred {
+    pub(crate) fn new(ended: &TransferEnd, lease: Lease) -> Self {
+        Self {
+            blocks: lease.blocks(ended.to),
+            copied: ended.copied,
+            recompute: ended.recompute,
+            declined: ended.declined,
+            refused: ended.refused,
+            failed: ended.blocks - ended.copied,
+            lease,
+        }
+    }
 }
 
 impl Saved {
@@ -180,6 +194,24 @@ impl<T> fmt::Debug for Transfer<T> {
 impl<T> Transfer<T> {
     pub(crate) const fn new(answer: oneshot::Receiver<T>) -> Self {
         Self { state: AnswerState::UnderWay(answer), id: None, cancel: None, layers: Vec::new() }
+    }
+
+    /// A transfer that a table ends: what the table replies to, and the caller's side of it.
+    pub(crate) fn replied(
+        table: &Arc<SharedTable>,
+        answer: impl FnOnce(&TransferEnd, Lease) -> T + Send + 'static,
+    ) -> (Reply, Self)
+    where
+        T: Send + 'static,
+    {
+        let (told, transfer) = oneshot::channel();
+        let table = Arc::clone(table);
+        let reply = Reply::new(move |mut ended: TransferEnd| {
+            let Some(pins) = ended.pins.take() else { return };
+            // If the caller dropped its side, the lease ends here.
+            drop(told.send(answer(&ended, Lease::new(table, pins))));
+        });
+        (reply, Self::new(transfer))
     }
 
     /// The transfer of work that was not begun.

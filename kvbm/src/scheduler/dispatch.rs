@@ -1,9 +1,8 @@
-//! What follows from a change of the table, with the table unlocked: callers are answered, and copies
-//! go through the queues to the backends, in one leg if a backend connects their tiers, else in two
-//! with a stop in DRAM.
+//! What follows from a change of the table, with the table unlocked: above all, copies go through the
+//! queues to the backends, in one leg if a backend connects their tiers, else in two with a stop in
+//! DRAM.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -14,12 +13,12 @@ use kvbm_tiers::{
 
 use super::Core;
 use super::batch::TaskBatch;
-use super::engine::{EndedOrder, EngineOrder};
+use super::engine::EngineOrder;
 use super::queue::{NextBatch, RouteQueues, TaskTurn};
 use super::spans;
 use super::staging::StagingSlots;
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};
-use crate::table::{Dropped, Effects, Journal, TransferEnd};
+use crate::table::{Dropped, Effects, Journal};
 use crate::task::{Class, CopyTask, Defect};
 
 /// What waits to be sent, and what sends it.
@@ -83,52 +82,6 @@ impl Core {
         ended.into_iter().for_each(|ended| self.transfer_ended(ended));
     }
 
-    /// Waits until something holds, which is looked at again whenever blocks may have landed.
-    pub(crate) async fn until_landed(&self, holds: impl Fn() -> bool) {
-        let mut landed = pin!(self.landed.notified());
-        loop {
-            // What lands from here on is heard.
-            landed.as_mut().enable();
-            if holds() {
-                return;
-            }
-            landed.as_mut().await;
-            landed.set(self.landed.notified());
-        }
-    }
-
-    /// Wakes who waits for blocks, of which there are more layers now.
-    pub(crate) fn wake_followers(&self) {
-        self.landed.notify_waiters();
-    }
-
-    fn transfer_ended(self: &Arc<Self>, ended: TransferEnd) {
-        if ended.class == Class::Flush {
-            self.upkeep.flushing.ended(ended.to, ended.blocks);
-            self.waker.wake();
-        }
-        self.spans.close(&ended);
-        let id = ended.id;
-        let of_engine = self.engine.orders.lock().end(id);
-        let has_waited = of_engine.as_ref().is_some_and(|order| order.waited);
-        let source = ended.source.filter(|_| ended.class == Class::Load && !has_waited);
-        if let (Some(source), Some(took)) = (source, ended.took) {
-            self.health.paces.learn(source, ended.copied, took, self.clock.uptime());
-        }
-        let Some(EndedOrder { held, part_of, .. }) = of_engine else { return ended.report() };
-        self.metrics.duplicated(ended.duplicates);
-        // Before the reply: a caller that hears of the end may count on its slots being free.
-        self.drop_held(held);
-        ended.report();
-        // The answer is there before the engine polls its name.
-        match part_of {
-            Some(joined) => drop(joined),
-            None => self.engine.completions.note(id),
-        }
-    }
-}
-
-impl Core {
     /// Queues copy tasks, and sends those that may go.
     pub(super) fn queue(self: &Arc<Self>, tasks: Vec<CopyTask>) {
         if tasks.is_empty() {

@@ -119,8 +119,8 @@ impl Core {
         let (id, orphans) = (plan.transfer(), plan.orphans());
         self.metrics.orphaned(orphans);
         self.spans.open(id, span);
-        let (reply, transfer) =
-            self.reply_with(move |ended, lease| Saved::new(ended, orphans, lease));
+        let answer = move |ended: &TransferEnd, lease| Saved::new(ended, orphans, lease);
+        let (reply, transfer) = Transfer::replied(&self.table, answer);
         self.hand_over(plan, reply, turn);
         self.go_after(id, ready);
         self.cancellable(transfer, id).named(id)
@@ -191,11 +191,12 @@ impl Core {
         let id = plan.transfer();
         self.spans.open(id, span);
         let ends = EndsLayers(Arc::clone(&layers));
-        let (reply, transfer) = self.reply_with(move |ended: &TransferEnd, lease| {
+        let answer = move |ended: &TransferEnd, lease| {
             ends.0.end(ended.copied);
             drop(until_told);
             Loaded::new(blocks, ended.copied, lease, writers)
-        });
+        };
+        let (reply, transfer) = Transfer::replied(&self.table, answer);
         self.hand_over(plan, reply, turn);
         self.go_after(id, after);
         self.cancellable(transfer, id).named(id).in_layers(layers)

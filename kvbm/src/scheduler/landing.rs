@@ -1,5 +1,7 @@
-//! The landing of copies: it has media judged, returns slots, and tells the table.
+//! The landing of copies: it has media judged, returns slots, tells the table, and answers those who
+//! wait for it.
 
+use std::pin::pin;
 use std::sync::Arc;
 
 use kvbm_tiers::{BlockKey, Completion, CopyError, CopyErrorKind, Tier};
@@ -7,9 +9,10 @@ use kvbm_tiers::{BlockKey, Completion, CopyError, CopyErrorKind, Tier};
 use super::Core;
 use super::batch::{ReportedTasks, TaskBatch};
 use super::dispatch::RoutedTask;
+use super::engine::EndedOrder;
 use crate::names::hash::Chain;
-use crate::table::Table;
-use crate::task::{Defect, Outcome, TaskResult};
+use crate::table::{Table, TransferEnd};
+use crate::task::{Class, Defect, Outcome, TaskResult};
 
 /// Copies that land at a time, of those that ended together.
 const MAX_LANDED: usize = 256;
@@ -156,6 +159,51 @@ impl Core {
         if is_due {
             self.waker.wake();
         }
+    }
+
+    /// Answers the caller of a transfer.
+    pub(super) fn transfer_ended(self: &Arc<Self>, ended: TransferEnd) {
+        if ended.class == Class::Flush {
+            self.upkeep.flushing.ended(ended.to, ended.blocks);
+            self.waker.wake();
+        }
+        self.spans.close(&ended);
+        let id = ended.id;
+        let of_engine = self.engine.orders.lock().end(id);
+        let has_waited = of_engine.as_ref().is_some_and(|order| order.waited);
+        let source = ended.source.filter(|_| ended.class == Class::Load && !has_waited);
+        if let (Some(source), Some(took)) = (source, ended.took) {
+            self.health.paces.learn(source, ended.copied, took, self.clock.uptime());
+        }
+        let Some(EndedOrder { held, part_of, .. }) = of_engine else { return ended.report() };
+        self.metrics.duplicated(ended.duplicates);
+        // Before the reply: a caller that hears of the end may count on its slots being free.
+        self.drop_held(held);
+        ended.report();
+        // The answer is there before the engine polls its name.
+        match part_of {
+            Some(joined) => drop(joined),
+            None => self.engine.completions.note(id),
+        }
+    }
+
+    /// Waits until something holds, which is looked at again whenever blocks may have landed.
+    pub(crate) async fn until_landed(&self, holds: impl Fn() -> bool) {
+        let mut landed = pin!(self.landed.notified());
+        loop {
+            // What lands from here on is heard.
+            landed.as_mut().enable();
+            if holds() {
+                return;
+            }
+            landed.as_mut().await;
+            landed.set(self.landed.notified());
+        }
+    }
+
+    /// Wakes who waits for blocks, of which there are more layers now.
+    pub(crate) fn wake_followers(&self) {
+        self.landed.notify_waiters();
     }
 
     /// A block of a chain that was lent for reading has changed: it leaves `tier` with its

@@ -11,9 +11,9 @@
 //! | `send` | how a transfer is planned and sent: which blocks may go now |
 //! | `engine` | transfers between the tiers and an engine's own memory, and what they wait for |
 //! | `queue` | queues per route and class; what goes next |
-//! | `dispatch` | what follows from a change of the table: answers, and copies with one leg or two |
+//! | `dispatch` | what follows from a change of the table; copies are sent, in one leg or two |
 //! | `batch` | what the media work on; which copies are overdue |
-//! | `landing` | what happens when a copy ends |
+//! | `landing` | what happens when a copy ends, and a transfer with it |
 //! | `health` | judges the media by their progress |
 //! | `breaker` | media that are away, full or hanging are left alone for a while |
 //! | `directories` | a failing one of several directories of the disk tier is left alone |
@@ -482,7 +482,7 @@ impl Core {
             return Transfer::failed(error);
         }
         let filled = filled.min(reserved.frames.len());
-        let (reply, transfer) = self.reply();
+        let (reply, transfer) = Transfer::replied(&self.table, Transferred::new);
         let mut first = 0;
         while first < filled {
             let step = PUBLISHED.min(filled - first);

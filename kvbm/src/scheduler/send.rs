@@ -1,10 +1,9 @@
-//! How a transfer is planned and sent: which blocks may go now, what the caller gets.
+//! How a transfer is planned and sent: which blocks may go now.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm_tiers::{Route, SlotRef, Tier};
-use tokio::sync::oneshot;
 
 use super::breaker::RoutePassage;
 use super::engine::EngineOrder;
@@ -13,7 +12,7 @@ use crate::api::lease::Lease;
 use crate::api::transfer::{Transfer, Transferred};
 use crate::error::Error;
 use crate::sync::MutexGuard;
-use crate::table::{Reply, TierSet, TransferEnd, TransferPlan};
+use crate::table::{Reply, TierSet, TransferPlan};
 use crate::task::{Class, TransferId};
 
 /// The turn to plan a transfer.
@@ -43,7 +42,7 @@ impl Core {
         if self.is_closed() {
             return Transfer::failed(Error::closed());
         }
-        let (reply, transfer) = self.reply();
+        let (reply, transfer) = Transfer::replied(&self.table, Transferred::new);
         let span = spans::of_transfer(class, to, lease.pins().context().info.request);
         let turn = self.turn_to_plan();
         let mut plan = TransferPlan::copying(class, to, lease.into_pins());
@@ -141,34 +140,6 @@ impl Core {
             drop(table);
             self.apply(effects);
         }
-    }
-
-    /// The reply to the end of a transfer, and the caller's side of it.
-    pub(super) fn reply(&self) -> (Reply, Transfer<Transferred>) {
-        self.reply_with(|ended, lease| Transferred {
-            blocks: lease.blocks(ended.to),
-            copied: ended.copied,
-            recompute: ended.recompute,
-            declined: ended.declined,
-            refused: ended.refused,
-            failed: ended.blocks - ended.copied,
-            lease,
-        })
-    }
-
-    /// [`reply`](Self::reply) with another answer.
-    pub(super) fn reply_with<T: Send + 'static>(
-        &self,
-        answer: impl FnOnce(&TransferEnd, Lease) -> T + Send + 'static,
-    ) -> (Reply, Transfer<T>) {
-        let (told, transfer) = oneshot::channel();
-        let table = Arc::clone(&self.table);
-        let reply = Reply::new(move |mut ended: TransferEnd| {
-            let Some(pins) = ended.pins.take() else { return };
-            // If the caller dropped its side, the lease ends here.
-            drop(told.send(answer(&ended, Lease::new(table, pins))));
-        });
-        (reply, Transfer::new(transfer))
     }
 
     /// Cuts from a plan the blocks that the engine computes faster than they load, that cannot be
