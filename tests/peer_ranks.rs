@@ -171,7 +171,7 @@ impl Pair {
         assert_eq!(self.here.serve(&chain), served);
         self.there.assert_sound();
         self.here.assert_sound();
-        wait_until(LIMIT, "leases are left", || self.there.manager.peers().unwrap().leased() == 0);
+        await_releases(&self.there);
     }
 
     fn end(self) {
@@ -347,7 +347,7 @@ fn frozen_ranks_cost_one_lease_time(way: Way) {
     assert_eq!(copied, 0, "{why:?}");
     assert!(why.unwrap().contains("does not answer in time"));
     // When it goes on, its order names slots that have other blocks by then.
-    wait_until(LIMIT, "leases are left", || pair.there.manager.peers().unwrap().leased() == 0);
+    await_releases(&pair.there);
     for n in 11..17 {
         pair.there.empty(Tier::Host);
         assert_eq!(pair.there.serve(&chain(n, 6)).wrong, 0);
@@ -358,6 +358,11 @@ fn frozen_ranks_cost_one_lease_time(way: Way) {
     assert_eq!(pair.here.manager.matches(&chain(1, 6)).longest(), 0);
     pair.heals(3);
     pair.end();
+}
+
+/// What is leased keeps its slots, and a release may be on its way.
+fn await_releases(holder: &Fleet) {
+    wait_until(LIMIT, "leases are left", || holder.manager.peers().unwrap().leased() == 0);
 }
 
 fn second_rank(fleet: &Fleet) -> &Process {
@@ -376,6 +381,7 @@ fn crosses_by(way: Way, holder: u16, reader: u16) {
         assert_eq!(pair.read(&chain(n, 6)), (6, None));
         let served = Served { hit: 6, saved: 6, ..Served::default() };
         assert_eq!(pair.here.serve(&chain(n, 6)), served);
+        await_releases(&pair.there);
     }
     // A rank that is gone after it was leased from is a miss in all.
     assert_eq!(pair.there.serve(&chain(4, 6)).saved, 6);
@@ -435,6 +441,7 @@ fn crosses_forms_by(way: Way, [there, here]: [(HeadForm, u16); 2]) {
         pulled.map_or_else(|error| (0, Some(error.to_string())), |of| (of.copied, of.fault))
     };
     let compute = |holder: &mut Fleet, n, tokens: usize| {
+        await_releases(holder);
         let blocks = chain(n, (tokens / there.0.tokens) as u32);
         assert_eq!(holder.serve(&blocks).saved, blocks.len());
     };

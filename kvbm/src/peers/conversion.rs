@@ -47,9 +47,9 @@ impl Conversion {
         let [few, many] = [ours.ranks.min(theirs.ranks), ours.ranks.max(theirs.ranks)];
         let part = HeadShare::new(0, many.checked_div(few)?)?;
         let is_cut = ours.ranks == many;
-        let [share, given] =
+        let [into, give] =
             if is_cut { [HeadShare::WHOLE, part] } else { [part, HeadShare::WHOLE] };
-        Self::of_shares((ours, share), (theirs, given))
+        Self::of_shares((ours, into), (&share_of(theirs, give)?, HeadShare::WHOLE))
     }
 
     /// Of what one rank there sends: the share of its heads that is wanted.
@@ -88,12 +88,8 @@ impl Conversion {
         let both = [ours, theirs];
         let [dtype, their_dtype] = both.map(|member| &*member.fingerprint.dtype);
         let types = NumberTypes::between(their_dtype, dtype);
-        let has_ranks = both.iter().any(|member| member.ranks > 0);
         let has_groups = both.iter().any(|member| !member.groups.is_empty());
-        if has_groups || (has_ranks && types.is_some()) {
-            return None;
-        }
-        if !Self::is_needed(ours, theirs) {
+        if has_groups || !Self::is_needed(ours, theirs) {
             return None;
         }
         let [tokens, their_tokens] = both.map(|member| member.fingerprint.block_tokens);
@@ -696,14 +692,129 @@ pub(super) mod tests {
             assert_eq!(difference(&ours, &theirs, false), None);
             let conversion = Conversion::between(&ours, &theirs).unwrap();
             assert_eq!((conversion.whole_there(3), conversion.whole_here(13)), (12, 3));
-            // Numbers of another type are converted by workers without ranks alone.
-            let mut typed = [ours, theirs];
-            for (member, dtype) in typed.iter_mut().zip(["fp16", "bf16"]) {
-                member.fingerprint.dtype = dtype.to_owned();
+        }
+    }
+
+    /// A worker whose numbers have this type; `of`: the number of its ranks, and which one it is.
+    fn typed(order: &str, tokens: usize, of: Option<(u16, u16)>, dtype: &str) -> Member {
+        let (world, rank) = of.unwrap_or((1, 0));
+        let mut extents = EXTENTS;
+        extents[2].1 /= usize::from(world);
+        let is_fp8 = dtype.starts_with("fp8");
+        extents[4].1 = if is_fp8 { 1 } else { 2 };
+        let mut member = worker_of(&extents, order, tokens);
+        member.incarnation = dtype.bytes().map(u64::from).sum();
+        member.fingerprint.dtype = dtype.to_owned();
+        member.fingerprint.ranks.tensor_world = world.into();
+        if is_fp8 {
+            member.fingerprint.scales = (1_u8..=6).map(|n| f32::from(n) / 100.0).collect();
+        }
+        (member.ranks, member.rank) = (of.map_or(0, |_| world), of.map(|_| rank));
+        member
+    }
+
+    /// What blocks of a worker there become here, and how many of their numbers are too large.
+    fn made_of(conversion: &Conversion, theirs: &[Vec<u8>], ours: &mut [Vec<u8>]) -> u64 {
+        let (mut too_large, mut buffer) = (0, Vec::new());
+        for (at, block) in theirs.iter().enumerate() {
+            let mut block = block.clone();
+            let (numbers, count) = conversion.convert_numbers(&mut block, &mut buffer);
+            too_large += count;
+            for (position, part) in conversion.parts_of(at) {
+                conversion.put(part, numbers, &mut ours[position]).unwrap();
             }
-            let [ours, theirs] = typed;
-            assert!(Conversion::between(&ours, &theirs).is_none());
-            assert!(difference(&ours, &theirs, true).unwrap().contains("dtype"));
+        }
+        too_large
+    }
+
+    /// All of a prompt's blocks, of zeros.
+    fn blocks_of(member: &Member) -> Vec<Vec<u8>> {
+        let blocks = PROMPT / member.fingerprint.block_tokens as usize;
+        vec![vec![0; member.block_bytes as usize]; blocks]
+    }
+
+    fn cut_up(whole: &Member, blocks: &[Vec<u8>], share: HeadShare) -> Vec<Vec<u8>> {
+        let heads = heads_of(whole).unwrap();
+        let cut = |block: &Vec<u8>| {
+            let mut slice = block.clone();
+            heads.cut(share, &mut slice).unwrap();
+            slice
+        };
+        blocks.iter().map(cut).collect()
+    }
+
+    /// What workers without ranks make of whole blocks, ranks make of slices, whatever they read.
+    fn assert_typed_ranks_become(
+        (ours, world): (impl Fn(Option<(u16, u16)>) -> Member, u16),
+        (theirs, there): (impl Fn(Option<(u16, u16)>) -> Member, u16),
+    ) {
+        let [whole, their_whole] = [ours(None), theirs(None)];
+        let mut random = fastrand::Rng::with_seed(1);
+        let mut given = blocks_of(&their_whole);
+        given.iter_mut().for_each(|block| random.fill(block));
+        let mut expected = blocks_of(&whole);
+        let too_large =
+            made_of(&Conversion::between(&whole, &their_whole).unwrap(), &given, &mut expected);
+        let (mut count, of) = (0, world.max(there) / world.min(there));
+        let share = |n| HeadShare::new(n, of).unwrap();
+        for rank in 0..world {
+            let own = ours(Some((world, rank)));
+            let sources: Vec<_> = if world >= there {
+                vec![(rank / of, share(rank % of), HeadShare::WHOLE)]
+            } else {
+                (0..of).map(|n| (rank * of + n, HeadShare::WHOLE, share(n))).collect()
+            };
+            let mut made = blocks_of(&own);
+            for (rank, give, into) in sources {
+                let from = theirs(Some((there, rank)));
+                assert_eq!(difference(&own, &from, true), None);
+                assert!(difference(&own, &from, false).unwrap().contains("dtype"));
+                let source = PullSource { seat: PeerSeat { port: 1, incarnation: 1 }, give, into };
+                let conversion = Conversion::of_given_shares(&own, &from, &source).unwrap();
+                let mut slices =
+                    cut_up(&their_whole, &given, HeadShare::new(rank, there).unwrap());
+                if give != HeadShare::WHOLE {
+                    slices = cut_up(&from, &slices, give);
+                }
+                count += made_of(&conversion, &slices, &mut made);
+            }
+            let right = cut_up(&whole, &expected, HeadShare::new(rank, world).unwrap());
+            assert!(made == right, "{own:?} of {:?}", their_whole);
+        }
+        assert_eq!(count, too_large);
+    }
+
+    #[test]
+    fn slices_of_any_type_become_those_of_any_other() {
+        let types = ["bf16", "fp16", "fp8_e4m3"];
+        let pairs = types.iter().flat_map(|a| types.iter().map(move |b| (*a, *b)));
+        let forms = [(16, 64), (32, 32), (64, 16)];
+        let worlds = [(2, 2), (2, 4), (4, 2), (8, 1)];
+        for (dtype, their_dtype) in pairs.filter(|(a, b)| a != b) {
+            for ((tokens, their_tokens), (world, there)) in
+                forms.iter().flat_map(|a| worlds.iter().map(move |b| (*a, *b)))
+            {
+                let ours = |of| typed(RANK_ORDERS[0], tokens, of, dtype);
+                let theirs = |of| typed(RANK_ORDERS[1], their_tokens, of, their_dtype);
+                assert_typed_ranks_become((ours, world), (theirs, there));
+            }
+        }
+    }
+
+    /// Each rank has its own then, and a share of its heads has others.
+    #[test]
+    fn scales_of_heads_convert_between_equal_ranks_alone() {
+        let scaled = |world: u16| {
+            let mut member = typed(RANK_ORDERS[0], 16, Some((world, 0)), "fp8_e4m3");
+            member.fingerprint.scales = vec![0.5; 6 * 8 / usize::from(world)];
+            member
+        };
+        let plain = typed(RANK_ORDERS[0], 16, Some((2, 0)), "bf16");
+        assert_eq!(difference(&plain, &scaled(2), true), None);
+        assert_eq!(difference(&scaled(2), &plain, true), None);
+        for world in [1, 4] {
+            assert!(difference(&plain, &scaled(world), true).unwrap().contains("dtype"));
+            assert!(difference(&scaled(world), &plain, true).unwrap().contains("dtype"));
         }
     }
 

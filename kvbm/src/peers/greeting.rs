@@ -200,7 +200,7 @@ impl Credentials {
 /// if one number divides the other; and blocks may be such that one is made of the other.
 pub(super) fn difference(ours: &Member, theirs: &Member, converts_types: bool) -> Option<String> {
     if ours.ranks != theirs.ranks && divides(ours, theirs) {
-        let all = difference(&of_all_ranks(ours)?, &of_all_ranks(theirs)?, false);
+        let all = difference(&of_all_ranks(ours)?, &of_all_ranks(theirs)?, converts_types);
         let can_be =
             !Conversion::is_needed(ours, theirs) || Conversion::between(ours, theirs).is_some();
         return all.or_else(|| (!can_be).then(|| unshared(ours, theirs)));

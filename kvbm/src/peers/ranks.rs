@@ -96,7 +96,7 @@ impl RankListener {
             credentials: Arc::new(Credentials {
                 member,
                 proofs: proofs_of(peers)?,
-                converts_types: false,
+                converts_types: peers.convert_types,
             }),
             limit: Duration::from_millis(peers.lease_ttl_ms),
         }))
@@ -250,7 +250,8 @@ impl SliceReader {
     async fn bring(&self, from: PullFrom, slots: VecDeque<PulledSlot>) {
         let heads = shares::heads_of(&self.credentials.member);
         let seals = SliceSeals::new(self.seal.clone(), from.renamed);
-        let mut slots = ComingSlots { left: slots, came: VecDeque::new(), heads, seals };
+        let (came, made) = (VecDeque::new(), Vec::new());
+        let mut slots = ComingSlots { left: slots, came, heads, seals, made };
         let until = Instant::now() + from.limit;
         let late =
             |_| Err(CopyError::new(CopyErrorKind::Unavailable, "its key does not come in time"));

@@ -570,11 +570,14 @@ impl Reader {
                     let wanted = WantedSlices { named, chain, owner, block_tokens, conversion };
                     let (host, bytes) = (lease.host(), self.block_bytes());
                     let brought = slices::bring(leader, host, &wanted, limit, &mut filling, bytes);
-                    tokio::select! {
+                    let brought = tokio::select! {
                         biased;
                         () = cancelled.cancelled() => Err(PeerFault::Cancelled),
                         brought = brought => brought,
-                    }
+                    };
+                    let saturated = leader.upgrade().map_or(0, |leader| leader.take_saturated());
+                    lease.link.saturated += saturated;
+                    brought
                 }
             }
         };

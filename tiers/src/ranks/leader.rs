@@ -114,21 +114,28 @@ impl Leader {
             on_lost: Box::new(on_lost),
             answers: InventoryAnswers::default(),
             debts,
+            saturated: AtomicU64::new(0),
         });
         let seldom = SeldomLog::new(&shared.waker, meeting.listener.as_fd())
             .map_err(|error| no_thread(&error))?;
-        let desk = RankListener {
+        let listener = RankListener {
             shared: Arc::clone(&shared),
             meeting,
             seldom: Some(seldom),
             ranks: Vec::new(),
             newcomers: Vec::new(),
         };
-        let thread = ServiceThread::spawn("kvbm-ranks", move || desk.run());
+        let thread = ServiceThread::spawn("kvbm-ranks", move || listener.run());
         let thread = thread.map_err(|error| no_thread(&error))?;
         let mut leader = Self { shared, routes: Vec::new(), loads: AtomicU64::new(0), thread };
         leader.routes = leader.shared.wait_for_all(deadline)?;
         Ok(leader)
+    }
+
+    /// How many numbers of what ranks pulled were too large for the type that they have here, since
+    /// this was last asked.
+    pub fn take_saturated(&self) -> u64 {
+        self.shared.saturated.swap(0, Ordering::Relaxed)
     }
 
     /// Where all ranks serve those of other workers; `None`: one is away, or serves none.
@@ -288,6 +295,8 @@ pub(super) struct LeaderState {
     pub(super) answers: InventoryAnswers,
     /// Which tenants they have yet to forget.
     pub(super) debts: PendingDeletions,
+    /// Numbers that were too large, of which no one has heard.
+    saturated: AtomicU64,
 }
 
 impl fmt::Debug for LeaderState {
@@ -447,6 +456,7 @@ impl LeaderState {
         let mut reports = Vec::with_capacity(news.len());
         let mut state = self.state.lock();
         let outcome = news.into_iter().try_for_each(|ended| {
+            self.saturated.fetch_add(ended.saturated, Ordering::Relaxed);
             let (report, outcome) = state.pending.ended(rank, ended);
             reports.extend(report);
             outcome

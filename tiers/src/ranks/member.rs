@@ -21,7 +21,9 @@ use super::protocol::{
     EndedCopies, ForgotTenant, HelloFrame, MAX_GREETING, MAX_MESSAGE, Membership, RefusalFrame,
     ToLeader, ToRank, decode, frame,
 };
-use super::pull::{PullOrder, PullSlots, PulledBlock, PulledSlot, RankSlots};
+use super::pull::{
+    PullOrder, PullSlots, PulledBlock, PulledSlot, RankSlots, SaturatedNumbers,
+};
 use super::slots::{KeptSlots, LeftBehind, SlotGenerations, SlotJournals, part};
 use super::socket;
 use crate::backend::{Backend, Fences};
@@ -142,6 +144,7 @@ impl Member {
             generations: Arc::default(),
             journals,
             loads: Arc::default(),
+            saturated: SaturatedNumbers::default(),
         };
         let (work, is_stopping, reported) = (Arc::new(work), Arc::default(), clock::now());
         Ok(Self {
@@ -379,7 +382,8 @@ impl Member {
         }
         self.work.ended(batch, refused);
         let done = self.done(batch, started);
-        let slot = |(place, to)| PulledSlot::new(&puller.memory, to, place, done.clone());
+        let report = (done, self.work.saturated.clone());
+        let slot = |(place, to)| PulledSlot::new(&puller.memory, to, place, report.clone());
         (puller.pull)(from, slots.into_iter().map(slot).collect());
     }
 
@@ -428,6 +432,7 @@ struct MemberWork {
     generations: Arc<SlotGenerations>,
     journals: SlotJournals,
     loads: Arc<RankLoads>,
+    saturated: SaturatedNumbers,
 }
 
 /// The service has ended, and all copies have, since a copy under way keeps this.
@@ -489,7 +494,7 @@ impl MemberWork {
     }
 
     fn send(&self, report: EndedCopies) {
-        self.tell(&ToLeader::Ended(report));
+        self.tell(&ToLeader::Ended(EndedCopies { saturated: self.saturated.take(), ..report }));
     }
 
     fn tell(&self, message: &ToLeader) {

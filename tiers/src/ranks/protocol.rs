@@ -21,7 +21,7 @@ use crate::fields::{u32_at, u128_at};
 use crate::index::IndexEntry;
 
 /// What both sides must agree on. Raise it with every change of a message.
-pub const VERSION: u16 = 8;
+pub const VERSION: u16 = 9;
 /// `kvbm`, least byte first: what connects here by mistake is told so.
 const MAGIC: u32 = u32::from_le_bytes(*b"kvbm");
 
@@ -122,6 +122,9 @@ pub(super) struct EndedCopies {
     pub(super) batch: u64,
     pub(super) arrived: Vec<CopyRun>,
     pub(super) failed: Vec<FailedCopy>,
+    /// Numbers that were too large for the type that they have here, since it said so last: of all
+    /// batches.
+    pub(super) saturated: u64,
 }
 
 /// A run of a batch's copies, from the `first`-th on.
@@ -534,9 +537,10 @@ mod tests {
 
     fn ended() -> impl Strategy<Value = EndedCopies> {
         let failures = prop::collection::vec((any::<u32>(), "\\PC*"), 0..20);
-        (any::<u64>(), prop::collection::vec(any::<u32>(), 0..50), failures).prop_map(
-            |(batch, arrived, failed)| {
-                let mut ended = EndedCopies::new(batch);
+        let numbers = (any::<u64>(), any::<u64>());
+        (numbers, prop::collection::vec(any::<u32>(), 0..50), failures).prop_map(
+            |((batch, saturated), arrived, failed)| {
+                let mut ended = EndedCopies { saturated, ..EndedCopies::new(batch) };
                 arrived.into_iter().for_each(|op| ended.arrived(op));
                 failed.iter().for_each(|(op, why)| ended.failed(*op, CopyErrorKind::Io, why));
                 ended

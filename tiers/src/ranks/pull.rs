@@ -6,6 +6,7 @@
 use std::fmt;
 use std::iter::repeat_n;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -116,6 +117,18 @@ pub struct PulledSlot {
     frame: Option<Frame>,
     /// `None` once it has ended.
     done: Option<Done>,
+    saturated: SaturatedNumbers,
+}
+
+/// Numbers of pulled blocks that were too large for the type that they have here: how many there
+/// were since the leader was told.
+#[derive(Clone, Debug, Default)]
+pub(super) struct SaturatedNumbers(Arc<AtomicU64>);
+
+impl SaturatedNumbers {
+    pub(super) fn take(&self) -> u64 {
+        self.0.swap(0, Ordering::Relaxed)
+    }
 }
 
 /// What a slot is to hold.
@@ -154,10 +167,10 @@ impl PulledSlot {
         memory: &Arc<DramRegion>,
         (pulled, frame): (PulledBlock, Frame),
         place: usize,
-        done: Done,
+        (done, saturated): (Done, SaturatedNumbers),
     ) -> Self {
         let memory = Arc::clone(memory);
-        Self { memory, pulled, place, frame: Some(frame), done: Some(done) }
+        Self { memory, pulled, place, frame: Some(frame), done: Some(done), saturated }
     }
 
     /// The first of the copies into the slot; [`pulled`](Self::pulled) has all sources.
@@ -199,6 +212,12 @@ impl PulledSlot {
     pub fn give_back(&mut self, frame: Frame) {
         debug_assert!(self.frame.is_none() && frame.slot_ref() == self.pulled.op.to, "{frame:?}");
         self.frame = Some(frame);
+    }
+
+    /// As many numbers were too large for the type that they have here. To be said before the end.
+    pub fn saturated(&self, numbers: u64) {
+        // Relaxed: the report of the end, which tells it, follows on this thread.
+        self.saturated.0.fetch_add(numbers, Ordering::Relaxed);
     }
 
     /// Nothing touches the slot any more.
@@ -304,7 +323,7 @@ pub fn pulled_slot_of(
     done: Done,
 ) -> PulledSlot {
     let frame = memory.frame_of_leader(pulled.op.to).expect("a slot of this memory");
-    PulledSlot::new(memory, (pulled, frame), place, done)
+    PulledSlot::new(memory, (pulled, frame), place, (done, SaturatedNumbers::default()))
 }
 
 /// Slots of a rank that has what lies in `memory`, in these of their lives.

@@ -116,10 +116,13 @@ impl Rank {
     }
 }
 
-/// Brings what would lie in a slot there: the pattern of its number.
+/// Brings what would lie in a slot there: the pattern of its number, which is also how many numbers
+/// of it are too large.
 fn bring_patterns(_: PullFrom, slots: Vec<PulledSlot>) {
     for mut slot in slots {
-        fill_pattern(slot.op().from.slot.0 as usize, slot.bytes());
+        let pattern = slot.op().from.slot.0;
+        fill_pattern(pattern as usize, slot.bytes());
+        slot.saturated(pattern.into());
         slot.written();
         slot.end(Ok(()));
     }
@@ -428,6 +431,8 @@ fn what_a_rank_cannot_bring_is_refused_others_come() {
     for rank in fleet.ranks.iter().flatten() {
         assert!(rank.host_has(3, 3) && rank.host_has(5, 5));
     }
+    // In both ranks, and once.
+    assert_eq!([fleet.leader.take_saturated(), fleet.leader.take_saturated()], [16, 0]);
     // Heads of three ranks are not split among two.
     let pulled = pull(&fleet, 3, &ops[..1]);
     let said = pulled[0].as_ref().unwrap_err();

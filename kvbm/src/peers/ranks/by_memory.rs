@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use kvbm_tiers::checksum::checksum;
-use kvbm_tiers::ranks::{HeadLayout, PeerSeat, PullSource};
+use kvbm_tiers::ranks::{HeadLayout, HeadShare, PeerSeat, PullSource};
 use kvbm_tiers::{CopyError, PeerMemory, SlotId};
 use tokio::task::yield_now;
 use tokio::time::Instant;
@@ -76,6 +76,8 @@ struct SliceCopies<'a> {
     is_plain: bool,
     conversion: Option<Conversion>,
     their_heads: Option<HeadLayout>,
+    /// Only the wanted heads' numbers get another type, and are counted: they are cut out before.
+    is_cut_first: bool,
     source: PullSource,
     /// What does not come straight into its slot.
     slice: Vec<u8>,
@@ -88,7 +90,11 @@ impl<'a> SliceCopies<'a> {
         ours: &Member,
         sums: Vec<Option<[u8; 4]>>,
     ) -> Result<Self, PeerFault> {
-        let conversion = Conversion::of_whole_slices(ours, &rank.link.holder, rank.source);
+        let theirs = &rank.link.holder;
+        let is_cut_first = rank.source.give != HeadShare::WHOLE
+            && rank.conversion.as_ref().is_some_and(Conversion::changes_types);
+        let of = if is_cut_first { Conversion::of_given_shares } else { Conversion::of_whole_slices };
+        let conversion = of(ours, theirs, rank.source);
         if conversion.is_some() != rank.conversion.is_some() {
             return Err(PeerFault::Ranks(NO_SUCH_SHARES.to_owned()));
         }
@@ -97,7 +103,8 @@ impl<'a> SliceCopies<'a> {
             sums,
             is_plain: rank.is_plain(),
             conversion,
-            their_heads: shares::heads_of(&rank.link.holder),
+            their_heads: shares::heads_of(theirs),
+            is_cut_first,
             source: *rank.source,
             slice: Vec::new(),
         })
@@ -121,13 +128,17 @@ impl<'a> SliceCopies<'a> {
         }
         self.memory.copy_out(from, &mut self.slice)?;
         compare(Some(checksum(&self.slice)), sum)?;
+        if self.is_cut_first {
+            let cut = self.their_heads.as_ref().map(|of| of.cut(self.source.give, &mut self.slice));
+            cut.flatten().ok_or_else(|| CopyError::refused(NO_SUCH_SHARES))?;
+        }
         let placement = SlicePlacement {
             heads: slots.heads,
             theirs: self.their_heads.as_ref().map(|heads| (heads, self.source.give)),
             conversion: self.conversion.as_ref(),
             into: self.source.into,
         };
-        placement.place_all(goal, &self.slice, slots, made);
+        placement.place_all(goal, &mut self.slice, slots, made);
         Ok(())
     }
 }

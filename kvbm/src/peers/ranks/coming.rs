@@ -26,6 +26,8 @@ pub(super) struct ComingSlots {
     pub(super) came: VecDeque<PulledSlot>,
     pub(super) heads: Option<HeadLayout>,
     pub(super) seals: SliceSeals,
+    /// For a slice whose numbers get a type of another size.
+    pub(super) made: Vec<u8>,
 }
 
 impl ComingSlots {
@@ -193,7 +195,7 @@ pub(super) async fn take_converted(
             other => Err(not_given(other)?),
         };
         match came {
-            Ok(()) => placement.place_all(&goals[next], &slice, slots, &mut made),
+            Ok(()) => placement.place_all(&goals[next], &mut slice, slots, &mut made),
             Err(why) => goals[next].fail(&mut made, &why),
         }
     }
@@ -233,10 +235,17 @@ impl SlicePlacement<'_> {
     pub(super) fn place_all(
         &self,
         goal: &SliceGoal,
-        slice: &[u8],
+        slice: &mut [u8],
         slots: &mut ComingSlots,
         made: &mut [Result<(), CopyError>],
     ) {
+        let (slice, saturated) = match self.conversion {
+            Some(conversion) => conversion.convert_numbers(slice, &mut slots.made),
+            None => (&*slice, 0),
+        };
+        if let Some(slot) = slots.left.get(goal.slots.start) {
+            slot.saturated(saturated);
+        }
         for at in goal.slots.clone() {
             if made[at].is_ok() {
                 made[at] = self.place(&mut slots.left[at], goal.nth, slice);

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvbm_tiers::numbers::{HalfType, halves_to_halves};
 use kvbm_tiers::ranks::{PeerSeat, PullFrom, PulledBlock, pulled_slot, pulled_slot_of, rank_slots};
 use kvbm_tiers::{
     BlockKey, Done, DramOptions, DramRegion, Geometry, Memory, PeerMemory, SlotId, SlotRef, Tier,
@@ -234,6 +235,36 @@ async fn a_share_of_heads_comes_from_a_neighbours_memory() {
     ranks.assert_right(&all);
 }
 
+/// bfloat16 here, float16 there.
+#[tokio::test]
+async fn numbers_of_ranks_get_the_type_that_they_have_here() {
+    let of_type = |mut rank: RankSlices, dtype: &str| {
+        rank.member.fingerprint.dtype = dtype.to_owned();
+        rank
+    };
+    let made_ours = |mut rank: RankSlices| {
+        rank.slices.iter_mut().for_each(|slice| _ = halves_to_halves(slice, HalfType::F16));
+        of_type(rank, "bf16")
+    };
+    for is_mapped in [false, true] {
+        let ours = made_ours(ranks_of(RANK_ORDERS[0], 64, 2).remove(1));
+        let here = memory(ours.slices.len(), ours.member.block_bytes);
+        let there = ranks_of(RANK_ORDERS[1], 16, 4).into_iter().skip(2);
+        let holders = there.map(|rank| holder_of(&of_type(rank, "fp16"))).collect();
+        let ranks = ReadRanks { ours, here, holders, is_mapped };
+        assert!(ranks.pull(&[0, 1], |_| LIFE).await.iter().all(|(_, end)| end.is_none()));
+        ranks.assert_right(&[0, 1]);
+        // The second of four ranks has half of the heads that the first of two has.
+        let ours = made_ours(ranks_of(RANK_ORDERS[0], 16, 4).remove(1));
+        let here = memory(ours.slices.len(), ours.member.block_bytes);
+        let there = ranks_of(RANK_ORDERS[0], 16, 2).remove(0);
+        let holders = vec![holder_of(&of_type(there, "fp16"))];
+        let ranks = ReadRanks { ours, here, holders, is_mapped };
+        pull_plain(&ranks, HeadShare::new(1, 2).unwrap(), &[(0, 0), (5, 5)]).await;
+        ranks.assert_right(&[0, 5]);
+    }
+}
+
 /// A leader may name one slice for several slots.
 #[tokio::test]
 async fn one_slice_fills_every_slot_that_it_is_for() {
@@ -288,8 +319,8 @@ async fn what_is_to_lie_encrypted_is_not_converted() {
     let conversion = Conversion::of_given_shares(&ranks.ours.member, theirs, &source);
     let conversion = conversion.expect("more tokens there");
     let seals = SliceSeals::new(Some(sealing(1).0), 0);
-    let mut slots =
-        ComingSlots { left: VecDeque::new(), came: VecDeque::new(), heads: None, seals };
+    let (left, came) = (VecDeque::new(), VecDeque::new());
+    let mut slots = ComingSlots { left, came, heads: None, seals, made: Vec::new() };
     let (mut here, _there) = duplex(64);
     let made = (&conversion, theirs.block_bytes as usize);
     let refused = take_converted(&mut here, &source, made, &mut slots).await.unwrap_err();
