@@ -11,6 +11,7 @@ use kvbm::{
     RankOptions, Ranks, RequestInfo, SlotId, Tier, Transfer, Transferred,
 };
 use kvbm_settings::Settings;
+use kvbm_tiers::numbers::{HalfType, halves_to_halves};
 use kvbm_tiers::ranks::HeadShare;
 use kvbm_tiers::sealed::{RECORD_BYTES, WrappedKey};
 use kvbm_tiers::testing::{Child as Forked, fill_pattern};
@@ -116,6 +117,8 @@ pub struct HeadForm {
     /// Its axes, outermost first: `kv`, `token`, `head`, `byte`, and `layer` unless that is the
     /// first.
     pub order: &'static str,
+    /// `fp16`; or `bf16`, with the same numbers, rounded.
+    pub dtype: &'static str,
 }
 
 /// How long each axis is, but for tokens.
@@ -123,16 +126,22 @@ const AXES: [(&str, usize); 4] = [("layer", 4), ("kv", 2), ("head", 8), ("byte",
 
 impl HeadForm {
     /// Heads inside of tokens.
-    pub const NHD: Self = Self { tokens: 16, order: "kv,token,head,byte" };
+    pub const NHD: Self = Self { tokens: 16, order: "kv,token,head,byte", dtype: "fp16" };
     /// Heads outside of tokens.
-    pub const HND: Self = Self { tokens: 16, order: "kv,head,token,byte" };
+    pub const HND: Self = Self { order: "kv,head,token,byte", ..Self::NHD };
     /// Layers inside of both.
-    pub const LAYERS_INSIDE: Self = Self { tokens: 16, order: "head,token,layer,kv,byte" };
+    pub const LAYERS_INSIDE: Self = Self { order: "head,token,layer,kv,byte", ..Self::NHD };
 
     /// The same, with another number of tokens.
     #[must_use]
     pub const fn of_tokens(self, tokens: usize) -> Self {
         Self { tokens, ..self }
+    }
+
+    /// The same, with numbers of bfloat16.
+    #[must_use]
+    pub const fn of_bf16(self) -> Self {
+        Self { dtype: "bf16", ..self }
     }
 
     /// Bytes of a block, in all ranks together.
@@ -161,6 +170,7 @@ impl HeadForm {
         Fingerprint {
             model: "tests".to_owned(),
             weights: "1".to_owned(),
+            dtype: self.dtype.to_owned(),
             layouts: vec![KvLayout { layers: AXES[0].1 as u32, order, shape, strides }],
             ranks: Ranks { tensor_world: world.into(), ..Ranks::default() },
             block_tokens: self.tokens as u64,
@@ -198,6 +208,9 @@ impl HeadForm {
             }
             fill_pattern(place, bytes);
         }
+        if self.dtype == "bf16" {
+            halves_to_halves(&mut slice, HalfType::F16);
+        }
         slice
     }
 }
@@ -218,6 +231,7 @@ impl Slice {
             let order = &fingerprint.layouts.first()?.order;
             let forms = [HeadForm::NHD, HeadForm::HND, HeadForm::LAYERS_INSIDE];
             let form = forms.into_iter().find(|form| form.order == order)?;
+            let form = if fingerprint.dtype == "bf16" { form.of_bf16() } else { form };
             Some(form.of_tokens(fingerprint.block_tokens as usize))
         });
         Self(form.zip(HeadShare::new(options.rank, options.group.world)))

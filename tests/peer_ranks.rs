@@ -12,7 +12,9 @@ use kvbm_settings::{Capacity, PeerNixl, Settings};
 use kvbm_tests::engine::{self, address, peer_name};
 use kvbm_tests::fleet::{self, Fleet, HeadForm, LIMIT, Served, be_a_started_rank_of, group_of};
 use kvbm_tests::process::Process;
-use kvbm_tests::rig::{chain, has_nixl, wait_until};
+use kvbm_tests::rig::{chain, has_nixl, metric, number_of, wait_until};
+use kvbm_tiers::numbers::{HalfType, halves_to_halves};
+use kvbm_tiers::ranks::HeadShare;
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -25,6 +27,7 @@ fn of_peer(dir: &Path) -> Settings {
     let bytes = form_of(dir).block_bytes() as u64;
     settings.block_bytes = Some(bytes / u64::from(group_of(dir).world));
     engine::add_peers(&mut settings, "");
+    settings.peers.convert_types = true;
     settings.peers.secret = Some("the secret of these tests".to_owned());
     if named(dir).starts_with("large") {
         for tier in [
@@ -43,12 +46,14 @@ fn of_peer(dir: &Path) -> Settings {
     settings
 }
 
-/// The directory says what blocks are, and how slices come: `reader-32hnd-tcp-2`.
+/// The directory says what blocks are, and how slices come: `reader-32hnd.fp16-tcp-2`.
 fn form_of(dir: &Path) -> HeadForm {
     let form = named(dir).split('-').nth(1).unwrap();
     let at = form.find(char::is_alphabetic).unwrap();
-    let order = ORDERS.into_iter().find(|(name, _)| *name == &form[at..]).unwrap().1;
-    order.of_tokens(form[..at].parse().unwrap())
+    let (order, dtype) = form[at..].split_once('.').unwrap();
+    let order = ORDERS.into_iter().find(|(name, _)| *name == order).unwrap().1;
+    let form = order.of_tokens(form[..at].parse().unwrap());
+    if dtype == "bf16" { form.of_bf16() } else { form }
 }
 
 const ORDERS: [(&str, HeadForm); 3] =
@@ -117,7 +122,8 @@ fn open_as(
     reads_at: &str,
 ) -> Fleet {
     let (order, _) = ORDERS.into_iter().find(|(_, known)| known.order == form.order).unwrap();
-    let dir = home.join(format!("{name}-{}{order}-{}-{world}", form.tokens, way.name()));
+    let HeadForm { tokens, dtype, .. } = form;
+    let dir = home.join(format!("{name}-{tokens}{order}.{dtype}-{}-{world}", way.name()));
     let mut settings = of_peer(&dir);
     settings.peers.addresses = Some(reads_at.to_owned()).filter(|list| !list.is_empty());
     let group = group_of(&dir);
@@ -490,6 +496,34 @@ fn slices_of_another_order_come_in_more_ranks() {
 #[test]
 fn one_rank_makes_its_blocks_of_four_ranks() {
     crosses_forms([(HeadForm::HND.of_tokens(32), 4), (HeadForm::LAYERS_INSIDE.of_tokens(64), 1)]);
+}
+
+#[test]
+fn four_ranks_convert_the_numbers_of_two() {
+    crosses_forms([(HeadForm::HND.of_tokens(32), 2), (HeadForm::NHD.of_bf16(), 4)]);
+}
+
+#[test]
+fn numbers_too_large_for_ranks_are_counted() {
+    let home = tempfile::tempdir().unwrap();
+    let (there, here) = (HeadForm::NHD.of_bf16(), HeadForm::NHD);
+    let mut holder = open_as((there, 2), Way::Tcp, home.path(), "holder", "");
+    let address = address(&holder.manager);
+    let reader = open_as((here, 4), Way::Tcp, home.path(), "reader", &address);
+    let chain = chain(1, 6);
+    assert_eq!(holder.serve(&chain).saved, 6);
+    let peers = reader.manager.peers().unwrap();
+    let lease = peers.lease(&peer_name(&address), &chain, RequestInfo::default()).wait().unwrap();
+    assert_eq!(peers.pull(lease).wait().unwrap().copied, 6);
+    let too_large = |block: &BlockHash| {
+        let mut whole = there.slice(HeadShare::WHOLE, number_of(*block));
+        halves_to_halves(&mut whole, HalfType::Bf16)
+    };
+    let expected: usize = chain.iter().map(too_large).sum();
+    let counted = metric(&reader.registry, "kvbm_peer_saturated_numbers_total", &[]);
+    assert!(expected > 0 && counted == expected as u64, "{counted} of {expected}");
+    reader.end();
+    holder.end();
 }
 
 #[test]

@@ -47,8 +47,7 @@ impl Conversion {
         let [few, many] = [ours.ranks.min(theirs.ranks), ours.ranks.max(theirs.ranks)];
         let part = HeadShare::new(0, many.checked_div(few)?)?;
         let is_cut = ours.ranks == many;
-        let [into, give] =
-            if is_cut { [HeadShare::WHOLE, part] } else { [part, HeadShare::WHOLE] };
+        let [into, give] = if is_cut { [HeadShare::WHOLE, part] } else { [part, HeadShare::WHOLE] };
         Self::of_shares((ours, into), (&share_of(theirs, give)?, HeadShare::WHOLE))
     }
 
@@ -771,8 +770,7 @@ pub(super) mod tests {
                 assert!(difference(&own, &from, false).unwrap().contains("dtype"));
                 let source = PullSource { seat: PeerSeat { port: 1, incarnation: 1 }, give, into };
                 let conversion = Conversion::of_given_shares(&own, &from, &source).unwrap();
-                let mut slices =
-                    cut_up(&their_whole, &given, HeadShare::new(rank, there).unwrap());
+                let mut slices = cut_up(&their_whole, &given, HeadShare::new(rank, there).unwrap());
                 if give != HeadShare::WHOLE {
                     slices = cut_up(&from, &slices, give);
                 }

@@ -19,7 +19,7 @@ use super::spans;
 use super::staging::StagingSlots;
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};
 use crate::table::{Dropped, Effects, Journal};
-use crate::task::{Class, CopyTask, Defect};
+use crate::task::{CopyTask, Defect};
 
 /// What waits to be sent, and what sends it.
 pub(super) struct SendState {

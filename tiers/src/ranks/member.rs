@@ -21,9 +21,7 @@ use super::protocol::{
     EndedCopies, ForgotTenant, HelloFrame, MAX_GREETING, MAX_MESSAGE, Membership, RefusalFrame,
     ToLeader, ToRank, decode, frame,
 };
-use super::pull::{
-    PullOrder, PullSlots, PulledBlock, PulledSlot, RankSlots, SaturatedNumbers,
-};
+use super::pull::{PullOrder, PullSlots, PulledBlock, PulledSlot, RankSlots, SaturatedNumbers};
 use super::slots::{KeptSlots, LeftBehind, SlotGenerations, SlotJournals, part};
 use super::socket;
 use crate::backend::{Backend, Fences};

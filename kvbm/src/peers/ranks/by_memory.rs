@@ -93,7 +93,8 @@ impl<'a> SliceCopies<'a> {
         let theirs = &rank.link.holder;
         let is_cut_first = rank.source.give != HeadShare::WHOLE
             && rank.conversion.as_ref().is_some_and(Conversion::changes_types);
-        let of = if is_cut_first { Conversion::of_given_shares } else { Conversion::of_whole_slices };
+        let of =
+            if is_cut_first { Conversion::of_given_shares } else { Conversion::of_whole_slices };
         let conversion = of(ours, theirs, rank.source);
         if conversion.is_some() != rank.conversion.is_some() {
             return Err(PeerFault::Ranks(NO_SUCH_SHARES.to_owned()));

@@ -90,7 +90,7 @@ fn slots_of(generation: impl Fn(u32) -> u32, keys: Option<Arc<HostSeal>>) -> (Co
         pulled_slot(&memory, op, slot as usize, done.clone())
     };
     let left = (0..SLOTS).map(slot).collect();
-    (ComingSlots { left, came: VecDeque::new(), heads: None, seals }, ends)
+    (ComingSlots { left, came: VecDeque::new(), heads: None, seals, made: Vec::new() }, ends)
 }
 
 /// What a leader orders to be read at ranks of a worker.
