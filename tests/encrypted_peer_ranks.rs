@@ -300,7 +300,7 @@ fn ranks_read_with_the_key_and_say_which_is_missing() {
 }
 
 #[test]
-fn changed_memory_of_a_holders_rank_is_a_miss_then_heals() {
+fn a_holders_rank_with_changed_memory_misses_then_heals() {
     let Some(mut pair) = Pair::open(&sealed(), &sealed()) else { return };
     pair.there.serve(ONE);
     let lease = pair.lease(ONE).unwrap();

@@ -228,10 +228,17 @@ pub(super) fn difference(ours: &Member, theirs: &Member, converts_types: bool) -
 
 /// Whole blocks convert, and shares of their heads do not.
 fn unshared(ours: &Member, theirs: &Member) -> String {
-    let [order, their_order] = [ours, theirs]
-        .map(|member| member.fingerprint.layouts.first().map_or("", |layout| &*layout.order));
+    let both = [ours, theirs].map(|member| &member.fingerprint);
+    let order =
+        |of: &Fingerprint| of.layouts.first().map_or_else(String::new, |of| of.order.clone());
+    let has_other_types = NumberTypes::between(&both[1].dtype, &both[0].dtype).is_some();
+    let (what, [a, b]) = if has_other_types {
+        ("dtype", both.map(|of| of.dtype.clone()))
+    } else {
+        ("the order of axes", both.map(order))
+    };
     format!(
-        "the order of axes is {order:?} at {}, {their_order:?} at {}, and shares of heads cannot be converted",
+        "{what} is {a:?} at {}, {b:?} at {}, and shares of heads cannot be converted",
         ours.name, theirs.name
     )
 }

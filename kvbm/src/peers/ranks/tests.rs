@@ -393,7 +393,7 @@ async fn given(seal: &Arc<HostSeal>, lying: &[Vec<u8>]) -> Vec<Option<bool>> {
 }
 
 #[tokio::test]
-async fn a_request_has_each_key_once_and_none_of_the_forgotten() {
+async fn a_request_has_each_key_once_and_no_forgotten_one() {
     let (seal, keys) = sealing(1);
     let lying: Vec<_> = (0..6).map(|slot| lying(&seal, SlotId(slot))).collect();
     let [first, again] = [true, false].map(Some);
