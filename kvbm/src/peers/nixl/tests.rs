@@ -422,7 +422,13 @@ fn scratch_stays_while_reads_of_a_cancelled_pull_go_on() {
         double.set(Reads::NeverEnd);
         let cancelled = CancellationToken::new();
         let pull = pair.reader.pull(pair.lease.take().unwrap(), None, &cancelled);
-        let ((), pulled) = tokio::join!(async { cancelled.cancel() }, pull);
+        let cancelling = async {
+            while double.kept.lock().is_empty() {
+                tokio::task::yield_now().await;
+            }
+            cancelled.cancel();
+        };
+        let (pulled, ()) = tokio::join!(pull, cancelling);
         assert_eq!((pulled.unwrap().copied, lost(&pair)), (0, (0, 0)));
         let scratch = Arc::downgrade(&double.last_into().expect("it may be written"));
         double.set(Reads::Whole);

@@ -202,8 +202,9 @@ fn other_slots_come_into_scratch(ucx: &str) {
     let _theirs = filled(&there, 0);
     let holder = peers(&there, ucx);
     let (metadata, place) = holder.place().unwrap();
-    for wrong in [bytes / 2, 2 * bytes] {
-        assert_eq!(place.scratch(4, wrong).unwrap_err().kind(), SetupErrorKind::Invalid);
+    for stride in [place.stride / 2, place.stride + 1, u64::MAX] {
+        let scratch = TierPlace { stride, ..place }.scratch(4, bytes);
+        assert_eq!(scratch.unwrap_err().kind(), SetupErrorKind::Invalid, "{stride}");
     }
     let scratch = Arc::new(place.scratch(4, bytes).unwrap());
     let mut frames: Vec<_> = crate::testing::frames(&scratch);
