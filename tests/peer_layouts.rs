@@ -13,7 +13,7 @@ use kvbm::{
 use kvbm_settings::{PeerNixl, Settings};
 use kvbm_tests::engine::{self, peer_name};
 use kvbm_tests::process::{Process, role, say};
-use kvbm_tests::rig::{metric, wait_until};
+use kvbm_tests::rig::{has_nixl, metric, wait_until};
 use prometheus::Registry;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -398,6 +398,9 @@ fn process() {
     let (way, addresses) = place.split_once(' ').unwrap();
     let worker = Worker::open(form, |settings| {
         settings.peers.shared_memory = way == "memory";
+        if way == "nixl" {
+            settings.peers.nixl = PeerNixl::Required;
+        }
         settings.peers.addresses = Some(addresses.to_owned()).filter(|list| !list.is_empty());
     });
     say(&worker.address());
@@ -475,8 +478,30 @@ fn a_neighbour_of_other_order_reads_keys_in_columns() {
     reads(8, 3, "memory");
 }
 
+#[test]
+fn blocks_of_64_come_by_nixl_from_one_of_16() {
+    if has_nixl() {
+        reads(0, 5, "nixl");
+    }
+}
+
+#[test]
+fn keys_in_columns_come_by_nixl_in_fewer_tokens() {
+    if has_nixl() {
+        reads(8, 1, "nixl");
+    }
+}
+
 fn pair(there: Form, here: Form, change: impl FnOnce(&mut Settings)) -> (Worker, Worker) {
-    let holder = Worker::open(there, |_| ());
+    reader_of(Worker::open(there, |_| ()), here, change)
+}
+
+/// Both with these settings.
+fn pair_of(there: Form, here: Form, set: impl Fn(&mut Settings)) -> (Worker, Worker) {
+    reader_of(Worker::open(there, &set), here, set)
+}
+
+fn reader_of(holder: Worker, here: Form, change: impl FnOnce(&mut Settings)) -> (Worker, Worker) {
     let address = holder.address();
     let reader = Worker::open(here, |settings| {
         settings.peers.addresses = Some(address);
@@ -560,6 +585,8 @@ fn fp8_without_scales_or_with_others_is_refused_and_said() {
 fn numbers_of_the_other_type_are_converted_when_asked() {
     let [brain, half] = ["bf16", "fp16"].map(|dtype| of_type(dtype, form(32, NHD)));
     let [by_layer, by_head] = [6, 12].map(|scales| fp8(scales, form(32, NHD)));
+    let mut ways = vec![(16, "memory"), (64, "tcp")];
+    ways.extend(has_nixl().then_some((64, "nixl")));
     let pairs = [
         (brain, half, true),
         (half, brain, false),
@@ -569,13 +596,17 @@ fn numbers_of_the_other_type_are_converted_when_asked() {
         (half, by_layer, true),
     ];
     for ((there, here, saturates), (tokens, way)) in
-        pairs.iter().flat_map(|pair| [(16, true), (64, false)].map(|how| (*pair, how)))
+        pairs.iter().flat_map(|pair| ways.iter().map(move |how| (*pair, *how)))
     {
         let here = Form { tokens, order: HND, ..here };
-        let (holder, reader) = pair(there, here, |settings| {
+        let set = |settings: &mut Settings| {
             settings.peers.convert_types = true;
-            settings.peers.shared_memory = way;
-        });
+            settings.peers.shared_memory = way == "memory";
+            if way == "nixl" {
+                settings.peers.nixl = PeerNixl::Required;
+            }
+        };
+        let (holder, reader) = pair_of(there, here, set);
         let prompt = Prompt::new(3, 320, 0);
         holder.compute(&prompt, usize::MAX);
         assert_eq!(reader.read(&prompt, there, &holder.address()), Ok(320 / tokens));

@@ -3,9 +3,11 @@
 
 use kvbm_tiers::checksum::checksum;
 use kvbm_tiers::{PeerMemory, SlotId};
+use tokio::time::Instant;
 
 use super::conversion::Conversion;
-use super::link::PeerFault;
+use super::link::{NamedBlocks, PeerFault};
+use super::nixl::{self, HolderReads, ReadByNixl};
 use super::protocol::BrokenLink;
 use super::sealed::Intake;
 use crate::api::filling::FillingSlots;
@@ -24,6 +26,36 @@ pub(super) trait Arriving: Send {
     fn copy(&mut self, memory: &PeerMemory, slot: SlotId) -> Option<u32>;
     /// It is what its checksum says.
     fn keep(&mut self) -> Result<(), PeerFault>;
+}
+
+/// What NIXL can read blocks for as well.
+pub(super) trait ReadableByNixl: Arriving {
+    /// Has the rest come by NIXL, as far as it does: then what comes next may come another way.
+    fn read(
+        &mut self,
+        reads: &HolderReads,
+        named: &NamedBlocks,
+        until: Instant,
+        came: &mut ReadByNixl,
+    ) -> impl Future<Output = Result<(), PeerFault>> + Send;
+    /// Whether NIXL may still write where they go.
+    fn is_lent(&self) -> bool;
+}
+
+impl ReadableByNixl for FillingSlots<'_> {
+    async fn read(
+        &mut self,
+        reads: &HolderReads,
+        named: &NamedBlocks,
+        until: Instant,
+        came: &mut ReadByNixl,
+    ) -> Result<(), PeerFault> {
+        nixl::read(reads, named, until, self, came).await
+    }
+
+    fn is_lent(&self) -> bool {
+        self.lent() > 0
+    }
 }
 
 impl Arriving for FillingSlots<'_> {
@@ -124,6 +156,50 @@ impl<'a, 'f> ConvertedSlots<'a, 'f> {
         let (until, block) = (until.max(kept), vec![0; block_bytes]);
         Self { filling, conversion, saturated, block, made: Vec::new(), kept, until }
     }
+
+    /// Blocks of ours that are here.
+    pub(super) fn made(&self) -> usize {
+        self.filling.kept()
+    }
+
+    /// Makes the next block, which is what its checksum says, into blocks of ours.
+    pub(super) fn take(&mut self, block: &mut [u8]) -> Result<(), PeerFault> {
+        let (theirs, too_large) = self.conversion.convert_numbers(block, &mut self.made);
+        *self.saturated += too_large;
+        let block = self.kept;
+        self.kept += 1;
+        for (at, part) in self.conversion.parts_of(block) {
+            // The first of several may be here already, and the last one not be wanted.
+            if at < self.filling.kept() {
+                continue;
+            }
+            let Some(slot) = self.filling.next() else { break };
+            let put = self.conversion.put(part, theirs, slot);
+            put.ok_or(BrokenLink::Unexpected("a block has another size than its layout"))?;
+            if self.conversion.is_last(part) {
+                self.filling.written();
+                self.filling.keep();
+            }
+        }
+        Ok(())
+    }
+}
+
+impl ReadableByNixl for ConvertedSlots<'_, '_> {
+    async fn read(
+        &mut self,
+        reads: &HolderReads,
+        named: &NamedBlocks,
+        until: Instant,
+        came: &mut ReadByNixl,
+    ) -> Result<(), PeerFault> {
+        nixl::read_converted(reads, named, until, self, came).await
+    }
+
+    /// It writes scratch alone.
+    fn is_lent(&self) -> bool {
+        false
+    }
 }
 
 impl Arriving for ConvertedSlots<'_, '_> {
@@ -149,23 +225,9 @@ impl Arriving for ConvertedSlots<'_, '_> {
     }
 
     fn keep(&mut self) -> Result<(), PeerFault> {
-        let (theirs, too_large) = self.conversion.convert_numbers(&mut self.block, &mut self.made);
-        *self.saturated += too_large;
-        let block = self.kept;
-        self.kept += 1;
-        for (at, part) in self.conversion.parts_of(block) {
-            // The first of several may be here already, and the last one not be wanted.
-            if at < self.filling.kept() {
-                continue;
-            }
-            let Some(slot) = self.filling.next() else { break };
-            let put = self.conversion.put(part, theirs, slot);
-            put.ok_or(BrokenLink::Unexpected("a block has another size than its layout"))?;
-            if self.conversion.is_last(part) {
-                self.filling.written();
-                self.filling.keep();
-            }
-        }
-        Ok(())
+        let mut block = std::mem::take(&mut self.block);
+        let taken = self.take(&mut block);
+        self.block = block;
+        taken
     }
 }

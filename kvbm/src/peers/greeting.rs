@@ -17,6 +17,7 @@ use super::protocol::{
 use super::shares::{heads_of, of_all_ranks, share_heads};
 use super::tls::{PeerTls, explained};
 use crate::error::{Error, Result};
+use crate::names::fingerprint::Fingerprint;
 
 /// What workers know that may read each other's blocks.
 pub(super) struct PeerSecret(hmac::Key);
@@ -284,7 +285,6 @@ fn divides(ours: &Member, theirs: &Member) -> bool {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::names::fingerprint::Fingerprint;
 
     pub(in crate::peers) fn member(name: &str, incarnation: u64) -> Member {
         let fingerprint = Fingerprint {

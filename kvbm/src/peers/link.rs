@@ -9,25 +9,25 @@ use std::time::Duration;
 
 use kvbm_tiers::ranks::PeerSeat;
 use kvbm_tiers::sealed::{HostSeal, OtherSeal};
-use kvbm_tiers::{CopyError, CopyErrorKind, PeerMemory, SlotId, SlotReads};
+use kvbm_tiers::{CopyError, CopyErrorKind, PeerMemory, SlotId};
 use tokio::io::AsyncReadExt;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use self::layers::NamedLayers;
-use super::arriving::{Arriving, ConvertedSlots, OpenedSlots};
+use super::arriving::{Arriving, ConvertedSlots, OpenedSlots, ReadableByNixl};
 use super::book::OpenAtPeer;
 use super::chain_names::PeerChain;
 use super::conversion::Conversion;
 use super::greeting::Credentials;
-use super::nixl::ReadByNixl;
+use super::nixl::{HolderReads, ReadByNixl};
 use super::protocol::{
     BrokenLink, LeaseAnswer, LeaseEnd, LeaseForm, LeaseRequest, MAX_BLOCKS, MAX_WAIT_MS, Member,
     Probe, ReadEnd, ReadRequest, SlotRun, ToHolder, ToReader, receive, send,
 };
 use super::sealed::{self, Intake, NOT_CONVERTED};
 use super::stream::{PeerStream, connect};
-use super::{nixl, parts, probes};
+use super::{parts, probes};
 use crate::api::filling::FillingSlots;
 use crate::metrics::PeerWay;
 use crate::names::epoch::EpochDigest;
@@ -51,7 +51,7 @@ pub(super) struct PeerLink {
     /// The holder's host tier, if that is a neighbour's.
     pub(super) memory: Option<Arc<PeerMemory>>,
     /// Reads of the holder's host tier by NIXL, if both sides have it.
-    pub(super) nixl: Option<Arc<dyn SlotReads>>,
+    pub(super) nixl: Option<Arc<HolderReads>>,
     /// Blocks come by NIXL, if not from a neighbour's memory, or not at all.
     pub(super) needs_nixl: bool,
     /// In the book, if it is there.
@@ -232,7 +232,7 @@ impl PeerLink {
     }
 
     /// Reads by NIXL, unless they have failed.
-    pub(super) fn reads(&self) -> Option<&Arc<dyn SlotReads>> {
+    pub(super) fn reads(&self) -> Option<&Arc<HolderReads>> {
         self.nixl.as_ref().filter(|reads| !reads.is_over())
     }
 
@@ -350,13 +350,13 @@ impl PeerLink {
                 (Some(conversion), None) => {
                     let made = (&*conversion, &mut saturated);
                     let slots = &mut ConvertedSlots::new(filling, made, blocks);
-                    self.bring_each(named, until, slots).await
+                    self.bring_in_clear(named, until, slots, came).await
                 }
                 (None, Some(intake)) => {
                     let slots = &mut OpenedSlots::new(filling, intake);
                     self.bring_each(named, until, slots).await
                 }
-                (None, None) => self.bring_as_they_are(named, until, filling, came).await,
+                (None, None) => self.bring_in_clear(named, until, filling, came).await,
             }
         };
         // All may end anywhere: this thread writes the slots, and nothing goes on to; or NIXL does,
@@ -371,23 +371,23 @@ impl PeerLink {
     }
 
     /// By NIXL if it can be, else as all others.
-    async fn bring_as_they_are(
+    async fn bring_in_clear(
         &mut self,
         named: &NamedBlocks,
         until: Instant,
-        filling: &mut FillingSlots<'_>,
+        slots: &mut impl ReadableByNixl,
         came: &mut ReadByNixl,
     ) -> Result<(), PeerFault> {
-        if filling.kept() >= named.before
+        if slots.kept() >= named.before
             && self.memory.is_none()
             && let Some(reads) = self.reads().cloned()
         {
-            match nixl::read(&*reads, named, until, filling, came).await {
-                Err(PeerFault::Nixl(_)) if !self.needs_nixl && filling.lent() == 0 => {}
+            match slots.read(&reads, named, until, came).await {
+                Err(PeerFault::Nixl(_)) if !self.needs_nixl && !slots.is_lent() => {}
                 brought => return brought,
             }
         }
-        self.bring_each(named, until, filling).await
+        self.bring_each(named, until, slots).await
     }
 
     /// From a neighbour's memory or over the connection, one after the other.

@@ -4,18 +4,25 @@
 //! The two exchange what NIXL needs to know once for each holder, over a connection that exists
 //! already: a peer that is not even reached by TCP is none for NIXL. What fails costs time: blocks
 //! come over the connection then, and NIXL is tried again after a while.
+//!
+//! Blocks that are as they are here come straight into their slots. All others, and slices of which
+//! a share is wanted, come whole into [scratch] first, since a checksum covers all of one.
+
+pub(super) mod scratch;
 
 use std::collections::HashMap;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use kvbm_tiers::checksum::checksum;
 use kvbm_tiers::{Frame, OneSided, SetupError, SlotId, SlotRead, SlotReads, TierPlace};
 use serde::{Deserialize, Serialize};
-use tokio::task::spawn_blocking;
+use tokio::task::{spawn_blocking, yield_now};
 use tokio::time::{Instant, timeout, timeout_at};
 
+use self::scratch::{Scratch, ScratchReads};
+use super::arriving::{Arriving, ConvertedSlots};
 use super::link::{NamedBlocks, PeerFault, PeerLink};
 use super::parts;
 use super::protocol::{BrokenLink, LeaseEnd, Member, ToHolder, ToReader, shortened};
@@ -111,6 +118,39 @@ async fn place_for(
         .map_err(|error| error.to_string())
 }
 
+/// Reads at a holder, which end when it is dropped.
+#[derive(Debug)]
+pub(super) struct HolderReads {
+    reads: Box<dyn SlotReads>,
+    /// Into which they go. `None`: into the host tier here.
+    scratch: Option<Arc<Scratch>>,
+}
+
+impl HolderReads {
+    fn scratch(&self) -> Result<&Arc<Scratch>, PeerFault> {
+        let why = || PeerFault::Nixl("its slots are read as they are".to_owned());
+        self.scratch.as_ref().ok_or_else(why)
+    }
+}
+
+impl Deref for HolderReads {
+    type Target = dyn SlotReads;
+
+    fn deref(&self) -> &Self::Target {
+        &*self.reads
+    }
+}
+
+/// Where what lies in a holder's slots goes: the same for all reads at it, since it depends on what
+/// the two workers are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReadInto {
+    /// Straight into slots here.
+    Slots,
+    /// Into scratch first: it becomes something else here, or a part of it is wanted.
+    Scratch,
+}
+
 /// The holders that this worker reads by NIXL.
 pub(super) struct NixlHolders {
     nixl: Arc<dyn OneSided>,
@@ -125,7 +165,7 @@ pub(super) struct NixlHolders {
 /// One of them. It is locked while it is met: two connections do not make two agents.
 struct KnownHolder {
     /// They last as long as connections use them.
-    reads: Option<Weak<dyn SlotReads>>,
+    reads: Option<Weak<HolderReads>>,
     /// It failed, or the holder has no NIXL: it is not tried before then.
     again: Option<Instant>,
     /// How long it is not tried after the next failure.
@@ -169,22 +209,16 @@ impl NixlHolders {
 
     /// Has the blocks of a link come by NIXL, if both sides have it. An error: the link cannot be
     /// used any more.
-    pub(super) async fn equip(&self, link: &mut PeerLink) -> Result<(), PeerFault> {
+    pub(super) async fn equip(&self, link: &mut PeerLink, into: ReadInto) -> Result<(), PeerFault> {
         if link.memory.is_some() || link.reads().is_some() {
             return Ok(());
-        }
-        if link.conversion.is_some() {
-            let why = "its blocks are not as they are here, and such do not come by NIXL, which \
-                       peers.nixl (DYN_KVBM_PEERS_NIXL) requires";
-            let required = self.is_required.then(|| PeerFault::Nixl(why.to_owned()));
-            return required.map_or(Ok(()), Err);
         }
         link.needs_nixl = self.is_required;
         let known = self.known(&link.holder);
         let mut known = known.lock().await;
         link.nixl = known.reads.as_ref().and_then(Weak::upgrade);
         if link.reads().is_none() && known.again.is_none_or(|again| again <= Instant::now()) {
-            match self.meet(link).await {
+            match self.meet(link, into).await {
                 Ok(Ok(reads)) => {
                     (known.reads, known.pause) = (Some(Arc::downgrade(&reads)), PAUSE);
                     link.nixl = Some(reads);
@@ -217,7 +251,8 @@ impl NixlHolders {
     async fn meet(
         &self,
         link: &mut PeerLink,
-    ) -> Result<Result<Arc<dyn SlotReads>, String>, PeerFault> {
+        into: ReadInto,
+    ) -> Result<Result<Arc<HolderReads>, String>, PeerFault> {
         let nixl = Arc::clone(&self.nixl);
         let reader = match blocking(MAX_MEETING, move || nixl.reader()).await {
             Ok(reader) => reader,
@@ -236,8 +271,15 @@ impl NixlHolders {
         let name = agent_name(link.holder.incarnation, self.group);
         let HolderPlace { metadata, base, stride, slots } = place;
         let place = TierPlace { base, stride, slots };
-        let met = blocking(MAX_MEETING, move || reader.meet(&name, &metadata, place)).await;
-        Ok(met.map(Arc::from))
+        let block_bytes = link.holder.block_bytes;
+        let meet = move || {
+            let wants_scratch = into == ReadInto::Scratch;
+            let scratch = wants_scratch.then(|| Scratch::of(place, block_bytes)).transpose()?;
+            let memory = scratch.as_ref().map(|scratch| Arc::clone(scratch.memory()));
+            let reads = reader.meet(&name, &metadata, place, memory)?;
+            Ok(Arc::new(HolderReads { reads, scratch }))
+        };
+        Ok(blocking(MAX_MEETING, meet).await)
     }
 
     /// A link was used: if that ended the agent, NIXL is not tried at this holder for a while.
@@ -245,9 +287,8 @@ impl NixlHolders {
         let Some(reads) = link.nixl.take_if(|reads| reads.is_over()) else { return };
         let known = self.known(&link.holder);
         let mut known = known.lock().await;
-        let is_present = |present: &Weak<dyn SlotReads>| {
-            std::ptr::addr_eq(present.as_ptr(), Arc::as_ptr(&reads))
-        };
+        let is_present =
+            |present: &Weak<HolderReads>| std::ptr::eq(present.as_ptr(), Arc::as_ptr(&reads));
         if known.reads.as_ref().is_some_and(is_present) {
             let why = why.map_or_else(|| "a read failed".to_owned(), ToString::to_string);
             known.give_up(&link.holder, &why);
@@ -283,7 +324,7 @@ pub(super) struct ReadByNixl {
 /// Reads blocks into slots, and keeps those that are what their checksums say. The holder may write
 /// them meanwhile, once the lease is over: then they are not.
 pub(super) async fn read(
-    reads: &dyn SlotReads,
+    reads: &HolderReads,
     named: &NamedBlocks,
     until: Instant,
     filling: &mut FillingSlots<'_>,
@@ -294,9 +335,48 @@ pub(super) async fn read(
     ended(reads, until, filling, brought).await
 }
 
+/// [`read`], for blocks that become others here.
+pub(super) async fn read_converted(
+    reads: &HolderReads,
+    named: &NamedBlocks,
+    until: Instant,
+    slots: &mut ConvertedSlots<'_, '_>,
+    came: &mut ReadByNixl,
+) -> Result<(), PeerFault> {
+    let from = slots_of(named, &(slots.kept()..slots.kept() + slots.left()))?;
+    let (mut reading, before) = (ScratchReads::new(reads, from)?, slots.made());
+    let taken = take_converted(&mut reading, named, until, slots).await;
+    came.blocks += slots.made() - before;
+    came.descriptors += reading.descriptors();
+    if taken.is_err() {
+        reading.end().await;
+    }
+    taken.map_err(|fault| fault.expired_if_over(until))
+}
+
+async fn take_converted(
+    reading: &mut ScratchReads<'_>,
+    named: &NamedBlocks,
+    until: Instant,
+    slots: &mut ConvertedSlots<'_, '_>,
+) -> Result<(), PeerFault> {
+    while let Some(mut part) = reading.next(until).await? {
+        for (block, sum) in part.blocks() {
+            let expected = named.checksums.get(slots.kept() - named.before).copied();
+            if expected.is_none() || sum != expected {
+                return Err(PeerFault::Wrong);
+            }
+            slots.take(block)?;
+        }
+        // Others have this thread too.
+        yield_now().await;
+    }
+    Ok(())
+}
+
 /// All slots are back, or lost until they come.
 async fn ended(
-    reads: &dyn SlotReads,
+    reads: &HolderReads,
     until: Instant,
     filling: &mut FillingSlots<'_>,
     brought: Result<(), PeerFault>,
@@ -312,7 +392,7 @@ async fn ended(
 }
 
 async fn read_parts(
-    reads: &dyn SlotReads,
+    reads: &HolderReads,
     named: &NamedBlocks,
     until: Instant,
     filling: &mut FillingSlots<'_>,
@@ -368,7 +448,7 @@ pub(super) struct LayerBytes<'a> {
 /// Reads layers of all blocks that are wanted into their slots. `sums` are the checksums of the
 /// layers before, and of these then: of all blocks, or as they were.
 pub(super) async fn read_layers(
-    reads: &dyn SlotReads,
+    reads: &HolderReads,
     layers: LayerBytes<'_>,
     until: Instant,
     (filling, sums): (&mut FillingSlots<'_>, &mut Vec<u32>),
@@ -385,7 +465,7 @@ pub(super) async fn read_layers(
 }
 
 async fn read_layer_parts(
-    reads: &dyn SlotReads,
+    reads: &HolderReads,
     LayerBytes { bytes, slots, expected }: LayerBytes<'_>,
     until: Instant,
     (filling, sums): (&mut FillingSlots<'_>, &[u32]),

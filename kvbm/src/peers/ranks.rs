@@ -7,8 +7,9 @@
 //! only if it has that checksum. So what came is right, or it does not count; and when it does not come
 //! in any rank, it does not count in all.
 //!
-//! Slices are copied out of the other ranks' memory, if all of them can be mapped; else whole slices
-//! that need no conversion are read by NIXL, where both have it; all others come over the connection.
+//! Slices are copied out of the other ranks' memory, if all of them can be mapped; else they are read
+//! by NIXL, where both have it; else they come over the connection. Out of memory a slice comes whole,
+//! since its checksum covers all of it, even if only a share of its heads is wanted.
 //!
 //! | module | |
 //! |---|---|
@@ -16,11 +17,13 @@
 //! | `coming` | takes them over the connection, into slots |
 //! | `by_memory` | copies them out of the memory of a rank on this host |
 //! | `by_nixl` | has NIXL read them out of the other's memory |
+//! | `whole` | what is wanted of slices that come whole |
 
 mod by_memory;
 mod by_nixl;
 mod coming;
 mod holder;
+mod whole;
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -28,6 +31,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::future::join_all;
 use kvbm_settings::{PeerNixl, Settings};
 use kvbm_tiers::ranks::{PeerSeat, PullFrom, PullSlots, PullSource, PulledSlot, RankSlots};
 use kvbm_tiers::sealed::HostSeal;
@@ -42,7 +46,7 @@ use super::conversion::Conversion;
 use super::greeting::{Credentials, random};
 use super::link::{PeerFault, PeerLink};
 use super::neighbour::{self, Neighbours};
-use super::nixl::{NixlHolders, agent_name};
+use super::nixl::{NixlHolders, ReadInto, agent_name};
 use super::protocol::{BrokenLink, Member};
 use super::reader::{MAX_WAIT, MAX_WAITING};
 use super::sealed::SliceSeals;
@@ -223,6 +227,7 @@ struct SliceReader {
 }
 
 const OTHER_BLOCKS: &str = "another number of ranks or tokens than its leader says";
+const OTHER_SLICES: &str = "our leader names another number of slices for a block";
 const NO_SUCH_SHARES: &str = "shares of its heads cannot be made into ours";
 
 /// A rank that is read.
@@ -274,21 +279,25 @@ impl SliceReader {
         slots: &mut ComingSlots,
         until: Instant,
     ) -> Result<(), (PeerSeat, PeerFault)> {
-        let mut ranks = Vec::with_capacity(from.sources.len());
-        for source in &from.sources {
-            match self.meet(from, source, until).await {
-                Ok(rank) if slots.are_made_of(rank.sources()) => ranks.push(rank),
-                Ok(rank) => {
-                    let why = "our leader names another number of slices for a block";
-                    ranks.push(rank);
-                    self.keep_all(ranks);
-                    return Err((source.seat, PeerFault::Ranks(why.to_owned())));
-                }
-                Err(why) => {
-                    self.keep_all(ranks);
-                    return Err((source.seat, why));
-                }
-            }
+        // Together: a first contact by NIXL takes a while, and there is one time for all.
+        let meeting = from.sources.iter().map(|source| self.meet(from, source, until));
+        let (mut ranks, mut failed) = (Vec::with_capacity(from.sources.len()), None);
+        for (source, met) in from.sources.iter().zip(join_all(meeting).await) {
+            let met = met.map(|rank| {
+                let are_as_told = slots.are_made_of(rank.sources());
+                ranks.push(rank);
+                are_as_told
+            });
+            let why = match met {
+                Ok(true) => continue,
+                Ok(false) => PeerFault::Ranks(OTHER_SLICES.to_owned()),
+                Err(why) => why,
+            };
+            failed.get_or_insert((source.seat, why));
+        }
+        if let Some(failed) = failed {
+            self.keep_all(ranks);
+            return Err(failed);
         }
         let memories: Option<Vec<_>> = ranks.iter().map(|rank| rank.link.memory.clone()).collect();
         if let Some(memories) = memories.filter(|memories| !memories.is_empty()) {
@@ -331,8 +340,9 @@ impl SliceReader {
             return Err(PeerFault::Ranks(NO_SUCH_SHARES.to_owned()));
         }
         let mut rank = ReadRank { source, place, link, conversion };
-        if let Some(nixl) = self.nixl.as_ref().filter(|_| rank.is_plain()) {
-            nixl.equip(&mut rank.link).await?;
+        if let Some(nixl) = &self.nixl {
+            let into = if rank.is_plain() { ReadInto::Slots } else { ReadInto::Scratch };
+            nixl.equip(&mut rank.link, into).await?;
             if Instant::now() >= until {
                 // It took longer than there was: the next order need not meet this holder again.
                 self.keep(rank.place, rank.link);
@@ -356,15 +366,14 @@ impl SliceReader {
         until: Instant,
     ) -> Result<(), PeerFault> {
         if let Some(nixl) = &self.nixl {
-            if rank.is_plain() {
-                match by_nixl::take(&mut rank.link, slots, until).await {
-                    Err(PeerFault::Nixl(_)) if !nixl.is_required() => {}
-                    taken => return taken,
-                }
-            } else if nixl.is_required() {
-                let why = "shares of heads and converted blocks do not come by it, which peers.nixl \
-                           (DYN_KVBM_PEERS_NIXL) requires";
-                return Err(PeerFault::Nixl(why.to_owned()));
+            let taken = if rank.is_plain() {
+                by_nixl::take(&mut rank.link, slots, until).await
+            } else {
+                by_nixl::take_wanted(rank, &self.credentials.member, slots, until).await
+            };
+            match taken {
+                Err(PeerFault::Nixl(_)) if !nixl.is_required() => {}
+                taken => return taken,
             }
         }
         let ReadRank { source, link, conversion, .. } = rank;

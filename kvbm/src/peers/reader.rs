@@ -21,7 +21,7 @@ use super::discovery::PeerList;
 use super::greeting::Credentials;
 use super::link::{NamedBlocks, Patience, PeerFault, PeerLink, Wanted};
 use super::neighbour::Neighbours;
-use super::nixl::{NixlHolders, ReadByNixl};
+use super::nixl::{NixlHolders, ReadByNixl, ReadInto};
 use super::protocol::{BrokenLink, LeaseEnd, ReadEnd};
 use super::sealed::Intake;
 use super::slices::{self, HostBytes, WantedSlices};
@@ -349,7 +349,11 @@ impl Reader {
         wanted: &Wanted<'_>,
     ) -> Result<NamedBlocks, PeerFault> {
         if let Some(nixl) = &self.nixl {
-            nixl.equip(link).await?;
+            let into = match link.conversion {
+                Some(_) => ReadInto::Scratch,
+                None => ReadInto::Slots,
+            };
+            nixl.equip(link, into).await?;
         }
         // Its time counts from here: the first contact by NIXL takes a while.
         in_time(self.limit + wanted.wait.left, link.lease(wanted)).await

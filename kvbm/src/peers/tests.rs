@@ -31,12 +31,14 @@ use super::greeting::tests::member;
 use super::greeting::{Credentials, PeerProofs, PeerSecret};
 use super::holder::{Holder, LeasedBlocks};
 use super::link::PeerLink;
+use super::protocol::Member;
 use super::reader::{PeerLease, Reader};
 use super::slices::HostBytes;
 use crate::api::blocking::Blocks;
 use crate::api::manager::{Manager, Options};
 use crate::error::Error;
 use crate::names::epoch::NewEpoch;
+use crate::names::fingerprint::KvLayout;
 use crate::names::hash::BlockHash;
 use crate::sync::Mutex;
 use crate::table::RequestInfo;
@@ -55,7 +57,32 @@ pub(super) struct Worker {
     /// What its blocks come from now.
     weights: RefCell<String>,
     credentials: Arc<Credentials>,
+    /// Heads lie outside of tokens in its blocks, not inside.
+    has_heads_outside: bool,
     pub(super) nixl: Option<Arc<dyn OneSided>>,
+}
+
+fn credentials(member: Member) -> Arc<Credentials> {
+    let proofs = PeerProofs { secret: Some(PeerSecret::new("0123456789abcdef")), tls: None };
+    Arc::new(Credentials { member, proofs, converts_types: false })
+}
+
+const HEADS: usize = 2;
+const TOKENS: usize = 16;
+const ROW: usize = BLOCK / HEADS / TOKENS;
+
+/// A worker's whose blocks have an order of axes.
+fn ordered_member(name: &str, incarnation: u64, has_heads_outside: bool) -> Member {
+    let outer = if has_heads_outside { [HEADS, TOKENS] } else { [TOKENS, HEADS] };
+    let order = if has_heads_outside { "head,token,byte" } else { "token,head,byte" };
+    let shape = [outer[0], outer[1], ROW].map(|extent| extent as u64).to_vec();
+    let strides = [outer[1] * ROW, ROW, 1].map(|stride| stride as u64).to_vec();
+    let mut member = member(name, incarnation);
+    member.fingerprint.layouts =
+        vec![KvLayout { layers: 1, order: order.to_owned(), shape, strides }];
+    member.fingerprint.block_tokens = TOKENS as u64;
+    member.block_bytes = BLOCK as u64;
+    member
 }
 
 impl Worker {
@@ -74,18 +101,20 @@ impl Worker {
         let options = Options::default();
         let manager = Manager::assemble(settings, &options, "").await.unwrap();
         let blocks = Blocks::of(Arc::new(manager)).unwrap();
-        let proofs = PeerProofs { secret: Some(PeerSecret::new("0123456789abcdef")), tls: None };
         Self {
             blocks,
             registry: options.registry,
             weights: RefCell::new("those of the fingerprint".to_owned()),
-            credentials: Arc::new(Credentials {
-                member: member(name, incarnation),
-                proofs,
-                converts_types: false,
-            }),
+            credentials: credentials(member(name, incarnation)),
+            has_heads_outside: false,
             nixl: None,
         }
+    }
+
+    async fn ordered(name: &str, incarnation: u64, has_heads_outside: bool) -> Self {
+        let worker = Self::new(name, incarnation).await;
+        let member = ordered_member(name, incarnation, has_heads_outside);
+        Self { has_heads_outside, credentials: credentials(member), ..worker }
     }
 
     pub(super) fn manager(&self) -> &Manager {
@@ -113,7 +142,13 @@ impl Worker {
     /// The bytes of a block.
     fn content(&self, hash: BlockHash) -> Vec<u8> {
         let seed = format!("{hash:?} {}", self.weights.borrow());
-        seed.bytes().cycle().take(BLOCK).collect()
+        let block: Vec<_> = seed.bytes().cycle().take(BLOCK).collect();
+        if !self.has_heads_outside {
+            return block;
+        }
+        let rows: Vec<_> = block.chunks(ROW).collect();
+        let row = |at: usize| rows[at % TOKENS * HEADS + at / TOKENS];
+        (0..rows.len()).flat_map(row).copied().collect()
     }
 
     /// Begins epoch `number` with other weights, which others have as well if they have a name.
@@ -353,7 +388,16 @@ pub(super) struct Pair {
 
 impl Pair {
     pub(super) async fn new() -> Self {
-        let (there, here) = (Worker::new("there", 1).await, Worker::new("here", 2).await);
+        Self::of(Worker::new("there", 1).await, Worker::new("here", 2).await)
+    }
+
+    /// Blocks lie there in another order than here.
+    pub(super) async fn of_other_order() -> Self {
+        let there = Worker::ordered("there", 1, true).await;
+        Self::of(there, Worker::ordered("here", 2, false).await)
+    }
+
+    fn of(there: Worker, here: Worker) -> Self {
         let (reader, leased) = (here.reader(), Arc::new(LeasedBlocks::new(SLOTS as usize / 2)));
         Self {
             there,

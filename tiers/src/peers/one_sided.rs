@@ -3,10 +3,13 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::copy::{CopyError, SlotId};
+use crate::dram::{DramOptions, DramRegion};
 use crate::error::SetupError;
 use crate::frame::Frame;
+use crate::geometry::Geometry;
 use crate::memory::Memory;
 
 /// Where a holder's host tier lies, for readers that know the metadata of its library.
@@ -25,6 +28,22 @@ impl TierPlace {
     pub fn of(memory: &dyn Memory) -> Self {
         let base = memory.base().addr().get() as u64;
         Self { base, stride: memory.stride() as u64, slots: memory.slots() }
+    }
+
+    /// Memory of this process with `slots` slots as far apart as those there, for blocks of
+    /// `block_bytes`: what lies in slots there can be read into these, whatever a block is here.
+    ///
+    /// # Errors
+    /// `Invalid`: there can be no such slots. `NoSpace`: the system has not that much memory.
+    pub fn scratch(&self, slots: u32, block_bytes: usize) -> Result<DramRegion, SetupError> {
+        let stride = usize::try_from(self.stride).unwrap_or(usize::MAX);
+        let room = stride.saturating_sub(block_bytes);
+        let geometry = Geometry::new(slots, block_bytes)?.with_room(room)?;
+        if geometry.stride() != stride {
+            let message = format!("blocks of {block_bytes} bytes in slots {stride} bytes apart");
+            return Err(SetupError::invalid(message));
+        }
+        DramRegion::host(DramOptions { geometry, huge_pages: false, fault_threads: 1 })
     }
 }
 
@@ -60,8 +79,9 @@ pub trait UnmetReader: Send {
     /// access to no memory.
     fn metadata(&self) -> &[u8];
 
-    /// Gets to know the holder of this name, by what its [`place`](OneSided::place) says. Takes a
-    /// while.
+    /// Gets to know the holder of this name, by what its [`place`](OneSided::place) says. Its slots
+    /// will be read into those of `into`; `None`: of the host tier here. The reads keep that memory
+    /// as long as they may write it, for ever if need be. Takes a while.
     ///
     /// # Errors
     /// `Invalid`: these bytes describe another holder, or no such memory of it, or its slots are of
@@ -71,10 +91,11 @@ pub trait UnmetReader: Send {
         name: &str,
         metadata: &[u8],
         place: TierPlace,
+        into: Option<Arc<DramRegion>>,
     ) -> Result<Box<dyn SlotReads>, SetupError>;
 }
 
-/// Slots of a holder to read, and slots of the host tier here to read them into, one to one.
+/// Slots of a holder to read, and slots of the memory here to read them into, one to one.
 #[derive(Debug)]
 pub struct SlotRead {
     /// The holder's.
@@ -89,7 +110,7 @@ pub struct SlotRead {
 /// written.
 pub type ReadDone = Box<dyn FnOnce(Vec<Frame>, Result<(), CopyError>) + Send>;
 
-/// Reads slots of one holder into slots of the host tier here. Dropping it [ends](Self::end) it.
+/// Reads slots of one holder into slots of memory here. Dropping it [ends](Self::end) it.
 ///
 /// The frames of a read come back exactly once: when all bytes are there, when the read never
 /// began, or when nothing of it can move any more. If the library cannot say so, they never come

@@ -5,16 +5,16 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvbm_tiers::PeerMemory;
 use kvbm_tiers::checksum::RunningChecksum;
 use kvbm_tiers::layers::bytes_of_layer;
 use kvbm_tiers::sealed::HostSeal;
-use kvbm_tiers::{PeerMemory, SlotReads};
 use tokio::io::AsyncReadExt;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::{NamedBlocks, Patience, PeerFault, PeerLink, READ_BYTES, Wanted};
 use crate::api::filling::FillingSlots;
-use crate::peers::nixl::{self, LayerBytes, ReadByNixl};
+use crate::peers::nixl::{self, HolderReads, LayerBytes, ReadByNixl};
 use crate::peers::parts;
 use crate::peers::protocol::{
     BrokenLink, LayersAnswer, LayersRequest, MAX_WAIT_MS, ToHolder, ToReader,
@@ -40,7 +40,7 @@ struct ArrivingLayers<'a, 'f> {
     /// By wanted block, the checksum of what has come of it.
     sums: Vec<u32>,
     /// They come by NIXL, unless that has failed.
-    reads: Option<Arc<dyn SlotReads>>,
+    reads: Option<Arc<HolderReads>>,
 }
 
 impl ArrivingLayers<'_, '_> {
@@ -226,7 +226,7 @@ impl PeerLink {
             }
             (None, Some(reads)) => {
                 let into = (&mut *arriving.filling, &mut arriving.sums);
-                nixl::read_layers(&*reads, layers, until, into, by_nixl).await
+                nixl::read_layers(&reads, layers, until, into, by_nixl).await
             }
             (None, None) => Ok(()),
         }

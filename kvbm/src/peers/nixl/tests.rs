@@ -4,8 +4,10 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Duration;
 
+use futures::future::join_all;
 use kvbm_tiers::checksum::RunningChecksum;
 use kvbm_tiers::{CopyError, DramRegion, PeerMemory, ReadDone, SlotRead, Tier, UnmetReader};
+use tokio_util::sync::CancellationToken;
 
 use super::super::holder::LeasedBlocks;
 use super::super::reader::{MAX_WAIT, PeerLease};
@@ -26,12 +28,15 @@ pub(in crate::peers) enum Reads {
     Forget,
 }
 
-/// Stands for the library of both workers.
+/// Stands for the library of all workers.
 pub(in crate::peers) struct NixlDouble {
-    there: Arc<DramRegion>,
+    /// Those of holders, by the addresses of their first slots.
+    there: Mutex<HashMap<u64, Arc<DramRegion>>>,
     here: Arc<DramRegion>,
     reads: Mutex<Reads>,
     agents: std::sync::atomic::AtomicU32,
+    /// What the last agent reads into.
+    into: Mutex<std::sync::Weak<DramRegion>>,
     kept: Mutex<Vec<(Vec<Frame>, ReadDone)>>,
     /// Called when an agent is dropped.
     on_end: Mutex<Option<Box<dyn FnOnce() + Send>>>,
@@ -43,12 +48,14 @@ impl std::fmt::Debug for NixlDouble {
     }
 }
 
+/// Of a holder of some memory, or of the reader.
 #[derive(Debug)]
-pub(in crate::peers) struct Shared(pub(in crate::peers) Arc<NixlDouble>);
+pub(in crate::peers) struct Shared(Arc<NixlDouble>, Option<Arc<DramRegion>>);
 
 impl OneSided for Shared {
     fn place(&self) -> Result<(Vec<u8>, TierPlace), SetupError> {
-        Ok((b"there".to_vec(), TierPlace::of(&*self.0.there)))
+        let place = TierPlace::of(&**self.1.as_ref().unwrap());
+        Ok((b"there".to_vec(), place))
     }
 
     fn admit(&self, metadata: &[u8]) -> Result<(), SetupError> {
@@ -76,15 +83,22 @@ impl UnmetReader for Unmet {
         name: &str,
         metadata: &[u8],
         place: TierPlace,
+        into: Option<Arc<DramRegion>>,
     ) -> Result<Box<dyn SlotReads>, SetupError> {
-        assert_eq!((name, metadata), (&*agent_name(1, 0), &b"there"[..]));
-        assert_eq!(place, TierPlace::of(&*self.0.there));
-        Ok(Box::new(DoubleReads { double: self.0, is_over: Mutex::new(false) }))
+        assert!(name.starts_with("kvbm-") && metadata == b"there", "{name}");
+        let there = Arc::clone(&self.0.there.lock()[&place.base]);
+        assert_eq!(place, TierPlace::of(&*there));
+        let into = into.unwrap_or_else(|| Arc::clone(&self.0.here));
+        *self.0.into.lock() = Arc::downgrade(&into);
+        let is_over = Mutex::new(false);
+        Ok(Box::new(DoubleReads { double: self.0, there, into, is_over }))
     }
 }
 
 struct DoubleReads {
     double: Arc<NixlDouble>,
+    there: Arc<DramRegion>,
+    into: Arc<DramRegion>,
     is_over: Mutex<bool>,
 }
 
@@ -99,8 +113,8 @@ impl SlotReads for DoubleReads {
         let reads = *self.double.reads.lock();
         match reads {
             Reads::Whole => {
-                let there = PeerMemory::map(self.double.there.shareable().unwrap()).unwrap();
-                let here = &self.double.here;
+                let there = PeerMemory::map(self.there.shareable().unwrap()).unwrap();
+                let here = &self.into;
                 for (from, to) in from.into_iter().zip(&mut to) {
                     let Some(bytes) = bytes.clone() else {
                         there.copy_into(from, here, to).unwrap();
@@ -145,21 +159,35 @@ impl Drop for DoubleReads {
 
 impl NixlDouble {
     fn between(pair: &Pair) -> Arc<Self> {
-        let memory = |worker: &super::super::tests::Worker| {
-            Arc::clone(worker.manager().host_tier().unwrap().1)
-        };
-        Self::of(memory(&pair.there), memory(&pair.here))
+        Self::of(Arc::clone(pair.here.manager().host_tier().unwrap().1))
     }
 
-    pub(in crate::peers) fn of(there: Arc<DramRegion>, here: Arc<DramRegion>) -> Arc<Self> {
+    /// For a reader with this memory.
+    pub(in crate::peers) fn of(here: Arc<DramRegion>) -> Arc<Self> {
         Arc::new(Self {
-            there,
+            there: Mutex::default(),
             here,
             reads: Mutex::new(Reads::Whole),
             agents: 0.into(),
+            into: Mutex::default(),
             kept: Mutex::default(),
             on_end: Mutex::default(),
         })
+    }
+
+    pub(in crate::peers) fn reader(self: &Arc<Self>) -> Arc<dyn OneSided> {
+        Arc::new(Shared(Arc::clone(self), None))
+    }
+
+    /// What a holder with this memory has.
+    pub(in crate::peers) fn holder(self: &Arc<Self>, there: &Arc<DramRegion>) -> Arc<dyn OneSided> {
+        self.there.lock().insert(TierPlace::of(&**there).base, Arc::clone(there));
+        Arc::new(Shared(Arc::clone(self), Some(Arc::clone(there))))
+    }
+
+    /// What the last agent reads into, while it is there.
+    pub(in crate::peers) fn last_into(&self) -> Option<Arc<DramRegion>> {
+        self.into.lock().upgrade()
     }
 
     pub(in crate::peers) fn set(&self, reads: Reads) {
@@ -178,10 +206,18 @@ impl NixlDouble {
 }
 
 pub(in crate::peers) async fn pair() -> (Pair, Arc<NixlDouble>) {
-    let mut pair = Pair::new().await;
+    with_nixl(Pair::new().await)
+}
+
+/// Of blocks that are alike, and of others, which come into scratch.
+async fn pairs() -> [(Pair, Arc<NixlDouble>); 2] {
+    [pair().await, with_nixl(Pair::of_other_order().await)]
+}
+
+fn with_nixl(mut pair: Pair) -> (Pair, Arc<NixlDouble>) {
     let double = NixlDouble::between(&pair);
-    pair.there.nixl = Some(Arc::new(Shared(Arc::clone(&double))));
-    pair.reader.nixl = Some(NixlHolders::new(Arc::new(Shared(Arc::clone(&double))), false, 0));
+    pair.there.nixl = Some(double.holder(pair.there.manager().host_tier().unwrap().1));
+    pair.reader.nixl = Some(NixlHolders::new(double.reader(), false, 0));
     (pair, double)
 }
 
@@ -197,49 +233,49 @@ pub(in crate::peers) fn came_by(pair: &Pair, way: &str) -> u64 {
 #[test]
 fn blocks_come_by_nixl_with_one_agent_for_all_links() {
     simulated(async {
-        let (mut pair, double) = pair().await;
-        for n in 0..3 {
-            let wanted = chain(n, 10);
-            pair.there.compute(&wanted);
-            // Another link each time.
-            pair.reader.waiting.lock().clear();
-            let before = came_by(&pair, "nixl");
-            pair.lease(&wanted, Fault::None).await;
-            let only_there = pair.lease.as_ref().map_or(0, PeerLease::only_there);
-            let came = pair.pull().await;
-            assert_eq!((came, pair.here.check(&wanted)), (only_there, 10));
-            assert_eq!(came_by(&pair, "nixl") - before, came as u64);
+        for (mut pair, double) in pairs().await {
+            for n in 0..3 {
+                let wanted = chain(n, 10);
+                pair.there.compute(&wanted);
+                // Another link each time.
+                pair.reader.waiting.lock().clear();
+                let before = came_by(&pair, "nixl");
+                pair.lease(&wanted, Fault::None).await;
+                let only_there = pair.lease.as_ref().map_or(0, PeerLease::only_there);
+                let came = pair.pull().await;
+                assert_eq!((came, pair.here.check(&wanted)), (only_there, 10));
+                assert_eq!(came_by(&pair, "nixl") - before, came as u64);
+            }
+            let agents = (double.agents(), came_by(&pair, "tcp"));
+            assert_eq!(agents, (3, 0), "it goes with its last link");
+            pair.heals().await;
         }
-        assert_eq!((double.agents(), came_by(&pair, "tcp")), (3, 0), "it goes with its last link");
-        pair.heals().await;
     });
 }
 
 #[test]
 fn a_hanging_read_is_ended_and_its_slots_come_back() {
     simulated(async {
-        let (mut pair, double) = pair().await;
-        let wanted = chain(0, 10);
-        pair.there.compute(&wanted);
-        double.set(Reads::Hang);
-        pair.lease(&wanted, Fault::None).await;
-        let before = Instant::now();
-        assert_eq!((pair.pull().await, lost(&pair)), (0, (0, 0)));
-        assert!(
-            before.elapsed() <= TTL + GRACE + Duration::from_millis(1),
-            "{:?}",
-            before.elapsed()
-        );
-        // For a while blocks come over the connection, and then by NIXL again.
-        double.set(Reads::Whole);
-        pair.lease(&wanted, Fault::None).await;
-        assert_eq!((pair.pull().await, came_by(&pair, "tcp")), (10, 10));
-        pair.here.manager().admin().evict(Tier::Host, 10);
-        tokio::time::sleep(PAUSE).await;
-        pair.reader.tidy();
-        pair.lease(&wanted, Fault::None).await;
-        assert_eq!((pair.pull().await, came_by(&pair, "nixl")), (10, 10));
-        pair.heals().await;
+        for (mut pair, double) in pairs().await {
+            let wanted = chain(0, 10);
+            pair.there.compute(&wanted);
+            double.set(Reads::Hang);
+            pair.lease(&wanted, Fault::None).await;
+            let before = Instant::now();
+            assert_eq!((pair.pull().await, lost(&pair)), (0, (0, 0)));
+            let took = before.elapsed();
+            assert!(took <= TTL + GRACE + Duration::from_millis(2), "{took:?}");
+            // For a while blocks come over the connection, and then by NIXL again.
+            double.set(Reads::Whole);
+            pair.lease(&wanted, Fault::None).await;
+            assert_eq!((pair.pull().await, came_by(&pair, "tcp")), (10, 10));
+            pair.here.manager().admin().evict(Tier::Host, 10);
+            tokio::time::sleep(PAUSE).await;
+            pair.reader.tidy();
+            pair.lease(&wanted, Fault::None).await;
+            assert_eq!((pair.pull().await, came_by(&pair, "nixl")), (10, 10));
+            pair.heals().await;
+        }
     });
 }
 
@@ -286,29 +322,37 @@ fn slots_that_never_come_back_cost_no_more_than_themselves() {
 #[test]
 fn where_nixl_fails_blocks_come_over_the_connection() {
     simulated(async {
-        let (mut pair, double) = pair().await;
-        let wanted = chain(0, 10);
-        pair.there.compute(&wanted);
-        double.set(Reads::Fail);
-        pair.lease(&wanted, Fault::None).await;
-        assert_eq!((pair.pull().await, pair.here.check(&wanted)), (10, 10));
-        assert_eq!((came_by(&pair, "nixl"), came_by(&pair, "tcp")), (0, 10));
-        pair.heals().await;
+        for (mut pair, double) in pairs().await {
+            let wanted = chain(0, 10);
+            pair.there.compute(&wanted);
+            double.set(Reads::Fail);
+            pair.lease(&wanted, Fault::None).await;
+            assert_eq!((pair.pull().await, pair.here.check(&wanted)), (10, 10));
+            assert_eq!((came_by(&pair, "nixl"), came_by(&pair, "tcp")), (0, 10));
+            pair.heals().await;
+        }
     });
 }
 
 #[test]
 fn what_is_required_is_not_replaced_by_tcp() {
     simulated(async {
-        let (mut pair, double) = pair().await;
-        pair.reader.nixl = Some(NixlHolders::new(Arc::new(Shared(Arc::clone(&double))), true, 0));
-        let wanted = chain(0, 10);
-        pair.there.compute(&wanted);
-        double.set(Reads::Fail);
-        pair.lease(&wanted, Fault::None).await;
-        assert_eq!(pair.pull().await, 0);
-        pair.lease(&wanted, Fault::None).await;
-        assert!(pair.lease.is_none() && pair.said.unwrap().contains("DYN_KVBM_PEERS_NIXL"));
+        for (mut pair, double) in pairs().await {
+            pair.reader.nixl = Some(NixlHolders::new(double.reader(), true, 0));
+            let wanted = chain(0, 10);
+            pair.there.compute(&wanted);
+            double.set(Reads::Fail);
+            pair.lease(&wanted, Fault::None).await;
+            assert_eq!(pair.pull().await, 0);
+            pair.lease(&wanted, Fault::None).await;
+            let said = pair.said.as_deref().unwrap_or_default();
+            assert!(pair.lease.is_none() && said.contains("DYN_KVBM_PEERS_NIXL"), "{said}");
+            double.set(Reads::Whole);
+            tokio::time::sleep(PAUSE).await;
+            pair.lease(&wanted, Fault::None).await;
+            assert_eq!((pair.pull().await, came_by(&pair, "nixl")), (10, 10));
+            pair.heals().await;
+        }
     });
 }
 
@@ -316,23 +360,83 @@ fn what_is_required_is_not_replaced_by_tcp() {
 #[test]
 fn slots_reused_after_a_lease_are_not_taken_for_its() {
     simulated(async {
-        let (mut pair, _) = pair().await;
-        pair.leased = Arc::new(LeasedBlocks::new(SLOTS as usize));
-        for n in 0..1_000 {
-            let wanted = [BlockHash::from_u128(1 << 80 | n)];
-            pair.there.compute(&wanted);
-            pair.lease(&wanted, Fault::None).await;
-            let lease = pair.lease.as_mut().unwrap();
-            // Its own clock fails: it takes the lease for one that goes on.
-            lease.named.ttl = Duration::from_hours(1);
-            tokio::time::sleep(TTL + Duration::from_secs(1)).await;
-            assert_eq!(pair.there.manager().admin().evict(Tier::Host, 1), 1);
-            let other = |at| BlockHash::from_u128(1 << 90 | n << 8 | u128::from(at));
-            pair.there.compute(&(0..SLOTS).map(other).collect::<Vec<_>>());
-            assert_eq!((pair.pull().await, pair.here.check(&wanted)), (0, 0));
-            pair.there.manager().admin().evict(Tier::Host, SLOTS as usize);
+        for (mut pair, _) in pairs().await {
+            pair.leased = Arc::new(LeasedBlocks::new(SLOTS as usize));
+            for n in 0..1_000 {
+                let wanted = [BlockHash::from_u128(1 << 80 | n)];
+                pair.there.compute(&wanted);
+                pair.lease(&wanted, Fault::None).await;
+                let lease = pair.lease.as_mut().unwrap();
+                // Its own clock fails: it takes the lease for one that goes on.
+                lease.named.ttl = Duration::from_hours(1);
+                tokio::time::sleep(TTL + Duration::from_secs(1)).await;
+                assert_eq!(pair.there.manager().admin().evict(Tier::Host, 1), 1);
+                let other = |at| BlockHash::from_u128(1 << 90 | n << 8 | u128::from(at));
+                pair.there.compute(&(0..SLOTS).map(other).collect::<Vec<_>>());
+                assert_eq!((pair.pull().await, pair.here.check(&wanted)), (0, 0));
+                pair.there.manager().admin().evict(Tier::Host, SLOTS as usize);
+            }
+            assert_eq!(lost(&pair), (0, 0));
+            pair.heals().await;
         }
-        assert_eq!(lost(&pair), (0, 0));
+    });
+}
+
+/// Scratch is what all pulls at a holder have: they take turns, and no one waits for ever.
+#[test]
+fn pulls_that_share_scratch_all_come_or_end() {
+    simulated(async {
+        let (mut pair, double) = with_nixl(Pair::of_other_order().await);
+        pair.leased = Arc::new(LeasedBlocks::new(2 * SLOTS as usize));
+        let chains = [1, 2].map(|n| chain(n, 10));
+        for (reads, expected) in [(Reads::Whole, 10), (Reads::Hang, 0)] {
+            let mut leases = Vec::new();
+            for chain in &chains {
+                pair.there.compute(chain);
+                pair.lease(chain, Fault::None).await;
+                leases.push(pair.lease.take().unwrap());
+            }
+            double.set(reads);
+            let (never, began) = (CancellationToken::new(), Instant::now());
+            let pulls = leases.into_iter().map(|lease| pair.reader.pull(lease, None, &never));
+            join_all(pulls).await.into_iter().for_each(|pulled| drop(pulled.unwrap()));
+            let took = began.elapsed();
+            assert!(took <= TTL + 2 * GRACE, "{took:?}");
+            assert_eq!(chains.each_ref().map(|chain| pair.here.check(chain)), [expected; 2]);
+            assert_eq!((double.agents(), lost(&pair)), (1, (0, 0)));
+            pair.here.manager().admin().evict(Tier::Host, SLOTS as usize);
+        }
+        double.set(Reads::Whole);
+        pair.heals().await;
+    });
+}
+
+/// NIXL cancels nothing.
+#[test]
+fn scratch_stays_while_reads_of_a_cancelled_pull_go_on() {
+    simulated(async {
+        let (mut pair, double) = with_nixl(Pair::of_other_order().await);
+        let wanted = chain(0, 10);
+        pair.there.compute(&wanted);
+        pair.lease(&wanted, Fault::None).await;
+        double.set(Reads::NeverEnd);
+        let cancelled = CancellationToken::new();
+        let pull = pair.reader.pull(pair.lease.take().unwrap(), None, &cancelled);
+        let cancelling = async {
+            while double.kept.lock().is_empty() {
+                tokio::task::yield_now().await;
+            }
+            cancelled.cancel();
+        };
+        let (pulled, ()) = tokio::join!(pull, cancelling);
+        assert_eq!((pulled.unwrap().copied, lost(&pair)), (0, (0, 0)));
+        let scratch = Arc::downgrade(&double.last_into().expect("it may be written"));
+        double.set(Reads::Whole);
+        pair.heals().await;
+        assert!(scratch.strong_count() > 0, "its agent is gone, but not what that reads");
+        double.end_kept();
+        assert_eq!(scratch.strong_count(), 0);
+        pair.heals().await;
     });
 }
 

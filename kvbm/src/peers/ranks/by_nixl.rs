@@ -1,5 +1,6 @@
 //! Slices that a rank reads by NIXL out of another's memory, which says their checksums and takes no
-//! further part.
+//! further part. Those that are as they are here come straight into slots; of all others what is
+//! wanted is taken out of scratch.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,13 +9,16 @@ use futures::future::join_all;
 use kvbm_tiers::ranks::PulledSlot;
 use kvbm_tiers::{CopyError, SlotRead, SlotReads};
 use tokio::sync::oneshot;
+use tokio::task::yield_now;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::coming::{ComingSlots, another_life, compare, sums_of};
-use super::in_time;
+use super::coming::{ComingSlots, SliceGoal, another_life, compare, goals_of, sums_of};
+use super::whole::{WholeSlices, sums_of_all};
+use super::{ReadRank, in_time};
 use crate::peers::link::{PeerFault, PeerLink};
+use crate::peers::nixl::scratch::ScratchReads;
 use crate::peers::nixl::{GRACE, READ_BYTES, READS};
-use crate::peers::protocol::{BrokenLink, MAX_SLICES, SlotLife};
+use crate::peers::protocol::{BrokenLink, MAX_SLICES, Member, SlotLife};
 
 /// A slot, the checksum of what is to come, and of what came.
 struct SummedSlot {
@@ -34,7 +38,7 @@ pub(super) async fn take(
 ) -> Result<(), PeerFault> {
     let reads = Arc::clone(link.reads().ok_or_else(PeerFault::nixl_is_gone)?);
     let mut posts = VecDeque::new();
-    let taken = take_parts(link, &*reads, slots, until, &mut posts).await;
+    let taken = take_parts(link, &**reads, slots, until, &mut posts).await;
     // Those that come back now have not come. They have some more time, since the end of the agent
     // ends others' reads too.
     if !posts.is_empty() && timeout(GRACE, join_all(posts)).await.is_err() {
@@ -42,6 +46,66 @@ pub(super) async fn take(
         reads.end("it did not answer in time");
     }
     taken
+}
+
+/// Reads whole slices, and puts what is wanted of them into slots. If it does not come to its end all
+/// slots are left: all that they got of this rank comes again.
+pub(super) async fn take_wanted(
+    rank: &mut ReadRank<'_>,
+    ours: &Member,
+    slots: &mut ComingSlots,
+    until: Instant,
+) -> Result<(), PeerFault> {
+    let mut whole = WholeSlices::of(rank, ours)?;
+    let reads = Arc::clone(rank.link.reads().ok_or_else(PeerFault::nixl_is_gone)?);
+    let (lives, goals) = goals_of(&slots.left);
+    let mut made = vec![Ok(()); slots.left.len()];
+    let (mut from, mut expected) = (Vec::new(), VecDeque::new());
+    let sums = sums_of_all(&mut rank.link, &lives, until).await?;
+    for ((life, goal), sum) in lives.iter().zip(&goals).zip(sums) {
+        match sum {
+            Some(sum) => {
+                from.push(life.get().0);
+                expected.push_back(ExpectedSlice { goal, sum });
+            }
+            None => goal.fail(&mut made, &another_life()),
+        }
+    }
+    let mut reading = ScratchReads::new(&reads, &from)?;
+    let into = (&mut *slots, &mut *made);
+    let taken = place_slices(&mut reading, &mut whole, expected, into, until).await;
+    match &taken {
+        Ok(()) => slots.next_all(made),
+        Err(_) => reading.end().await,
+    }
+    taken
+}
+
+/// A slice that is to come.
+struct ExpectedSlice<'a> {
+    goal: &'a SliceGoal,
+    sum: [u8; 4],
+}
+
+async fn place_slices(
+    reading: &mut ScratchReads<'_>,
+    whole: &mut WholeSlices,
+    mut expected: VecDeque<ExpectedSlice<'_>>,
+    (slots, made): (&mut ComingSlots, &mut [Result<(), CopyError>]),
+    until: Instant,
+) -> Result<(), PeerFault> {
+    while let Some(mut part) = reading.next(until).await? {
+        for (slice, came) in part.blocks() {
+            let Some(ExpectedSlice { goal, sum }) = expected.pop_front() else { break };
+            match compare(came, sum) {
+                Ok(()) => whole.place(goal, slice, slots, made),
+                Err(why) => goal.fail(made, &why),
+            }
+        }
+        // Others have this thread too.
+        yield_now().await;
+    }
+    Ok(())
 }
 
 /// Reads under way, in the order in which they began.

@@ -35,6 +35,7 @@ pub(super) struct UnmetAgent {
     /// `None` once it has met the holder.
     pub(super) backend: Option<Arc<BackendHandle>>,
     pub(super) metadata: Vec<u8>,
+    /// The host tier.
     pub(super) memory: Arc<DramRegion>,
     pub(super) posts: Sender<Post>,
     pub(super) ends: Arc<AgentEnds>,
@@ -50,9 +51,11 @@ impl UnmetReader for UnmetAgent {
         name: &str,
         metadata: &[u8],
         place: TierPlace,
+        into: Option<Arc<DramRegion>>,
     ) -> Result<Box<dyn SlotReads>, SetupError> {
         let posts = self.posts.clone();
-        Ok(Box::new(AgentReads { shared: self.met(name, metadata, place)?, posts }))
+        let into = into.unwrap_or_else(|| Arc::clone(&self.memory));
+        Ok(Box::new(AgentReads { shared: self.met(name, metadata, place, into)?, posts }))
     }
 }
 
@@ -62,8 +65,9 @@ impl UnmetAgent {
         name: &str,
         metadata: &[u8],
         place: TierPlace,
+        memory: Arc<DramRegion>,
     ) -> Result<Arc<SharedReader>, SetupError> {
-        let own = TierPlace::of(&*self.memory);
+        let own = TierPlace::of(&*memory);
         check_place(place, own)?;
         let backend = self.backend.take();
         let backend = backend.ok_or_else(|| SetupError::invalid("it has met a holder"))?;
@@ -73,7 +77,7 @@ impl UnmetAgent {
             return Err(SetupError::invalid(message));
         }
         holder.connect()?;
-        let registration = Registration::memory(&backend, &(Arc::clone(&self.memory) as _))?;
+        let registration = Registration::memory(&backend, &(Arc::clone(&memory) as _))?;
         let near = SegmentList::near(&registration, ranges(own))?;
         let far = SegmentList::of_peer(&holder, ranges(place))?;
         let agent = backend.agent().watch();
@@ -82,7 +86,7 @@ impl UnmetAgent {
         let shared = Arc::new(SharedReader {
             live: Mutex::new(Some(live)),
             is_over: AtomicBool::new(false),
-            memory: Arc::clone(&self.memory),
+            memory,
             ends: Arc::clone(&self.ends),
         });
         shared.ends.readers.lock().push(Arc::downgrade(&shared));
@@ -285,7 +289,7 @@ impl SharedReader {
 
     fn destroy(&self, why: &CopyError) {
         let live = self.live.lock().take();
-        live.into_iter().for_each(|live| live.destroy(why));
+        live.into_iter().for_each(|live| live.destroy(why, &self.memory));
     }
 }
 
@@ -373,14 +377,15 @@ impl LiveReader {
     }
 
     /// Ends everything, whatever is under way.
-    fn destroy(self, why: &CopyError) {
+    fn destroy(self, why: &CopyError, memory: &Arc<DramRegion>) {
         let Self { mut flights, near, far, parts, agent } = self;
         // In the library's order: requests, lists, registrations, agent.
         let requests = flights.iter_mut().filter_map(|flight| flight.request.take());
         requests.for_each(NixlRequest::release_unended);
         drop((near, far, parts));
         if !agent.is_gone() {
-            // Its frames go nowhere.
+            // Its frames go nowhere, and their memory stays even if it was there for this agent alone.
+            std::mem::forget(Arc::clone(memory));
             return tracing::error!("a NIXL agent is still in use: its slots stay as they are");
         }
         let arriving = flights.iter_mut().filter_map(|flight| flight.arriving.take());

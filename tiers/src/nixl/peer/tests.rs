@@ -16,8 +16,10 @@ use rustix::time::{ClockId, clock_gettime};
 use super::NixlPeers;
 use super::reader::ReadOrder;
 use crate::copy::{CopyError, CopyErrorKind, SlotId};
-use crate::dram::DramRegion;
+use crate::dram::{DramOptions, DramRegion};
+use crate::error::SetupErrorKind;
 use crate::frame::{Frame, FramePool};
+use crate::geometry::{ALIGNMENT, Geometry};
 use crate::nixl::agent::Agent;
 use crate::nixl::tests::library;
 use crate::peers::{OneSided, SlotRead, SlotReads, TierPlace, UnmetReader};
@@ -68,7 +70,7 @@ impl Here {
 
     /// A reader that has met a holder of this name.
     fn meet(&self, name: &str, metadata: &[u8], place: TierPlace) -> Box<dyn SlotReads> {
-        self.peers.reader().unwrap().meet(name, metadata, place).unwrap()
+        self.peers.reader().unwrap().meet(name, metadata, place, None).unwrap()
     }
 }
 
@@ -107,7 +109,7 @@ fn every_byte_comes(ucx: &str) {
     let (metadata, place) = holder.place().unwrap();
     let unmet = here.peers.reader().unwrap();
     holder.admit(unmet.metadata()).unwrap();
-    let reads = unmet.meet(&holder.name, &metadata, place).unwrap();
+    let reads = unmet.meet(&holder.name, &metadata, place, None).unwrap();
     // Neighbours and others.
     let from: Vec<u32> = (0..20).chain([40, 30, 31]).collect();
     let frames = here.frames(from.len());
@@ -187,6 +189,60 @@ fn parts_of_blocks_come_over_tcp() {
     parts_of_blocks_come(TCP);
 }
 
+/// Whatever a block is here: of the holder's the reads need to know no more.
+fn other_slots_come_into_scratch(ucx: &str) {
+    if library().is_none() {
+        return;
+    }
+    // Not whole pages, and with room behind each.
+    let bytes = BLOCK / 2 + 77;
+    let geometry = Geometry::new(SLOTS, bytes).unwrap().with_room(3 * ALIGNMENT).unwrap();
+    let options = DramOptions { geometry, huge_pages: false, fault_threads: 1 };
+    let (there, mut here) = (Arc::new(DramRegion::host(options).unwrap()), Here::new(ucx));
+    let _theirs = filled(&there, 0);
+    let holder = peers(&there, ucx);
+    let (metadata, place) = holder.place().unwrap();
+    for stride in [place.stride / 2, place.stride + 1, u64::MAX] {
+        let scratch = TierPlace { stride, ..place }.scratch(4, bytes);
+        assert_eq!(scratch.unwrap_err().kind(), SetupErrorKind::Invalid, "{stride}");
+    }
+    let scratch = Arc::new(place.scratch(4, bytes).unwrap());
+    let mut frames: Vec<_> = crate::testing::frames(&scratch);
+    let unmet = here.peers.reader().unwrap();
+    let reads = unmet.meet(&holder.name, &metadata, place, Some(Arc::clone(&scratch))).unwrap();
+    for from in [vec![9, 3, 4, 60], vec![0, 1, 2, 3], vec![63, 62, 61, 60]] {
+        let result;
+        (frames, result) = read(&*reads, from.clone(), frames).recv_timeout(LIMIT).unwrap();
+        result.unwrap();
+        assert!(all_arrived(&scratch, &frames, &from));
+    }
+    // The host tier is no part of it.
+    let (own, result) = read(&*reads, vec![0], here.frames(1)).recv_timeout(LIMIT).unwrap();
+    assert_eq!((own.len(), result.unwrap_err().kind()), (1, CopyErrorKind::Refused));
+    // The memory stays as long as the reads.
+    let memory = Arc::downgrade(&scratch);
+    drop((scratch, frames));
+    assert!(memory.upgrade().is_some() && !reads.is_over());
+    drop(reads);
+    here.peers.close();
+    let deadline = Instant::now() + LIMIT;
+    // A thread that looks for ends may have just looked.
+    while memory.strong_count() > 0 {
+        assert!(Instant::now() < deadline, "it is still there");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn other_slots_come_into_scratch_by_shared_memory() {
+    other_slots_come_into_scratch(ANY);
+}
+
+#[test]
+fn other_slots_come_into_scratch_over_tcp() {
+    other_slots_come_into_scratch(TCP);
+}
+
 #[test]
 fn a_dropped_reader_destroys_its_agent() {
     let Some(library) = library() else { return };
@@ -220,7 +276,7 @@ fn another_agent_or_other_slots_are_refused() {
         (&holder.name, &metadata[..], TierPlace { slots: SLOTS + 1, ..place }),
         (&holder.name, &metadata[..], TierPlace { base: u64::MAX - 4096, ..place }),
     ] {
-        let met = here.peers.reader().unwrap().meet(name, metadata, place);
+        let met = here.peers.reader().unwrap().meet(name, metadata, place, None);
         met.map(drop).unwrap_err();
     }
     holder.admit(b"nonsense").unwrap_err();
@@ -412,7 +468,7 @@ fn what_a_post_costs() {
     let (metadata, place) = holder.place().unwrap();
     let agent = reader.agent().unwrap();
     holder.admit(agent.metadata()).unwrap();
-    let agent = agent.met(&holder.name, &metadata, place).unwrap();
+    let agent = agent.met(&holder.name, &metadata, place, Arc::clone(&here)).unwrap();
     // No two are neighbours: each is a piece of its own.
     let from: Vec<_> = (0..BLOCKS as u32).map(|n| SlotId(n * 37 % BLOCKS as u32)).collect();
     let mut frames: Vec<_> = std::iter::from_fn(|| ours.take()).collect();

@@ -18,7 +18,7 @@ use super::super::{SliceHolder, SliceReader};
 use super::*;
 use crate::peers::greeting::tests::member;
 use crate::peers::greeting::{Credentials, PeerProofs};
-use crate::peers::nixl::tests::{NixlDouble, Reads, Shared};
+use crate::peers::nixl::tests::{NixlDouble, Reads};
 use crate::peers::nixl::{NixlHolders, NixlMessage};
 use crate::peers::protocol::{ToHolder, requests};
 use crate::peers::tests::simulated;
@@ -69,13 +69,12 @@ impl RankPair {
             fill_pattern(slot as usize, filled.bytes());
             assert!(filled.written().is_some());
         }
-        let double = NixlDouble::of(Arc::clone(&there), Arc::clone(&here));
-        let nixl: Arc<dyn kvbm_tiers::OneSided> = Arc::new(Shared(Arc::clone(&double)));
+        let double = NixlDouble::of(Arc::clone(&here));
         let lives = (0..SLOTS).map(|slot| op(slot, LIFE).from);
         let holder = Arc::new(SliceHolder {
             slots: rank_slots(Arc::clone(&there), lives),
             sealed: None,
-            nixl: Some(Arc::clone(&nixl)),
+            nixl: Some(double.holder(&there)),
             credentials: credentials(1),
             limit: LIMIT,
         });
@@ -84,17 +83,13 @@ impl RankPair {
             waiting: Mutex::default(),
             seal: None,
             neighbours: None,
-            nixl: Some(NixlHolders::new(nixl, is_required, 0)),
+            nixl: Some(NixlHolders::new(double.reader(), is_required, 0)),
         };
         Self { reader, holder, double, there, here }
     }
 
     /// Pulls all slots, in these lives of them: how each ended.
     async fn pull(&self, life: impl Fn(u32) -> u32 + Send) -> Ends {
-        self.pull_shares(HeadShare::WHOLE, life).await
-    }
-
-    async fn pull_shares(&self, give: HeadShare, life: impl Fn(u32) -> u32) -> Ends {
         let ends = Ends::default();
         let told = Arc::clone(&ends);
         let done = Done::new(move |ended| {
@@ -118,7 +113,8 @@ impl RankPair {
             pulled_slot(&self.here, op(slot, life(slot)), at, done.clone())
         };
         let slots = (0..SLOTS).enumerate().map(slot).collect();
-        let sources = vec![PullSource { seat: SEAT, give, into: HeadShare::WHOLE }];
+        let whole = HeadShare::WHOLE;
+        let sources = vec![PullSource { seat: SEAT, give: whole, into: whole }];
         let from = pull_from(&self.holder.credentials.member, sources);
         self.reader.bring(PullFrom { limit: LIMIT, ..from }, slots).await;
         ends
@@ -214,9 +210,6 @@ fn where_nixl_fails_slices_come_over_the_connection() {
 fn what_is_required_is_not_replaced_by_the_connection() {
     simulated(async {
         let pair = RankPair::new(true);
-        let half = HeadShare::new(0, 2).unwrap();
-        let ends = pair.pull_shares(half, |_| LIFE).await;
-        assert_eq!((failed(&ends), pair.double.agents()), (all_failed(), 0));
         pair.double.set(Reads::Fail);
         let ends = pair.pull(|_| LIFE).await;
         assert_eq!((failed(&ends), pair.right()), (all_failed(), 0));

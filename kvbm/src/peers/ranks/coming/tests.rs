@@ -1,4 +1,5 @@
-//! Slices that become others here: over a connection, and out of a neighbour's memory.
+//! Slices that become others here: over a connection, out of a neighbour's memory, and by a double of
+//! NIXL.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +17,10 @@ use super::super::{SliceHolder, SliceReader};
 use super::*;
 use crate::peers::conversion::tests::{PROMPT, RANK_ORDERS, RankSlices, ranks_of};
 use crate::peers::greeting::{Credentials, PeerProofs};
+use crate::peers::nixl::NixlHolders;
+use crate::peers::nixl::tests::{NixlDouble, Reads};
 use crate::peers::protocol::{Member, requests};
+use crate::peers::tests::simulated;
 use crate::sync::Mutex;
 
 /// Every slot's, at the ranks that are read.
@@ -28,7 +32,21 @@ struct ReadRanks {
     ours: RankSlices,
     here: Arc<DramRegion>,
     holders: Vec<(Arc<SliceHolder>, Arc<DramRegion>)>,
-    is_mapped: bool,
+    double: Arc<NixlDouble>,
+    way: Way,
+}
+
+/// How slices come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Tcp,
+    Memory,
+    Nixl,
+    NixlOrTcp,
+}
+
+impl Way {
+    const ALL: [Self; 3] = [Self::Tcp, Self::Memory, Self::Nixl];
 }
 
 type Ends = Vec<(usize, Option<CopyErrorKind>)>;
@@ -65,7 +83,7 @@ fn credentials(member: Member) -> Arc<Credentials> {
     Arc::new(Credentials { member, proofs: PeerProofs::default(), converts_types: false })
 }
 
-fn holder_of(rank: &RankSlices) -> (Arc<SliceHolder>, Arc<DramRegion>) {
+fn holder_of(rank: &RankSlices, double: &Arc<NixlDouble>) -> (Arc<SliceHolder>, Arc<DramRegion>) {
     let memory = memory(rank.slices.len(), rank.member.block_bytes);
     for (slot, slice) in rank.slices.iter().enumerate() {
         let filling = op(life(0, LIFE), slot);
@@ -77,7 +95,7 @@ fn holder_of(rank: &RankSlices) -> (Arc<SliceHolder>, Arc<DramRegion>) {
     let holder = SliceHolder {
         slots: rank_slots(Arc::clone(&memory), lives),
         sealed: None,
-        nixl: None,
+        nixl: Some(double.holder(&memory)),
         credentials: credentials(rank.member.clone()),
         limit: LIMIT,
     };
@@ -87,20 +105,30 @@ fn holder_of(rank: &RankSlices) -> (Arc<SliceHolder>, Arc<DramRegion>) {
 impl ReadRanks {
     /// The second of two ranks here reads the third and the fourth of four. Here heads lie inside of
     /// tokens, there outside.
-    fn new(tokens: usize, there: usize, is_mapped: bool) -> Self {
+    fn new(tokens: usize, there: usize, way: Way) -> Self {
         let ours = ranks_of(RANK_ORDERS[0], tokens, 2).remove(1);
+        Self::of(ours, &ranks_of(RANK_ORDERS[1], there, 4)[2..], way)
+    }
+
+    fn of(ours: RankSlices, theirs: &[RankSlices], way: Way) -> Self {
         let here = memory(ours.slices.len(), ours.member.block_bytes);
-        let holders = ranks_of(RANK_ORDERS[1], there, 4)[2..].iter().map(holder_of).collect();
-        Self { ours, here, holders, is_mapped }
+        let double = NixlDouble::of(Arc::clone(&here));
+        let holders = theirs.iter().map(|rank| holder_of(rank, &double)).collect();
+        Self { ours, here, holders, double, way }
     }
 
     fn reader(&self) -> (SliceReader, Vec<PullSource>) {
+        let nixl = match self.way {
+            Way::Tcp | Way::Memory => None,
+            Way::Nixl => Some(NixlHolders::new(self.double.reader(), true, 0)),
+            Way::NixlOrTcp => Some(NixlHolders::new(self.double.reader(), false, 0)),
+        };
         let reader = SliceReader {
             credentials: credentials(self.ours.member.clone()),
             waiting: Mutex::default(),
             seal: None,
             neighbours: None,
-            nixl: None,
+            nixl,
         };
         let mut sources = Vec::new();
         for ((holder, memory), rank) in self.holders.iter().zip(0..) {
@@ -112,7 +140,8 @@ impl ReadRanks {
             let member = holder.credentials.member.clone();
             let seat = PeerSeat { port: rank, incarnation: member.incarnation };
             let mut link = PeerLink::to(member, Box::new(stream));
-            let mapped = self.is_mapped.then(|| PeerMemory::map(memory.shareable().unwrap()));
+            let is_mapped = self.way == Way::Memory;
+            let mapped = is_mapped.then(|| PeerMemory::map(memory.shareable().unwrap()));
             link.memory = mapped.map(|memory| Arc::new(memory.unwrap()));
             reader.keep(("there".to_owned(), seat), link);
             let into = HeadShare::new(rank, 2).unwrap();
@@ -171,24 +200,24 @@ impl ReadRanks {
 #[tokio::test]
 async fn a_missing_slice_costs_only_the_blocks_made_of_it() {
     let gone = Some(CopyErrorKind::Unavailable);
-    for is_mapped in [false, true] {
+    for way in Way::ALL {
         // Four make one.
-        let ranks = ReadRanks::new(64, 16, is_mapped);
+        let ranks = ReadRanks::new(64, 16, way);
         let came = ranks.pull(&[0, 1], |_| LIFE).await;
         assert_eq!(came, (0..8).map(|place| (place, None)).collect::<Vec<_>>());
         ranks.assert_right(&[0, 1]);
         let came = ranks.pull(&[0, 1], |slot| LIFE + u32::from(slot == 2)).await;
         let expected = (0..8).map(|place| (place, gone.filter(|_| place < 4)));
-        assert_eq!(came, expected.collect::<Vec<_>>(), "mapped: {is_mapped}");
+        assert_eq!(came, expected.collect::<Vec<_>>(), "{way:?}");
         // One makes four, not all of which are wanted.
-        let ranks = ReadRanks::new(16, 64, is_mapped);
+        let ranks = ReadRanks::new(16, 64, way);
         let wanted = [0, 2, 3, 5];
         let came = ranks.pull(&wanted, |_| LIFE).await;
         assert_eq!(came, (0..4).map(|place| (place, None)).collect::<Vec<_>>());
         ranks.assert_right(&wanted);
         let came = ranks.pull(&wanted, |slot| LIFE + u32::from(slot == 0)).await;
         let expected = (0..4).map(|place| (place, gone.filter(|_| place < 3)));
-        assert_eq!(came, expected.collect::<Vec<_>>(), "mapped: {is_mapped}");
+        assert_eq!(came, expected.collect::<Vec<_>>(), "{way:?}");
         ranks.assert_right(&wanted[3..]);
     }
 }
@@ -196,8 +225,10 @@ async fn a_missing_slice_costs_only_the_blocks_made_of_it() {
 #[tokio::test]
 async fn a_damaged_slice_becomes_no_block() {
     // A rank looks at what it sends; of its memory it says what was there.
-    for (is_mapped, why) in [(false, CopyErrorKind::Unavailable), (true, CopyErrorKind::Corrupt)] {
-        let ranks = ReadRanks::new(64, 16, is_mapped);
+    for way in Way::ALL {
+        let is_sent = way == Way::Tcp;
+        let why = if is_sent { CopyErrorKind::Unavailable } else { CopyErrorKind::Corrupt };
+        let ranks = ReadRanks::new(64, 16, way);
         let (memory, damaged) = (&ranks.holders[1].1, 5);
         let known = memory.checksums().unwrap();
         let sum = known.get(SlotId(damaged as u32)).unwrap();
@@ -206,7 +237,7 @@ async fn a_damaged_slice_becomes_no_block() {
         known.record(SlotId(damaged as u32), sum);
         let came = ranks.pull(&[0, 1], |_| LIFE).await;
         let expected = (0..8).map(|place| (place, Some(why).filter(|_| place >= 4)));
-        assert_eq!(came, expected.collect::<Vec<_>>(), "mapped: {is_mapped}");
+        assert_eq!(came, expected.collect::<Vec<_>>(), "{way:?}");
         ranks.assert_right(&[0]);
     }
 }
@@ -223,43 +254,46 @@ async fn pull_plain(ranks: &ReadRanks, give: HeadShare, slots: &[(usize, usize)]
 }
 
 #[tokio::test]
-async fn a_share_of_heads_comes_from_a_neighbours_memory() {
-    // The second of four ranks has half of the heads that the first of two has.
-    let ours = ranks_of(RANK_ORDERS[0], 16, 4).remove(1);
-    let here = memory(ours.slices.len(), ours.member.block_bytes);
-    let holders = vec![holder_of(&ranks_of(RANK_ORDERS[0], 16, 2)[0])];
-    let ranks = ReadRanks { ours, here, holders, is_mapped: true };
-    let all: Vec<_> = (0..PROMPT / 16).collect();
-    let slots: Vec<_> = all.iter().map(|slot| (*slot, *slot)).collect();
-    pull_plain(&ranks, HeadShare::new(1, 2).unwrap(), &slots).await;
-    ranks.assert_right(&all);
+async fn a_share_of_heads_comes_any_way() {
+    for way in Way::ALL {
+        // The second of four ranks has half of the heads that the first of two has.
+        let ours = ranks_of(RANK_ORDERS[0], 16, 4).remove(1);
+        let ranks = ReadRanks::of(ours, &ranks_of(RANK_ORDERS[0], 16, 2)[..1], way);
+        let all: Vec<_> = (0..PROMPT / 16).collect();
+        let slots: Vec<_> = all.iter().map(|slot| (*slot, *slot)).collect();
+        pull_plain(&ranks, HeadShare::new(1, 2).unwrap(), &slots).await;
+        ranks.assert_right(&all);
+    }
 }
 
 /// bfloat16 here, float16 there.
 #[tokio::test]
 async fn numbers_of_ranks_get_the_type_that_they_have_here() {
-    let of_type = |mut rank: RankSlices, dtype: &str| {
+    let of_type = |rank: &mut RankSlices, dtype: &str| {
         rank.member.fingerprint.dtype = dtype.to_owned();
-        rank
     };
-    let made_ours = |mut rank: RankSlices| {
-        rank.slices.iter_mut().for_each(|slice| _ = halves_to_halves(slice, HalfType::F16));
-        of_type(rank, "bf16")
-    };
-    for is_mapped in [false, true] {
-        let ours = made_ours(ranks_of(RANK_ORDERS[0], 64, 2).remove(1));
-        let here = memory(ours.slices.len(), ours.member.block_bytes);
-        let there = ranks_of(RANK_ORDERS[1], 16, 4).into_iter().skip(2);
-        let holders = there.map(|rank| holder_of(&of_type(rank, "fp16"))).collect();
-        let ranks = ReadRanks { ours, here, holders, is_mapped };
+    let mut pairs = [
+        // The second of two ranks has the heads of the third and the fourth of four.
+        (ranks_of(RANK_ORDERS[0], 64, 2).remove(1), ranks_of(RANK_ORDERS[1], 16, 4).split_off(2)),
+        // The second of four ranks has half of those that the first of two has.
+        (
+            ranks_of(RANK_ORDERS[0], 16, 4).remove(1),
+            vec![ranks_of(RANK_ORDERS[0], 16, 2).remove(0)],
+        ),
+    ];
+    for (ours, theirs) in &mut pairs {
+        of_type(ours, "bf16");
+        ours.slices.iter_mut().for_each(|slice| _ = halves_to_halves(slice, HalfType::F16));
+        theirs.iter_mut().for_each(|rank| of_type(rank, "fp16"));
+    }
+    let [joined, shared] = pairs;
+    for way in Way::ALL {
+        let copy =
+            |of: &RankSlices| RankSlices { member: of.member.clone(), slices: of.slices.clone() };
+        let ranks = ReadRanks::of(copy(&joined.0), &joined.1, way);
         assert!(ranks.pull(&[0, 1], |_| LIFE).await.iter().all(|(_, end)| end.is_none()));
         ranks.assert_right(&[0, 1]);
-        // The second of four ranks has half of the heads that the first of two has.
-        let ours = made_ours(ranks_of(RANK_ORDERS[0], 16, 4).remove(1));
-        let here = memory(ours.slices.len(), ours.member.block_bytes);
-        let there = ranks_of(RANK_ORDERS[0], 16, 2).remove(0);
-        let holders = vec![holder_of(&of_type(there, "fp16"))];
-        let ranks = ReadRanks { ours, here, holders, is_mapped };
+        let ranks = ReadRanks::of(copy(&shared.0), &shared.1, way);
         pull_plain(&ranks, HeadShare::new(1, 2).unwrap(), &[(0, 0), (5, 5)]).await;
         ranks.assert_right(&[0, 5]);
     }
@@ -268,14 +302,12 @@ async fn numbers_of_ranks_get_the_type_that_they_have_here() {
 /// A leader may name one slice for several slots.
 #[tokio::test]
 async fn one_slice_fills_every_slot_that_it_is_for() {
-    for is_mapped in [false, true] {
+    for way in Way::ALL {
         let mut ours = ranks_of(RANK_ORDERS[0], 16, 2).remove(1);
-        let here = memory(ours.slices.len(), ours.member.block_bytes);
         let mut there = ranks_of(RANK_ORDERS[0], 16, 2).remove(1);
         there.member.incarnation += 1;
-        let holders = vec![holder_of(&there)];
         ours.slices = vec![there.slices[3].clone(); 3];
-        let ranks = ReadRanks { ours, here, holders, is_mapped };
+        let ranks = ReadRanks::of(ours, &[there], way);
         pull_plain(&ranks, HeadShare::WHOLE, &[(3, 0), (3, 1), (3, 2)]).await;
         ranks.assert_right(&[0, 1, 2]);
     }
@@ -283,8 +315,8 @@ async fn one_slice_fills_every_slot_that_it_is_for() {
 
 #[tokio::test]
 async fn nothing_comes_from_a_rank_unlike_what_its_leader_says() {
-    for is_mapped in [false, true] {
-        let ranks = ReadRanks::new(64, 16, is_mapped);
+    for way in Way::ALL {
+        let ranks = ReadRanks::new(64, 16, way);
         let other: [fn(PullFrom) -> PullFrom; 2] =
             [|from| PullFrom { block_tokens: 64, ..from }, |from| PullFrom { ranks: 2, ..from }];
         for change in other {
@@ -309,7 +341,7 @@ async fn nothing_comes_from_a_rank_unlike_what_its_leader_says() {
 
 #[tokio::test]
 async fn what_is_to_lie_encrypted_is_not_converted() {
-    let ranks = ReadRanks::new(64, 16, false);
+    let ranks = ReadRanks::new(64, 16, Way::Tcp);
     let source = PullSource {
         seat: PeerSeat { port: 1, incarnation: 1 },
         give: HeadShare::WHOLE,
@@ -325,4 +357,46 @@ async fn what_is_to_lie_encrypted_is_not_converted() {
     let made = (&conversion, theirs.block_bytes as usize);
     let refused = take_converted(&mut here, &source, made, &mut slots).await.unwrap_err();
     assert!(matches!(refused, BrokenLink::Unexpected(NOT_CONVERTED)), "{refused}");
+}
+
+#[test]
+fn where_nixl_fails_slices_are_converted_from_the_connection() {
+    simulated(async {
+        for (way, came) in [(Way::NixlOrTcp, None), (Way::Nixl, Some(CopyErrorKind::Unavailable))] {
+            let ranks = ReadRanks::new(64, 16, way);
+            ranks.double.set(Reads::Fail);
+            let ends = ranks.pull(&[0, 1], |_| LIFE).await;
+            assert_eq!(ends, (0..8).map(|place| (place, came)).collect::<Vec<_>>(), "{way:?}");
+            // And then it heals.
+            ranks.double.set(Reads::Whole);
+            let ends = ranks.pull(&[0, 1], |_| LIFE).await;
+            assert_eq!(ends, (0..8).map(|place| (place, None)).collect::<Vec<_>>(), "{way:?}");
+            ranks.assert_right(&[0, 1]);
+        }
+    });
+}
+
+/// Slots end in time all the same: nothing but scratch is written late.
+#[test]
+fn late_reads_land_in_scratch_that_nothing_else_uses() {
+    simulated(async {
+        for reads in [Reads::NeverEnd, Reads::Hang, Reads::Forget] {
+            let ranks = ReadRanks::new(16, 64, Way::NixlOrTcp);
+            ranks.double.set(reads);
+            let ends = ranks.pull(&[0, 2, 3, 5], |_| LIFE).await;
+            let is_over = |(_, end): &(usize, _)| *end == Some(CopyErrorKind::Unavailable);
+            // What never comes back is told so, and comes over the connection.
+            let fails = reads != Reads::Forget;
+            assert!(ends.len() == 4 && ends.iter().all(|end| is_over(end) == fails), "{ends:?}");
+            let late = ranks.double.last_into();
+            assert_eq!(late.is_some(), reads == Reads::NeverEnd, "it goes with its last read");
+            ranks.double.set(Reads::Whole);
+            assert!(ranks.pull(&[0, 2, 3, 5], |_| LIFE).await.iter().all(|end| !is_over(end)));
+            let late = late.map(|scratch| Arc::downgrade(&scratch));
+            assert!(late.as_ref().is_none_or(|scratch| scratch.strong_count() > 0));
+            ranks.double.end_kept();
+            assert!(late.is_none_or(|scratch| scratch.strong_count() == 0));
+            ranks.assert_right(&[0, 2, 3, 5]);
+        }
+    });
 }
