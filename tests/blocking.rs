@@ -195,7 +195,8 @@ impl Engine {
 fn host_only(host: u64) -> Settings {
     let mut settings = engine::without_device(BLOCK, host);
     settings.disk.keep = true;
-    settings.transfer.timeout_ms = 2_000;
+    // A disk that others use may stand still for seconds.
+    settings.transfer.timeout_ms = LIMIT.as_millis() as u64;
     settings
 }
 

@@ -245,6 +245,11 @@ impl ReadRank<'_> {
         self.source.has_all_heads() && self.conversion.is_none()
     }
 
+    /// Where NIXL puts its slices.
+    fn reads_into(&self) -> ReadInto {
+        if self.is_plain() { ReadInto::Slots } else { ReadInto::Scratch }
+    }
+
     /// Slices that each of ours is made of, or has a part of.
     fn sources(&self) -> usize {
         self.conversion.as_ref().map_or(1, Conversion::sources)
@@ -256,7 +261,7 @@ impl SliceReader {
         let heads = shares::heads_of(&self.credentials.member);
         let seals = SliceSeals::new(self.seal.clone(), from.renamed);
         let (came, made) = (VecDeque::new(), Vec::new());
-        let mut slots = ComingSlots { left: slots, came, heads, seals, made };
+        let mut slots = ComingSlots { left: slots, came, heads, seals, made, saturated: 0 };
         let until = Instant::now() + from.limit;
         let late =
             |_| Err(CopyError::new(CopyErrorKind::Unavailable, "its key does not come in time"));
@@ -306,13 +311,17 @@ impl SliceReader {
             self.keep_all(ranks);
             return taken;
         }
-        for mut rank in ranks {
+        let mut ranks = ranks.into_iter();
+        while let Some(mut rank) = ranks.next() {
             slots.begin();
             let brought = self.bring_from(&mut rank, slots, until).await;
             if let Some(nixl) = &self.nixl {
                 nixl.look_back(&mut rank.link, brought.as_ref().err()).await;
             }
-            brought.map_err(|why| (rank.source.seat, why))?;
+            if let Err(why) = brought {
+                self.keep_all(ranks.collect());
+                return Err((rank.source.seat, why));
+            }
             self.keep(rank.place, rank.link);
         }
         Ok(())
@@ -341,7 +350,7 @@ impl SliceReader {
         }
         let mut rank = ReadRank { source, place, link, conversion };
         if let Some(nixl) = &self.nixl {
-            let into = if rank.is_plain() { ReadInto::Slots } else { ReadInto::Scratch };
+            let into = rank.reads_into();
             nixl.equip(&mut rank.link, into).await?;
             if Instant::now() >= until {
                 // It took longer than there was: the next order need not meet this holder again.
@@ -366,6 +375,11 @@ impl SliceReader {
         until: Instant,
     ) -> Result<(), PeerFault> {
         if let Some(nixl) = &self.nixl {
+            // Not all ranks of its worker could be mapped, so none is.
+            if rank.link.memory.take().is_some() {
+                let into = rank.reads_into();
+                nixl.equip(&mut rank.link, into).await?;
+            }
             let taken = if rank.is_plain() {
                 by_nixl::take(&mut rank.link, slots, until).await
             } else {

@@ -7,6 +7,8 @@ use super::conversion::{BlockLayout, BlockPlane};
 #[derive(Debug)]
 pub(super) struct ScaledRows {
     planes: Vec<Plane>,
+    /// Each head has a scale of its own.
+    pub(super) are_of_heads: bool,
 }
 
 /// A whole block, or its keys or its values if their orders differ.
@@ -55,7 +57,8 @@ impl ScaledRows {
             let axes = outside_row(with_steps.collect(), &mut row);
             Plane { offset: numbers(offset), scale: at * of_heads, row, axes }
         };
-        Some(Self { planes: layout.planes()?.into_iter().enumerate().map(plane).collect() })
+        let planes = layout.planes()?.into_iter().enumerate().map(plane).collect();
+        Some(Self { planes, are_of_heads: of_heads > 1 })
     }
 
     /// Tells each row's first number, its length, and the index of its scale.

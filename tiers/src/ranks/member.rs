@@ -142,7 +142,6 @@ impl Member {
             generations: Arc::default(),
             journals,
             loads: Arc::default(),
-            saturated: SaturatedNumbers::default(),
         };
         let (work, is_stopping, reported) = (Arc::new(work), Arc::default(), clock::now());
         Ok(Self {
@@ -357,7 +356,7 @@ impl Member {
         if ops.is_empty() {
             return;
         }
-        self.work.begin(batch, ops.len());
+        let saturated = self.work.begin(batch, ops.len());
         let Some((puller, from)) = self.puller.as_ref().zip(order.of_rank(self.rank, self.world))
         else {
             let why = "it does not read at ranks of that worker";
@@ -380,7 +379,7 @@ impl Member {
         }
         self.work.ended(batch, refused);
         let done = self.done(batch, started);
-        let report = (done, self.work.saturated.clone());
+        let report = (done, saturated);
         let slot = |(place, to)| PulledSlot::new(&puller.memory, to, place, report.clone());
         (puller.pull)(from, slots.into_iter().map(slot).collect());
     }
@@ -430,7 +429,6 @@ struct MemberWork {
     generations: Arc<SlotGenerations>,
     journals: SlotJournals,
     loads: Arc<RankLoads>,
-    saturated: SaturatedNumbers,
 }
 
 /// The service has ended, and all copies have, since a copy under way keeps this.
@@ -446,6 +444,7 @@ struct MemberBatch {
     left: usize,
     /// Those that have, and were not reported yet.
     report: EndedCopies,
+    saturated: SaturatedNumbers,
 }
 
 impl MemberWork {
@@ -453,9 +452,11 @@ impl MemberWork {
         !self.batches.lock().is_empty()
     }
 
-    fn begin(&self, batch: u64, copies: usize) {
-        let report = EndedCopies::new(batch);
-        self.batches.lock().insert(batch, MemberBatch { left: copies, report });
+    fn begin(&self, batch: u64, copies: usize) -> SaturatedNumbers {
+        let (report, saturated) = (EndedCopies::new(batch), SaturatedNumbers::default());
+        let begun = MemberBatch { left: copies, report, saturated: saturated.clone() };
+        self.batches.lock().insert(batch, begun);
+        saturated
     }
 
     /// Copies of a batch ended.
@@ -492,7 +493,7 @@ impl MemberWork {
     }
 
     fn send(&self, report: EndedCopies) {
-        self.tell(&ToLeader::Ended(EndedCopies { saturated: self.saturated.take(), ..report }));
+        self.tell(&ToLeader::Ended(report));
     }
 
     fn tell(&self, message: &ToLeader) {
@@ -513,6 +514,7 @@ impl MemberWork {
 
 impl MemberBatch {
     fn take_report(&mut self, number: u64) -> EndedCopies {
+        self.report.saturated = self.saturated.take();
         mem::replace(&mut self.report, EndedCopies::new(number))
     }
 }

@@ -122,8 +122,8 @@ pub(super) struct EndedCopies {
     pub(super) batch: u64,
     pub(super) arrived: Vec<CopyRun>,
     pub(super) failed: Vec<FailedCopy>,
-    /// Numbers that were too large for the type that they have here, since it said so last: of all
-    /// batches.
+    /// Of pulled blocks: numbers that were too large for the type that they have here, since the
+    /// last of these reports.
     pub(super) saturated: u64,
 }
 

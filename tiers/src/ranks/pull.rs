@@ -120,8 +120,8 @@ pub struct PulledSlot {
     saturated: SaturatedNumbers,
 }
 
-/// Numbers of pulled blocks that were too large for the type that they have here: how many there
-/// were since the leader was told.
+/// Numbers of a batch's pulled blocks that were too large for the type that they have here: how many
+/// there were since the leader was told.
 #[derive(Clone, Debug, Default)]
 pub(super) struct SaturatedNumbers(Arc<AtomicU64>);
 
@@ -216,7 +216,7 @@ impl PulledSlot {
 
     /// As many numbers were too large for the type that they have here. To be said before the end.
     pub fn saturated(&self, numbers: u64) {
-        // Relaxed: the report of the end, which tells it, follows on this thread.
+        // Relaxed: the end follows on this thread, and takes a lock that the report takes too.
         self.saturated.0.fetch_add(numbers, Ordering::Relaxed);
     }
 

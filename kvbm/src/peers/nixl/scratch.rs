@@ -19,6 +19,10 @@ use crate::peers::link::PeerFault;
 use crate::peers::protocol::LeaseEnd;
 use crate::sync::Mutex;
 
+/// The largest slot that scratch is made for, and how far behind a block the next slot may begin.
+const MAX_SLOT: u64 = 256 << 20;
+const MAX_ROOM: u64 = 16 << 10;
+
 /// As much as one pull reads at once. Several at one holder share it.
 #[derive(Debug)]
 pub(in crate::peers) struct Scratch {
@@ -33,6 +37,11 @@ pub(in crate::peers) struct Scratch {
 impl Scratch {
     /// For what lies in slots at this place.
     pub(super) fn of(place: TierPlace, block_bytes: u64) -> Result<Arc<Self>, SetupError> {
+        // What another worker says costs no more than that.
+        if place.stride > MAX_SLOT.min(block_bytes.saturating_add(MAX_ROOM)) {
+            let message = format!("slots {} bytes apart, of {block_bytes} each", place.stride);
+            return Err(SetupError::unavailable(message));
+        }
         let stride = usize::try_from(place.stride).unwrap_or(usize::MAX);
         let at_once = (READ_BYTES / stride.max(1)).max(1);
         let block_bytes = usize::try_from(block_bytes).unwrap_or(usize::MAX);
@@ -103,6 +112,8 @@ pub(in crate::peers) struct ScratchReads<'a> {
     reads: &'a HolderReads,
     scratch: &'a Arc<Scratch>,
     left: &'a [SlotId],
+    /// How many there were.
+    wanted: usize,
     posts: VecDeque<oneshot::Receiver<FramesBack>>,
     descriptors: usize,
 }
@@ -113,7 +124,7 @@ impl<'a> ScratchReads<'a> {
         slots: &'a [SlotId],
     ) -> Result<Self, PeerFault> {
         let (scratch, posts) = (reads.scratch()?, VecDeque::new());
-        Ok(Self { reads, scratch, left: slots, posts, descriptors: 0 })
+        Ok(Self { reads, scratch, left: slots, wanted: slots.len(), posts, descriptors: 0 })
     }
 
     /// Pieces of memory that were read.
@@ -167,13 +178,17 @@ impl<'a> ScratchReads<'a> {
     }
 
     /// Nothing more is wanted. What is under way has some more time, since the end of the agent ends
-    /// others' reads too; and so has what others read, if none of the scratch was to be had.
+    /// others' reads too. If none of the scratch was to be had, others' reads have that time: else
+    /// frames that do not come back would keep all from reading.
     pub(in crate::peers) async fn end(self) {
-        let all_back = async {
+        let had_frames = self.left.len() < self.wanted;
+        let is_alive = async {
             drop(join_all(self.posts).await);
-            drop(self.scratch.permits.acquire().await);
+            if !had_frames {
+                drop(self.scratch.permits.acquire().await);
+            }
         };
-        if timeout(GRACE, all_back).await.is_err() {
+        if timeout(GRACE, is_alive).await.is_err() {
             // NIXL cancels nothing: frames come back when the agent is gone.
             self.reads.end("it did not answer in time");
         }

@@ -73,10 +73,14 @@ pub(super) async fn take_wanted(
     }
     let mut reading = ScratchReads::new(&reads, &from)?;
     let into = (&mut *slots, &mut *made);
+    let before = slots.saturated;
     let taken = place_slices(&mut reading, &mut whole, expected, into, until).await;
     match &taken {
         Ok(()) => slots.next_all(made),
-        Err(_) => reading.end().await,
+        Err(_) => {
+            slots.saturated = before;
+            reading.end().await;
+        }
     }
     taken
 }

@@ -28,6 +28,8 @@ pub(super) struct ComingSlots {
     pub(super) seals: SliceSeals,
     /// For a slice whose numbers get a type of another size.
     pub(super) made: Vec<u8>,
+    /// Numbers that were too large for their new type, of what was placed.
+    pub(super) saturated: u64,
 }
 
 impl ComingSlots {
@@ -61,6 +63,9 @@ impl ComingSlots {
 
     /// All ranks gave what they have.
     pub(super) fn end(self) {
+        if let Some(slot) = self.came.front() {
+            slot.saturated(self.saturated);
+        }
         self.came.into_iter().for_each(|slot| slot.end(Ok(())));
     }
 
@@ -231,7 +236,8 @@ pub(super) struct SlicePlacement<'a> {
 }
 
 impl SlicePlacement<'_> {
-    /// Into all slots that are made of it, but for those that have failed.
+    /// Into all slots that are made of it, but for those that have failed. Its numbers get our type
+    /// before, if they have another.
     pub(super) fn place_all(
         &self,
         goal: &SliceGoal,
@@ -239,13 +245,14 @@ impl SlicePlacement<'_> {
         slots: &mut ComingSlots,
         made: &mut [Result<(), CopyError>],
     ) {
+        if made[goal.slots.clone()].iter().all(Result::is_err) {
+            return;
+        }
         let (slice, saturated) = match self.conversion {
             Some(conversion) => conversion.convert_numbers(slice, &mut slots.made),
             None => (&*slice, 0),
         };
-        if let Some(slot) = slots.left.get(goal.slots.start) {
-            slot.saturated(saturated);
-        }
+        slots.saturated += saturated;
         for at in goal.slots.clone() {
             if made[at].is_ok() {
                 made[at] = self.place(&mut slots.left[at], goal.nth, slice);

@@ -90,7 +90,17 @@ fn slots_of(generation: impl Fn(u32) -> u32, keys: Option<Arc<HostSeal>>) -> (Co
         pulled_slot(&memory, op, slot as usize, done.clone())
     };
     let left = (0..SLOTS).map(slot).collect();
-    (ComingSlots { left, came: VecDeque::new(), heads: None, seals, made: Vec::new() }, ends)
+    (
+        ComingSlots {
+            left,
+            came: VecDeque::new(),
+            heads: None,
+            seals,
+            made: Vec::new(),
+            saturated: 0,
+        },
+        ends,
+    )
 }
 
 /// What a leader orders to be read at ranks of a worker.

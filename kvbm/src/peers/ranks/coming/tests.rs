@@ -352,7 +352,7 @@ async fn what_is_to_lie_encrypted_is_not_converted() {
     let conversion = conversion.expect("more tokens there");
     let seals = SliceSeals::new(Some(sealing(1).0), 0);
     let (left, came) = (VecDeque::new(), VecDeque::new());
-    let mut slots = ComingSlots { left, came, heads: None, seals, made: Vec::new() };
+    let mut slots = ComingSlots { left, came, heads: None, seals, made: Vec::new(), saturated: 0 };
     let (mut here, _there) = duplex(64);
     let made = (&conversion, theirs.block_bytes as usize);
     let refused = take_converted(&mut here, &source, made, &mut slots).await.unwrap_err();
