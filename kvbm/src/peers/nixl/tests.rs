@@ -35,8 +35,8 @@ pub(in crate::peers) struct NixlDouble {
     here: Arc<DramRegion>,
     reads: Mutex<Reads>,
     agents: std::sync::atomic::AtomicU32,
-    /// What the last agent reads into.
-    into: Mutex<std::sync::Weak<DramRegion>>,
+    /// What agents read into that is no host tier.
+    scratch: Mutex<Vec<Weak<DramRegion>>>,
     kept: Mutex<Vec<(Vec<Frame>, ReadDone)>>,
     /// Called when an agent is dropped.
     on_end: Mutex<Option<Box<dyn FnOnce() + Send>>>,
@@ -88,8 +88,8 @@ impl UnmetReader for Unmet {
         assert!(name.starts_with("kvbm-") && metadata == b"there", "{name}");
         let there = Arc::clone(&self.0.there.lock()[&place.base]);
         assert_eq!(place, TierPlace::of(&*there));
+        self.0.scratch.lock().extend(into.as_ref().map(Arc::downgrade));
         let into = into.unwrap_or_else(|| Arc::clone(&self.0.here));
-        *self.0.into.lock() = Arc::downgrade(&into);
         let is_over = Mutex::new(false);
         Ok(Box::new(DoubleReads { double: self.0, there, into, is_over }))
     }
@@ -169,7 +169,7 @@ impl NixlDouble {
             here,
             reads: Mutex::new(Reads::Whole),
             agents: 0.into(),
-            into: Mutex::default(),
+            scratch: Mutex::default(),
             kept: Mutex::default(),
             on_end: Mutex::default(),
         })
@@ -185,9 +185,9 @@ impl NixlDouble {
         Arc::new(Shared(Arc::clone(self), Some(Arc::clone(there))))
     }
 
-    /// What the last agent reads into, while it is there.
-    pub(in crate::peers) fn last_into(&self) -> Option<Arc<DramRegion>> {
-        self.into.lock().upgrade()
+    /// How many memories of agents are there that are no host tier.
+    pub(in crate::peers) fn scratches(&self) -> usize {
+        self.scratch.lock().iter().filter(|scratch| scratch.strong_count() > 0).count()
     }
 
     pub(in crate::peers) fn set(&self, reads: Reads) {
@@ -430,12 +430,42 @@ fn scratch_stays_while_reads_of_a_cancelled_pull_go_on() {
         };
         let (pulled, ()) = tokio::join!(pull, cancelling);
         assert_eq!((pulled.unwrap().copied, lost(&pair)), (0, (0, 0)));
-        let scratch = Arc::downgrade(&double.last_into().expect("it may be written"));
         double.set(Reads::Whole);
         pair.heals().await;
-        assert!(scratch.strong_count() > 0, "its agent is gone, but not what that reads");
+        assert_eq!((double.agents(), double.scratches()), (2, 2), "one may still be written");
         double.end_kept();
-        assert_eq!(scratch.strong_count(), 0);
+        assert_eq!(double.scratches(), 1);
+        pair.heals().await;
+    });
+}
+
+/// Else no later pull at this holder would get any.
+#[test]
+fn a_pull_that_gets_no_scratch_ends_the_agent() {
+    simulated(async {
+        let (mut pair, double) = with_nixl(Pair::of_other_order().await);
+        pair.leased = Arc::new(LeasedBlocks::new(2 * SLOTS as usize));
+        double.set(Reads::Hang);
+        let mut leases = Vec::new();
+        for wanted in [1, 2].map(|n| chain(n, 10)) {
+            pair.there.compute(&wanted);
+            pair.lease(&wanted, Fault::None).await;
+            leases.push(pair.lease.take().unwrap());
+        }
+        let [first, second] = leases.try_into().ok().unwrap();
+        let cancelled = CancellationToken::new();
+        let hanging = async {
+            while double.kept.lock().len() < READS {
+                tokio::task::yield_now().await;
+            }
+            cancelled.cancel();
+        };
+        let (pulled, ()) = tokio::join!(pair.reader.pull(first, None, &cancelled), hanging);
+        assert_eq!((pulled.unwrap().copied, double.kept.lock().len()), (0, READS));
+        let pulled = pair.reader.pull(second, None, &CancellationToken::new()).await.unwrap();
+        assert_eq!((pulled.copied, double.kept.lock().len()), (0, 0), "{:?}", pulled.fault);
+        drop(pulled);
+        double.set(Reads::Whole);
         pair.heals().await;
     });
 }

@@ -388,14 +388,13 @@ fn late_reads_land_in_scratch_that_nothing_else_uses() {
             // What never comes back is told so, and comes over the connection.
             let fails = reads != Reads::Forget;
             assert!(ends.len() == 4 && ends.iter().all(|end| is_over(end) == fails), "{ends:?}");
-            let late = ranks.double.last_into();
-            assert_eq!(late.is_some(), reads == Reads::NeverEnd, "it goes with its last read");
+            let late = usize::from(reads == Reads::NeverEnd);
+            assert_eq!(ranks.double.scratches(), late, "it goes with its last read");
             ranks.double.set(Reads::Whole);
             assert!(ranks.pull(&[0, 2, 3, 5], |_| LIFE).await.iter().all(|end| !is_over(end)));
-            let late = late.map(|scratch| Arc::downgrade(&scratch));
-            assert!(late.as_ref().is_none_or(|scratch| scratch.strong_count() > 0));
+            assert_eq!(ranks.double.scratches(), late);
             ranks.double.end_kept();
-            assert!(late.is_none_or(|scratch| scratch.strong_count() == 0));
+            assert_eq!(ranks.double.scratches(), 0);
             ranks.assert_right(&[0, 2, 3, 5]);
         }
     });
