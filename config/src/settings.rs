@@ -676,7 +676,7 @@ pub struct PeerSettings {
     pub lease_share: f64,
     /// Let workers of the same host and user map the host tier for reading.
     pub shared_memory: bool,
-    /// Read blocks whose numbers have the other type of 16 bits, and convert them.
+    /// Read blocks whose numbers have another type, and convert them.
     pub convert_types: bool,
     /// Whether blocks move by NIXL where there is no such memory.
     pub nixl: PeerNixl,

@@ -194,3 +194,18 @@ impl<'a> ScratchReads<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_holder_cannot_ask_for_large_scratch() {
+        let slots = |stride| TierPlace { base: 0, stride, slots: 9 };
+        assert!(Scratch::of(slots(8 << 10), 5_000).is_ok());
+        for (stride, block_bytes) in [(1 << 20, 5_000), (1 << 40, 1 << 40), (u64::MAX, 5_000)] {
+            let why = Scratch::of(slots(stride), block_bytes).unwrap_err();
+            assert!(why.to_string().contains(&stride.to_string()), "{why}");
+        }
+    }
+}

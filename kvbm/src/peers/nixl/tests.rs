@@ -22,6 +22,8 @@ pub(in crate::peers) enum Reads {
     /// They last until they are ended.
     Hang,
     Fail,
+    /// As many come before one fails.
+    FailBehind(u32),
     /// Their slots do not even come back then.
     NeverEnd,
     /// An agent is not gone when it should be: their slots never come back.
@@ -37,9 +39,16 @@ pub(in crate::peers) struct NixlDouble {
     agents: std::sync::atomic::AtomicU32,
     /// What agents read into that is no host tier.
     scratch: Mutex<Vec<Weak<DramRegion>>>,
-    kept: Mutex<Vec<(Vec<Frame>, ReadDone)>>,
+    kept: Mutex<Vec<KeptRead>>,
     /// Called when an agent is dropped.
     on_end: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+}
+
+/// Where a read writes that has not ended.
+struct KeptRead {
+    into: Arc<DramRegion>,
+    frames: Vec<Frame>,
+    done: ReadDone,
 }
 
 impl std::fmt::Debug for NixlDouble {
@@ -110,9 +119,18 @@ impl std::fmt::Debug for DoubleReads {
 
 impl SlotReads for DoubleReads {
     fn read(&self, SlotRead { from, mut to, bytes }: SlotRead, done: ReadDone) {
-        let reads = *self.double.reads.lock();
-        match reads {
-            Reads::Whole => {
+        let mut reads = self.double.reads.lock();
+        let now = match *reads {
+            Reads::FailBehind(0) => Reads::Fail,
+            Reads::FailBehind(left) => {
+                *reads = Reads::FailBehind(left - 1);
+                Reads::Whole
+            }
+            now => now,
+        };
+        drop(reads);
+        match now {
+            Reads::Whole | Reads::FailBehind(_) => {
                 let there = PeerMemory::map(self.there.shareable().unwrap()).unwrap();
                 let here = &self.into;
                 for (from, to) in from.into_iter().zip(&mut to) {
@@ -133,7 +151,10 @@ impl SlotReads for DoubleReads {
                 std::mem::forget(to);
                 drop(done);
             }
-            Reads::Hang | Reads::NeverEnd => self.double.kept.lock().push((to, done)),
+            Reads::Hang | Reads::NeverEnd => {
+                let into = Arc::clone(&self.into);
+                self.double.kept.lock().push(KeptRead { into, frames: to, done });
+            }
         }
     }
 
@@ -194,10 +215,12 @@ impl NixlDouble {
         *self.reads.lock() = reads;
     }
 
+    /// They write once more before they end.
     pub(in crate::peers) fn end_kept(&self) {
-        let kept = std::mem::take(&mut *self.kept.lock());
-        let ended = || Err(CopyError::refused("this test ended it"));
-        kept.into_iter().for_each(|(frames, done)| done(frames, ended()));
+        for KeptRead { into, mut frames, done } in std::mem::take(&mut *self.kept.lock()) {
+            frames.iter_mut().for_each(|frame| into.write(frame).unwrap().fill(0xEE));
+            done(frames, Err(CopyError::refused("this test ended it")));
+        }
     }
 
     pub(in crate::peers) fn agents(&self) -> u32 {
@@ -322,14 +345,18 @@ fn slots_that_never_come_back_cost_no_more_than_themselves() {
 #[test]
 fn where_nixl_fails_blocks_come_over_the_connection() {
     simulated(async {
-        for (mut pair, double) in pairs().await {
-            let wanted = chain(0, 10);
-            pair.there.compute(&wanted);
-            double.set(Reads::Fail);
-            pair.lease(&wanted, Fault::None).await;
-            assert_eq!((pair.pull().await, pair.here.check(&wanted)), (10, 10));
-            assert_eq!((came_by(&pair, "nixl"), came_by(&pair, "tcp")), (0, 10));
-            pair.heals().await;
+        for reads in [Reads::Fail, Reads::FailBehind(1)] {
+            for (mut pair, double) in pairs().await {
+                let wanted = chain(0, 10);
+                pair.there.compute(&wanted);
+                double.set(reads);
+                pair.lease(&wanted, Fault::None).await;
+                assert_eq!((pair.pull().await, pair.here.check(&wanted)), (10, 10));
+                let came = ["nixl", "tcp"].map(|way| came_by(&pair, way));
+                assert_eq!((came[0] == 0, came[0] + came[1]), (reads == Reads::Fail, 10));
+                double.set(Reads::Whole);
+                pair.heals().await;
+            }
         }
     });
 }

@@ -72,8 +72,8 @@ pub(super) async fn take_wanted(
         }
     }
     let mut reading = ScratchReads::new(&reads, &from)?;
-    let into = (&mut *slots, &mut *made);
     let before = slots.saturated;
+    let into = (&mut *slots, &mut *made);
     let taken = place_slices(&mut reading, &mut whole, expected, into, until).await;
     match &taken {
         Ok(()) => slots.next_all(made),

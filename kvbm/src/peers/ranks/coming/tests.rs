@@ -362,11 +362,17 @@ async fn what_is_to_lie_encrypted_is_not_converted() {
 #[test]
 fn where_nixl_fails_slices_are_converted_from_the_connection() {
     simulated(async {
-        for (way, came) in [(Way::NixlOrTcp, None), (Way::Nixl, Some(CopyErrorKind::Unavailable))] {
+        let gone = Some(CopyErrorKind::Unavailable);
+        let ways = [(Way::NixlOrTcp, None), (Way::Nixl, gone)];
+        let reads = [Reads::Fail, Reads::FailBehind(3)];
+        for ((way, came), reads) in ways.iter().flat_map(|way| reads.map(|reads| (*way, reads))) {
             let ranks = ReadRanks::new(64, 16, way);
-            ranks.double.set(Reads::Fail);
+            ranks.double.set(reads);
             let ends = ranks.pull(&[0, 1], |_| LIFE).await;
             assert_eq!(ends, (0..8).map(|place| (place, came)).collect::<Vec<_>>(), "{way:?}");
+            if came.is_none() {
+                ranks.assert_right(&[0, 1]);
+            }
             // And then it heals.
             ranks.double.set(Reads::Whole);
             let ends = ranks.pull(&[0, 1], |_| LIFE).await;
