@@ -5,8 +5,8 @@
 //! already: a peer that is not even reached by TCP is none for NIXL. What fails costs time: blocks
 //! come over the connection then, and NIXL is tried again after a while.
 //!
-//! Blocks that are as they are here come straight into their slots. All others, and slices of which
-//! a share is wanted, come whole into [scratch] first, since a checksum covers all of one.
+//! Blocks that are as they are here come straight into their slots. All others, and slices that are
+//! not ours as a whole, come whole into [scratch] first, since a checksum covers all of one.
 
 pub(super) mod scratch;
 
