@@ -191,14 +191,14 @@ impl NumberConversion {
     /// their scales; or they are of heads, and its ranks have some of these each. All ranks say the
     /// same of themselves.
     fn new(types: NumberTypes, [ours, theirs]: [&Member; 2], there: &BlockLayout) -> Option<Self> {
-        let scaled = match types {
+        let of_fp8 = match types {
             NumberTypes::Halves(from) => return Some(Self::Halves(from)),
             NumberTypes::FromFp8(_) => theirs,
             NumberTypes::ToFp8(_) => ours,
         };
-        let scales = &scaled.fingerprint.scales;
+        let scales = &of_fp8.fingerprint.scales;
         let rows = ScaledRows::of(there, types.bytes()[0], scales.len())?;
-        if scaled.ranks > 0 && rows.are_of_heads {
+        if of_fp8.ranks > 0 && rows.are_of_heads {
             return None;
         }
         Some(Self::Fp8(Fp8Conversion::new(types, scales, rows)?))
@@ -782,7 +782,7 @@ pub(super) mod tests {
                 count += made_of(&conversion, &slices, &mut made);
             }
             let right = cut_up(&whole, &expected, HeadShare::new(rank, world).unwrap());
-            assert!(made == right, "{own:?} of {:?}", their_whole);
+            assert!(made == right, "{own:?} of {their_whole:?}");
         }
         assert_eq!(count, too_large);
     }
