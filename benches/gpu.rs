@@ -13,8 +13,8 @@ use kvbm_tiers::raw::RawGpu;
 use kvbm_tiers::testing::each;
 use kvbm_tiers::transform::{Layout, Shape, Transform};
 use kvbm_tiers::{
-    Backend, BlockKey, CopyOp, DeviceRegion, Done, DramOptions, DramRegion, Geometry, Memory,
-    SegmentMap, SetupError, SlotId, SlotRef, Tier,
+    Backend, BlockKey, CopyOp, DeviceRegion, DramOptions, DramRegion, Geometry, Memory, SegmentMap,
+    SetupError, SlotId, SlotRef, Tier,
 };
 
 /// Blocks of a batch, as the scheduler makes them.

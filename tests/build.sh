@@ -1,9 +1,16 @@
 # Sourced by scripts that build what tests/run.sh tests.
 
-# What has tests. The benches have none (they are linted), and what they need turns on features of crates that others stand on:
-# with them these would be built once more. What is built for a test, or to be run, is built as part of the whole, so that each
-# crate has the features that any other wants of it, and is built once.
-readonly WHOLE=(--workspace --exclude kvbm-bench)
+# Whatever is built for a test, or to be run, is built as part of the whole: so that each crate has the features that any other
+# wants of it, and is built once.
+readonly WHOLE=(--workspace --features kvbm-tests/otel,kvbm-cli/nvtx,kvbm-bench/cuda)
 
 # Builds the command with a profile. By way of its tests: behind all tests nothing is left to build.
 build_kvbm() { cargo test --quiet --profile "$1" "${WHOLE[@]}" --test cli --no-run; }
+
+# Builds a wheel with the maturin of an environment, into a directory. For the interpreter that environments are made from: it
+# serves every one from 3.11 on, and is built once for all of them.
+build_wheel() {
+    local python=$1 profile=$2 place=$3 interpreter
+    interpreter=$("$python" -c 'import sys; print(sys._base_executable)')
+    "$python" -m maturin build --quiet --profile "$profile" --manifest-path python/Cargo.toml --interpreter "$interpreter" --out "$place"
+}

@@ -19,7 +19,6 @@ formatting    |   1 |   1 | always | formatting
 lints         |  13 |   2 | always | lints
 tests         | 393 | 150 | always | tests
 interleavings | 108 |   5 | --all  | interleavings
-spans         | 150 |   8 | --all  | spans for a collector, ranges for a profiler
 documentation |  20 |  20 | always | documentation
 dependencies  |  10 |  10 | always | dependencies
 features      | 151 |  20 | --all  | each feature alone
@@ -115,8 +114,7 @@ lints() {
     oldest=$(sed -nE 's/^rust-version = "(.*)"/\1/p' Cargo.toml)
     used=$(rustc --version)
     [[ $used == "rustc $oldest."* ]] || skip "this is $used, not the oldest Rust that is promised, $oldest"
-    # With the features that targets of their own take, or those would be seen by none but CI.
-    cargo clippy --profile checked --workspace --all-targets --features kvbm-tests/otel,kvbm-cli/nvtx -- -D warnings
+    cargo clippy --profile checked "${WHOLE[@]}" --all-targets -- -D warnings
 }
 
 tests() {
@@ -128,19 +126,13 @@ tests() {
         run_tests cargo nextest run --cargo-profile checked "${WHOLE[@]}" --no-fail-fast \
             --success-output final --failure-output immediate-final
     else
-        run_tests cargo test --profile checked --workspace --no-fail-fast --all-targets -- --show-output
+        run_tests cargo test --profile checked "${WHOLE[@]}" --no-fail-fast --all-targets -- --show-output
     fi
     run_tests cargo test --profile checked "${WHOLE[@]}" --doc --quiet
 }
 
 interleavings() {
     run_tests cargo test --profile checked "${WHOLE[@]}" --features kvbm-tests/shuttle --test interleavings
-}
-
-spans() {
-    # In one build. The command refuses ranges unless it is built with them.
-    run_tests cargo test --profile checked "${WHOLE[@]}" --features kvbm-tests/otel,kvbm-cli/nvtx --test otel --test cli -- \
-        collector nothing_is_sent nvtx::
 }
 
 documentation() {
@@ -163,13 +155,12 @@ dependencies() {
 
 features() {
     if has hack; then
-        cargo hack check --profile checked --workspace --each-feature --no-dev-deps --quiet
+        cargo hack check --profile checked --workspace --exclude kvbm-tests --exclude kvbm-bench --each-feature --no-dev-deps --quiet
         return
     fi
     local manifest feature
-    for manifest in */Cargo.toml; do
-        # A workspace of its own.
-        [[ $manifest == fuzz/* ]] && continue
+    # Of what others build. The fuzz targets are a workspace of their own, and tests and benches are built with all features above.
+    for manifest in {cli,config,kvbm,policies,python,tiers}/Cargo.toml; do
         for feature in '' $(awk '/^\[/ { inside = /^\[features\]/ } inside && /^[a-z]/ && !/^default/ { print $1 }' "$manifest"); do
             cargo check --profile checked --quiet --manifest-path "$manifest" --no-default-features --features "$feature"
         done

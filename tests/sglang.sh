@@ -17,6 +17,7 @@ python=$venv/bin/python
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
+source tests/build.sh
 source tests/expect.sh
 
 install() {
@@ -34,8 +35,7 @@ if ! install >&2; then
 fi
 
 say 'the wheel'
-"$python" -m maturin build --quiet --profile "$profile" --manifest-path python/Cargo.toml --interpreter "$python" \
-    --out "$scratch/wheel" >&2
+build_wheel "$python" "$profile" "$scratch/wheel" >&2
 "$python" -m pip install --quiet --no-deps --no-index --force-reinstall "$scratch"/wheel/*.whl >&2
 
 for engine in sglang trtllm; do

@@ -26,6 +26,7 @@ python=$venv/bin/python
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
+source tests/build.sh
 source tests/expect.sh
 
 # What the engine and its kernels go by, here and in each engine's process.
@@ -48,8 +49,7 @@ if ! install >&2; then
 fi
 
 say 'the wheel'
-"$python" -m maturin build --quiet --profile "$profile" --manifest-path python/Cargo.toml --interpreter "$python" \
-    --out "$scratch/wheel" >&2
+build_wheel "$python" "$profile" "$scratch/wheel" >&2
 "$python" -m pip install --quiet --no-deps --no-index --force-reinstall "$scratch"/wheel/*.whl >&2
 
 beside=
@@ -62,7 +62,7 @@ if ! $quick; then
 fi
 
 # One of the tests has it before two engines.
-cargo build --quiet --profile "$profile" -p kvbm-router >&2
+cargo test --quiet --profile "$profile" "${WHOLE[@]}" --test router --no-run >&2
 export KVBM_ROUTER=${CARGO_TARGET_DIR:-$PWD/target}/$profile/kvbm-router
 
 say 'tests with the real engine'

@@ -87,20 +87,6 @@ fn serve_shows_what_a_run_left_and_ends_when_asked() {
     assert_eq!(child.wait().expect("it ends").code(), Some(0));
 }
 
-#[cfg(not(feature = "otel"))]
-#[test]
-fn spans_are_refused_by_a_binary_without_them() {
-    let place = Place::new();
-    place.trace("trace.jsonl", 2, 1);
-    let output = place
-        .command(&["replay", "trace.jsonl"])
-        .env("DYN_KVBM_TRACES", "true")
-        .output()
-        .expect("it starts");
-    assert_eq!(output.status.code(), Some(2));
-    assert!(text(&output.stderr).contains("feature otel"), "{}", text(&output.stderr));
-}
-
 #[test]
 fn serve_needs_tiers_and_an_open_address_needs_a_token() {
     let place = Place::new();
