@@ -10,7 +10,8 @@ of its first step, as vLLM counts it. `decode` is a token's time at the second e
 times of alone: both compute nothing else. `decode_beside_copy` is the same beside a process that copies as many bytes and does
 nothing else: what the memory of this machine takes. `both_at_once` is of prompts that both engines are asked for at the same time,
 without a proxy, saved by the first as whole blocks and layer by layer, in turns. There `hand_over` is the time from the first one's
-answer to the begin of the second one's first step, which may come before, and `behind_answer` that to the client's first token.
+answer to the begin of the second one's first step, which may come before, and `behind_answer` that to the client's first token;
+`computed` is how many prompts the second one computed instead, since the first was too slow: they are left out.
 
 With `--gpu` both engines share a GPU, with a model of Llama 3 8B's shape; a token beside a transfer is not timed then, nor are
 layers, which a GPU's engine does not save. The two engines' processes find the packages that this one finds.
@@ -123,7 +124,7 @@ class Pair:
 
     def ask_both(self, number: int, in_layers: bool) -> dict[str, float]:
         """Asks both engines for a prompt at once."""
-        tokens, before, began = prompt(number, TOKENS), self.waited(), time.monotonic()
+        tokens, computed, before, began = prompt(number, TOKENS), self.computed(), self.waited(), time.monotonic()
         follows = {"remote_prefiller": {"remote_host": "127.0.0.1", "remote_port": self.served_at}}
 
         def decode() -> float:
@@ -141,7 +142,8 @@ class Pair:
             answered = time.monotonic() - began
             took = first.result()
             hand_over = self.waited_since(before) - answered
-            return {"first_token": took, "behind_answer": took - answered, "hand_over": hand_over}
+            computed = self.computed() - computed
+            return {"first_token": took, "behind_answer": took - answered, "hand_over": hand_over, "computed": computed}
 
     def computed(self) -> float:
         """Tokens of prompts that the second engine computed."""
@@ -149,16 +151,20 @@ class Pair:
 
 
 def at_once(model: Path, program: Path, rounds: int, place: Place) -> dict[str, dict[str, float]]:
-    """Medians, in ms, of prompts that both engines are asked for at once."""
+    """Medians, in ms, of prompts that both engines are asked for at once, and how many the second computed."""
     ways = {"blocks": False} | ({"layers": True} if place is ON_CPU else {})
     times = {way: [] for way in ways}
     with Pair(model, program, ours, place) as pair:
         for number in range(rounds + 1):
             for at, (way, in_layers) in enumerate(ways.items()):
                 times[way].append(pair.ask_both(100 + len(ways) * number + at, in_layers))
-    what = times["blocks"][0]
-    median = lambda way, name: round(1e3 * statistics.median(one[name] for one in times[way][1:]), 1)
-    return {way: {name: median(way, name) for name in what} for way in ways}
+    found = {}
+    for way, all_of in times.items():
+        # Of a prompt that is there, less than two blocks are left to compute.
+        handed_over = [one for one in all_of[1:] if one.pop("computed") < 2 * BLOCK]
+        medians = {name: statistics.median(one[name] for one in handed_over) for name in (handed_over or [{}])[0]}
+        found[way] = {name: round(1e3 * took, 1) for name, took in medians.items()} | {"computed": rounds - len(handed_over)}
+    return found
 
 
 # Copies a number of bytes a second, whatever they are, until it is ended.
@@ -234,8 +240,9 @@ def main() -> None:
     ms = {name: {what: round(1e3 * took, 1) for what, took in medians.items()} for name, medians in found.items()}
     figures = {"rounds": rounds, "ms": ms, "computed_tokens": computed} | beside
     short = ["a token beside a transfer"] if beside.get("decode", 0.0) > WANTED_DECODE else []
-    both = beside["both_at_once"]
-    short += ["layer by layer"] if "layers" in both and both["layers"]["hand_over"] > both["blocks"]["hand_over"] else []
+    hand_overs = [way.get("hand_over") for way in beside["both_at_once"].values()]
+    short += ["a prefill in time, where both are asked at once"] if None in hand_overs else []
+    short += ["layer by layer"] if len(hand_overs) == 2 and None not in hand_overs and hand_overs[1] > hand_overs[0] else []
     if "nixl" in found:
         ratios = {what: found["kvbm"][what] / found["nixl"][what] for what in WANTED}
         figures["over_nixl"] = {what: round(ratio, 3) for what, ratio in ratios.items()}
