@@ -531,7 +531,7 @@ impl Fleet {
 
     /// Lets all go that may leave a tier.
     pub fn empty(&self, tier: Tier) {
-        self.manager.admin().evict(tier, 64);
+        self.manager.admin().evict(tier, 1 << 10);
     }
 }
 

@@ -19,6 +19,8 @@ use serde_json::json;
 use tempfile::TempDir;
 
 const TTL_MS: u64 = 2_000;
+/// Of the longest prompt that is timed.
+const MEASURED_BLOCKS: usize = 512;
 /// Ranks of most workers here.
 const WORLD: u16 = 2;
 
@@ -37,7 +39,7 @@ fn of_peer(dir: &Path) -> Settings {
             &mut settings.host.capacity,
             &mut settings.disk.capacity,
         ] {
-            *tier = Some(Capacity::Blocks(128));
+            *tier = Some(Capacity::Blocks(2 * MEASURED_BLOCKS as u64));
         }
     }
     let way = Way::of(dir);
@@ -176,7 +178,7 @@ impl Pair {
         assert_eq!(self.here.serve(&chain), served);
         self.there.assert_sound();
         self.here.assert_sound();
-        await_releases(&self.there);
+        await_room(&self.there);
     }
 
     fn end(self) {
@@ -352,7 +354,7 @@ fn frozen_ranks_cost_one_lease_time(way: Way) {
     assert_eq!(copied, 0, "{why:?}");
     assert!(why.unwrap().contains("does not answer in time"));
     // When it goes on, its order names slots that have other blocks by then.
-    await_releases(&pair.there);
+    await_room(&pair.there);
     for n in 11..17 {
         pair.there.empty(Tier::Host);
         assert_eq!(pair.there.serve(&chain(n, 6)).wrong, 0);
@@ -365,9 +367,10 @@ fn frozen_ranks_cost_one_lease_time(way: Way) {
     pair.end();
 }
 
-/// What is leased keeps its slots, and a release may be on its way.
-fn await_releases(holder: &Fleet) {
+/// What is leased keeps its slots, and a release may be on its way; so does what is not on disk yet.
+fn await_room(holder: &Fleet) {
     wait_until(LIMIT, "leases are left", || holder.manager.peers().unwrap().leased() == 0);
+    let _ = holder.manager.drain(LIMIT);
 }
 
 fn second_rank(fleet: &Fleet) -> &Process {
@@ -397,7 +400,7 @@ fn crosses_by(way: Way, holder: u16, reader: u16) {
         assert_eq!(pair.read(&chain(n, 6)), (6, None));
         let served = Served { hit: 6, saved: 6, ..Served::default() };
         assert_eq!(pair.here.serve(&chain(n, 6)), served);
-        await_releases(&pair.there);
+        await_room(&pair.there);
     }
     // A rank that is gone after it was leased from is a miss in all.
     assert_eq!(pair.there.serve(&chain(4, 6)).saved, 6);
@@ -483,7 +486,7 @@ fn crosses_forms_by(way: Way, [there, here]: [(HeadForm, u16); 2]) {
         pulled.map_or_else(|error| (0, Some(error.to_string())), |of| (of.copied, of.fault))
     };
     let compute = |holder: &mut Fleet, n, tokens: usize| {
-        await_releases(holder);
+        await_room(holder);
         let blocks = chain(n, (tokens / there.0.tokens) as u32);
         assert_eq!(holder.serve(&blocks).saved, blocks.len());
     };
@@ -611,27 +614,27 @@ fn an_indivisible_number_of_ranks_is_refused_and_named() {
     there.end();
 }
 
-/// Says what `tests/peers.sh` shows: how fast a prompt of blocks of 128 KiB comes, 64 KiB in each of two
+/// Says what `tests/peers.sh` shows: how fast prompts of blocks of 128 KiB come, 64 KiB in each of two
 /// ranks, between workers of each number of ranks, and from one of other blocks. Readers take turns.
 #[test]
 #[ignore = "it measures: tests/peers.sh has it"]
 fn how_fast_heads_move() {
-    WAYS.into_iter().for_each(how_fast_heads_move_by);
-    if has_nixl() {
-        how_fast_heads_move_by(Way::Nixl);
+    let ways = WAYS.into_iter().chain(has_nixl().then_some(Way::Nixl));
+    for (way, blocks) in ways.flat_map(|way| [64, MEASURED_BLOCKS].map(|blocks| (way, blocks))) {
+        how_fast_heads_move_by(way, blocks);
     }
 }
 
-fn how_fast_heads_move_by(way: Way) {
-    const TOKENS: usize = 64 * 16;
-    const ROUNDS: usize = 31;
+fn how_fast_heads_move_by(way: Way, blocks: usize) {
+    const ROUNDS: usize = 15;
+    let tokens = blocks * HeadForm::NHD.tokens;
     let home = tempfile::tempdir().unwrap();
     let other = HeadForm::HND.of_tokens(32);
     let holders = [(HeadForm::NHD, 2), (HeadForm::NHD, 4), (other, 2)];
-    let blocks_of = |form: HeadForm| chain(1, (TOKENS / form.tokens) as u32);
+    let blocks_of = |form: HeadForm| chain(1, (tokens / form.tokens) as u32);
     let mut holders = holders.map(|(form, world)| {
         let mut fleet = open_as((form, world), way, home.path(), "large holder", "");
-        assert_eq!(fleet.serve(&blocks_of(form)).saved, TOKENS / form.tokens);
+        assert_eq!(fleet.serve(&blocks_of(form)).saved, tokens / form.tokens);
         (form, fleet)
     });
     let names = holders.each_ref().map(|(_, fleet)| address(&fleet.manager));
@@ -658,13 +661,13 @@ fn how_fast_heads_move_by(way: Way) {
     let gb_s = seconds.map(|of| {
         of.map(|mut of| {
             of.sort_by(f64::total_cmp);
-            (TOKENS / 16) as f64 * fleet::BLOCK as f64 / of[ROUNDS / 2] / 1e9
+            blocks as f64 * fleet::BLOCK as f64 / of[ROUNDS / 2] / 1e9
         })
     });
     let round = |number: f64| (100.0 * number).round() / 100.0;
     let [[two, four_to_two, other_to_two], [two_to_four, four, other_to_four]] = gb_s;
     let heads = json!({
-        "way": way.name(),
+        "way": way.name(), "blocks": blocks,
         "2 to 2": round(two), "4 to 4": round(four),
         "4 to 2 of equal": round(four_to_two / two), "2 to 4 of equal": round(two_to_four / four),
         "2 of other blocks to 2": round(other_to_two / two),

@@ -166,7 +166,7 @@ for row in of("conversion"):
 for row in of("heads"):
     for name, ratio in row.items():
         if name.endswith("of equal"):
-            goal(f"ranks, {row['way']}, {name}: 0.7", ratio >= 0.7)
+            goal(f"ranks, {row['way']}, {row['blocks']} blocks, {name}: 0.7", ratio >= 0.7)
 for row in of("scale"):
     memory = row["private_kib"] + row["page_tables_kib_of_8_gib"]
     goal(f"{row['way']}: 5 MiB of memory", memory <= 5 << 10)

@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use memmap2::{Advice, MmapRaw};
 
-use crate::checksum::{Checksums, checksum};
+use crate::checksum::{Checksums, SummedCopy, checksum};
 use crate::copy::{CopyError, SlotId, SlotRef, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::{LockWait, SettingNames};
@@ -304,6 +304,19 @@ impl DramRegion {
         let (checksums, block) = (self.checksums.as_ref()?, self.read(frame)?);
         let crc = checksum(block);
         checksums.record(frame.slot(), crc);
+        Some(crc)
+    }
+
+    /// Writes a block into the frame's slot, past the caches: it was put together in them, and nothing
+    /// reads the slot soon. Returns its checksum, which is remembered as by
+    /// [`remember_checksum`](Self::remember_checksum). `None` as for [`read`](Self::read), or the
+    /// block has another size.
+    pub fn fill(&self, frame: &mut Frame, block: &[u8]) -> Option<u32> {
+        let slot = self.write(frame).filter(|slot| slot.len() == block.len())?;
+        let mut copy = SummedCopy::new();
+        copy.piece(block, slot);
+        let crc = copy.finish();
+        self.record_checksum(frame, crc);
         Some(crc)
     }
 

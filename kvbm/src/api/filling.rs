@@ -104,6 +104,12 @@ impl<'a> FillingSlots<'a> {
         copy(self.memory?, reserved.frames.get_mut(self.filled)?)
     }
 
+    /// Writes the [next](Self::next) slot, past the caches: the block was put together in them. `None`:
+    /// there is no more, or the block has another size.
+    pub(crate) fn fill(&mut self, block: &[u8]) -> Option<()> {
+        self.copy(|region, frame| region.fill(frame, block)).map(drop)
+    }
+
     /// The [next](Self::next) slot is written. Returns the checksum of its block.
     pub(crate) fn written(&self) -> Option<u32> {
         let (reserved, _) = self.slots.as_ref()?;

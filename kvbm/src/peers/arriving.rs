@@ -139,6 +139,9 @@ pub(super) struct ConvertedSlots<'a, 'f> {
     block: Vec<u8>,
     /// Its numbers in our type, where that takes another size.
     made: Vec<u8>,
+    /// A block of ours, which is put together in the caches: written part by part into its slot it
+    /// would be fetched from memory first.
+    joined: Vec<u8>,
     kept: usize,
     until: usize,
 }
@@ -154,7 +157,8 @@ impl<'a, 'f> ConvertedSlots<'a, 'f> {
         let wanted = Some(filling.kept() + filling.left()).filter(|_| filling.left() > 0);
         let until = wanted.map_or(0, |wanted| conversion.needed_there(wanted).min(leased));
         let (until, block) = (until.max(kept), vec![0; block_bytes]);
-        Self { filling, conversion, saturated, block, made: Vec::new(), kept, until }
+        let (made, joined) = (Vec::new(), vec![0; filling.block_bytes()]);
+        Self { filling, conversion, saturated, block, made, joined, kept, until }
     }
 
     /// Blocks of ours that are here.
@@ -173,11 +177,13 @@ impl<'a, 'f> ConvertedSlots<'a, 'f> {
             if at < self.filling.kept() {
                 continue;
             }
-            let Some(slot) = self.filling.next() else { break };
-            let put = self.conversion.put(part, theirs, slot);
-            put.ok_or(BrokenLink::Unexpected("a block has another size than its layout"))?;
+            if self.filling.left() == 0 {
+                break;
+            }
+            let other_size = || BrokenLink::Unexpected("a block has another size than its layout");
+            self.conversion.put(part, theirs, &mut self.joined).ok_or_else(other_size)?;
             if self.conversion.is_last(part) {
-                self.filling.written();
+                self.filling.fill(&self.joined).ok_or_else(other_size)?;
                 self.filling.keep();
             }
         }

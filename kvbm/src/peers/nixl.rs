@@ -127,7 +127,7 @@ pub(super) struct HolderReads {
 }
 
 impl HolderReads {
-    fn scratch(&self) -> Result<&Arc<Scratch>, PeerFault> {
+    pub(super) fn scratch(&self) -> Result<&Arc<Scratch>, PeerFault> {
         let why = || PeerFault::Nixl("its slots are read as they are".to_owned());
         self.scratch.as_ref().ok_or_else(why)
     }
@@ -349,7 +349,7 @@ pub(super) async fn read_converted(
     came.blocks += slots.made() - before;
     came.descriptors += reading.descriptors();
     if taken.is_err() {
-        reading.end().await;
+        reading.end(Instant::now()).await;
     }
     taken.map_err(|fault| fault.expired_if_over(until))
 }
@@ -361,7 +361,8 @@ async fn take_converted(
     slots: &mut ConvertedSlots<'_, '_>,
 ) -> Result<(), PeerFault> {
     while let Some(mut part) = reading.next(until).await? {
-        for (block, sum) in part.blocks() {
+        for at in 0..part.len() {
+            let Some((block, sum)) = part.block(at) else { return Err(PeerFault::Wrong) };
             let expected = named.checksums.get(slots.kept() - named.before).copied();
             if expected.is_none() || sum != expected {
                 return Err(PeerFault::Wrong);

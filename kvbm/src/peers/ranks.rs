@@ -11,19 +11,24 @@
 //! by NIXL, where both have it; else they come over the connection. Out of memory a slice comes whole,
 //! since its checksum covers all of it, even if only a share of its heads is wanted.
 //!
+//! What is here as it is there goes straight into its slot. All else is put together of what the ranks
+//! that have it give.
+//!
 //! | module | |
 //! |---|---|
 //! | `holder` | gives slices |
-//! | `coming` | takes them over the connection, into slots |
+//! | `coming` | slots that they come into, and what they are made of |
+//! | `by_connection` | takes slices over the connection |
 //! | `by_memory` | copies them out of the memory of a rank on this host |
 //! | `by_nixl` | has NIXL read them out of the other's memory |
-//! | `whole` | what is wanted of slices that come whole |
+//! | `wanted` | puts slots together of what is wanted of slices |
 
+mod by_connection;
 mod by_memory;
 mod by_nixl;
 mod coming;
 mod holder;
-mod whole;
+mod wanted;
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -35,24 +40,26 @@ use futures::future::join_all;
 use kvbm_settings::{PeerNixl, Settings};
 use kvbm_tiers::ranks::{PeerSeat, PullFrom, PullSlots, PullSource, PulledSlot, RankSlots};
 use kvbm_tiers::sealed::HostSeal;
-use kvbm_tiers::{CopyError, CopyErrorKind};
+use kvbm_tiers::{CopyError, CopyErrorKind, PeerMemory};
 use tokio::runtime::Handle;
-use tokio::sync::oneshot;
+use tokio::sync::{OwnedMutexGuard, oneshot};
 use tokio::time::{Instant, timeout_at};
 
-use self::coming::{ComingSlots, take, take_converted};
+use self::by_connection::ConnectionSlices;
+use self::by_memory::MemorySlices;
+use self::by_nixl::{NixlSlices, NixlSource};
+use self::coming::{ComingSlots, SliceSums, goals_of, sums_of_all};
 use self::holder::SliceHolder;
+use self::wanted::{ComingSlices, GivingRank, SliceParts};
 use super::conversion::Conversion;
 use super::greeting::{Credentials, random};
 use super::link::{PeerFault, PeerLink};
 use super::neighbour::{self, Neighbours};
-use super::nixl::{NixlHolders, ReadInto, agent_name};
-use super::protocol::{BrokenLink, Member};
+use super::nixl::{HolderReads, NixlHolders, ReadInto, agent_name};
+use super::protocol::{BrokenLink, Member, SlotLife};
 use super::reader::{MAX_WAIT, MAX_WAITING};
-use super::sealed::SliceSeals;
-use super::{
-    PeerRuntime, accept, bind, needs_fingerprint, proofs_of, refuse_sealed_nixl, shares, tidy,
-};
+use super::sealed::{NOT_CONVERTED, SliceSeals};
+use super::{PeerRuntime, accept, bind, needs_fingerprint, proofs_of, refuse_sealed_nixl, tidy};
 use crate::assemble::nixl_for_peers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::names::fingerprint::Fingerprint;
@@ -209,6 +216,9 @@ impl Drop for RankPeers {
     }
 }
 
+/// Which rank did not give what it should, and why.
+type FailedRank = (PeerSeat, PeerFault);
+
 /// Where a rank of another worker is.
 type RankPlace = (String, PeerSeat);
 
@@ -258,10 +268,8 @@ impl ReadRank<'_> {
 
 impl SliceReader {
     async fn bring(&self, from: PullFrom, slots: VecDeque<PulledSlot>) {
-        let heads = shares::heads_of(&self.credentials.member);
         let seals = SliceSeals::new(self.seal.clone(), from.renamed);
-        let (came, made) = (VecDeque::new(), Vec::new());
-        let mut slots = ComingSlots { left: slots, came, heads, seals, made, saturated: 0 };
+        let mut slots = ComingSlots { left: slots, came: VecDeque::new(), seals, saturated: 0 };
         let until = Instant::now() + from.limit;
         let late =
             |_| Err(CopyError::new(CopyErrorKind::Unavailable, "its key does not come in time"));
@@ -277,13 +285,37 @@ impl SliceReader {
         }
     }
 
-    /// An error comes with the rank that caused it.
     async fn bring_from_all(
         &self,
         from: &PullFrom,
         slots: &mut ComingSlots,
         until: Instant,
-    ) -> Result<(), (PeerSeat, PeerFault)> {
+    ) -> Result<(), FailedRank> {
+        let mut ranks = self.meet_all(from, slots, until).await?;
+        let brought = match &mut ranks[..] {
+            [rank] if rank.is_plain() => {
+                let brought = self.bring_plain(rank, slots, until).await;
+                brought.map_err(|why| (rank.source.seat, why))
+            }
+            ranks => self.bring_wanted(ranks, slots, until).await,
+        };
+        let failed = brought.as_ref().err();
+        if let Some(nixl) = &self.nixl {
+            for rank in &mut ranks {
+                let fault = failed.filter(|(seat, _)| *seat == rank.source.seat);
+                nixl.look_back(&mut rank.link, fault.map(|(_, why)| why)).await;
+            }
+        }
+        self.keep_all(ranks);
+        brought
+    }
+
+    async fn meet_all<'a>(
+        &self,
+        from: &'a PullFrom,
+        slots: &ComingSlots,
+        until: Instant,
+    ) -> Result<Vec<ReadRank<'a>>, FailedRank> {
         // Together: a first contact by NIXL takes a while, and there is one time for all.
         let meeting = from.sources.iter().map(|source| self.meet(from, source, until));
         let (mut ranks, mut failed) = (Vec::with_capacity(from.sources.len()), None);
@@ -304,27 +336,7 @@ impl SliceReader {
             self.keep_all(ranks);
             return Err(failed);
         }
-        let memories: Option<Vec<_>> = ranks.iter().map(|rank| rank.link.memory.clone()).collect();
-        if let Some(memories) = memories.filter(|memories| !memories.is_empty()) {
-            let ours = &self.credentials.member;
-            let taken = by_memory::take(&mut ranks, &memories, ours, slots, until).await;
-            self.keep_all(ranks);
-            return taken;
-        }
-        let mut ranks = ranks.into_iter();
-        while let Some(mut rank) = ranks.next() {
-            slots.begin();
-            let brought = self.bring_from(&mut rank, slots, until).await;
-            if let Some(nixl) = &self.nixl {
-                nixl.look_back(&mut rank.link, brought.as_ref().err()).await;
-            }
-            if let Err(why) = brought {
-                self.keep_all(ranks.collect());
-                return Err((rank.source.seat, why));
-            }
-            self.keep(rank.place, rank.link);
-        }
-        Ok(())
+        Ok(ranks)
     }
 
     async fn meet<'a>(
@@ -367,41 +379,140 @@ impl SliceReader {
         ranks.for_each(|ReadRank { place, link, .. }| self.keep(place, link));
     }
 
-    /// By NIXL if it can be, else over the connection.
-    async fn bring_from(
+    /// Slices that go into slots as they are, of the one rank that has them.
+    async fn bring_plain(
         &self,
         rank: &mut ReadRank<'_>,
         slots: &mut ComingSlots,
         until: Instant,
     ) -> Result<(), PeerFault> {
+        let link = &mut rank.link;
+        if let Some(memory) = link.memory.clone() {
+            return by_memory::take(link, &memory, slots, until).await;
+        }
         if let Some(nixl) = &self.nixl {
-            // Not all ranks of its worker could be mapped, so none is.
-            if rank.link.memory.take().is_some() {
-                let into = rank.reads_into();
-                nixl.equip(&mut rank.link, into).await?;
-            }
-            let taken = if rank.is_plain() {
-                by_nixl::take(&mut rank.link, slots, until).await
-            } else {
-                by_nixl::take_wanted(rank, &self.credentials.member, slots, until).await
-            };
-            match taken {
+            match by_nixl::take(link, slots, until).await {
                 Err(PeerFault::Nixl(_)) if !nixl.is_required() => {}
                 taken => return taken,
             }
         }
-        let ReadRank { source, link, conversion, .. } = rank;
-        let (_, shares) = source.give.get();
-        let bytes = link.holder.block_bytes as usize / usize::from(shares);
-        let taken = async {
-            match conversion {
-                Some(conversion) => {
-                    take_converted(&mut link.stream, source, (conversion, bytes), slots).await
-                }
-                None => take(&mut link.stream, source, slots).await,
+        link.is_asked = true;
+        in_time(until, by_connection::take(&mut link.stream, slots)).await?;
+        link.is_asked = false;
+        Ok(())
+    }
+
+    /// Slots that are made of slices of these ranks, all of which give theirs in the same way.
+    async fn bring_wanted(
+        &self,
+        ranks: &mut [ReadRank<'_>],
+        slots: &mut ComingSlots,
+        until: Instant,
+    ) -> Result<(), FailedRank> {
+        let Some(first) = ranks.first().map(|rank| rank.source.seat) else { return Ok(()) };
+        if slots.seals.own().is_some() {
+            return Err((first, BrokenLink::Unexpected(NOT_CONVERTED).into()));
+        }
+        let memories: Option<Vec<_>> = ranks.iter().map(|rank| rank.link.memory.clone()).collect();
+        if let Some(memories) = memories {
+            return self.bring_by_memory(ranks, memories, slots, until).await;
+        }
+        if let Some(nixl) = &self.nixl {
+            // Not all of them could be mapped, so none is.
+            let mapped = ranks.iter_mut().filter_map(|rank| rank.link.memory.take().map(|_| rank));
+            let equipping = mapped.map(async |rank| {
+                let equipped = nixl.equip(&mut rank.link, ReadInto::Scratch).await;
+                equipped.map_err(|why| (rank.source.seat, why))
+            });
+            join_all(equipping).await.into_iter().collect::<Result<(), _>>()?;
+            match self.bring_by_nixl(ranks, slots, until).await {
+                Err((_, PeerFault::Nixl(_))) if !nixl.is_required() => {}
+                brought => return brought,
             }
-        };
-        in_time(until, taken).await
+        }
+        self.bring_by_connection(ranks, slots, until).await
+    }
+
+    async fn bring_by_memory(
+        &self,
+        ranks: &mut [ReadRank<'_>],
+        memories: Vec<Arc<PeerMemory>>,
+        slots: &mut ComingSlots,
+        until: Instant,
+    ) -> Result<(), FailedRank> {
+        let (lives, goals) = goals_of(&slots.left);
+        let sums = sums_of_ranks(ranks, &lives, until).await?;
+        let mut giving = Vec::with_capacity(ranks.len());
+        for ((rank, memory), sums) in ranks.iter().zip(memories).zip(sums) {
+            let (seat, parts) = (rank.source.seat, self.whole_parts(rank)?);
+            let slices = ComingSlices::Memory(MemorySlices::new(memory, &lives, sums));
+            giving.push(GivingRank { seat, slices, parts });
+        }
+        wanted::take(&mut giving, goals, slots, until).await
+    }
+
+    async fn bring_by_nixl(
+        &self,
+        ranks: &mut [ReadRank<'_>],
+        slots: &mut ComingSlots,
+        until: Instant,
+    ) -> Result<(), FailedRank> {
+        let reads = ranks.iter().map(|rank| {
+            let reads = rank.link.reads().map(Arc::clone);
+            reads.ok_or_else(|| (rank.source.seat, PeerFault::nixl_is_gone()))
+        });
+        let reads = reads.collect::<Result<Vec<_>, _>>()?;
+        let (lives, goals) = goals_of(&slots.left);
+        let sums = sums_of_ranks(ranks, &lives, until).await?;
+        let turn = turn_of(ranks, &reads, until).await?;
+        let sources = reads.into_iter().zip(sums);
+        let sources: Vec<_> =
+            sources.map(|(reads, sums)| NixlSource::new(reads, &lives, sums)).collect();
+        let mut giving = Vec::with_capacity(ranks.len());
+        for (rank, source) in ranks.iter().zip(&sources) {
+            let (seat, parts) = (rank.source.seat, self.whole_parts(rank)?);
+            let slices = NixlSlices::new(source, turn.clone()).map_err(|why| (seat, why))?;
+            giving.push(GivingRank { seat, slices: ComingSlices::Nixl(slices), parts });
+        }
+        drop(turn);
+        let taken = wanted::take(&mut giving, goals, slots, until).await;
+        if let Err((failed, _)) = &taken {
+            let now = Instant::now();
+            let until_of = |seat| if seat == *failed { now } else { until };
+            join_all(giving.into_iter().map(|rank| rank.slices.end(until_of(rank.seat)))).await;
+        }
+        taken
+    }
+
+    async fn bring_by_connection(
+        &self,
+        ranks: &mut [ReadRank<'_>],
+        slots: &mut ComingSlots,
+        until: Instant,
+    ) -> Result<(), FailedRank> {
+        let ours = &self.credentials.member;
+        let (lives, goals) = goals_of(&slots.left);
+        let mut giving = Vec::with_capacity(ranks.len());
+        for rank in &mut *ranks {
+            let (seat, give) = (rank.source.seat, rank.source.give);
+            let parts = SliceParts::of_shares(rank, ours);
+            let PeerLink { stream, holder, is_asked, .. } = &mut rank.link;
+            *is_asked = true;
+            let stream = &mut **stream;
+            let slices = ConnectionSlices::new(stream, lives.clone(), give, holder.block_bytes);
+            giving.push(GivingRank { seat, slices: ComingSlices::Connection(slices), parts });
+        }
+        wanted::take(&mut giving, goals, slots, until).await?;
+        drop(giving);
+        // All that was asked for was taken.
+        ranks.iter_mut().for_each(|rank| rank.link.is_asked = false);
+        Ok(())
+    }
+
+    fn whole_parts(&self, rank: &ReadRank<'_>) -> Result<SliceParts, FailedRank> {
+        let parts = SliceParts::of_whole(rank, &self.credentials.member);
+        let seat = rank.source.seat;
+        parts.ok_or_else(|| (seat, PeerFault::Ranks(NO_SUCH_SHARES.to_owned())))
     }
 
     async fn connect(&self, (host, seat): &RankPlace) -> Result<PeerLink, BrokenLink> {
@@ -442,6 +553,32 @@ impl SliceReader {
             links.push((link, Instant::now()));
         }
     }
+}
+
+/// The checksums of slices at each of these ranks, which say them at once.
+async fn sums_of_ranks(
+    ranks: &mut [ReadRank<'_>],
+    lives: &[SlotLife],
+    until: Instant,
+) -> Result<Vec<SliceSums>, FailedRank> {
+    let asked = ranks.iter_mut().map(async |rank| {
+        let sums = sums_of_all(&mut rank.link, lives, until).await;
+        sums.map_err(|why| (rank.source.seat, why))
+    });
+    join_all(asked).await.into_iter().collect()
+}
+
+/// The turn to read at all of these ranks. `None`: there is only one.
+async fn turn_of(
+    ranks: &[ReadRank<'_>],
+    reads: &[Arc<HolderReads>],
+    until: Instant,
+) -> Result<Option<Arc<OwnedMutexGuard<()>>>, FailedRank> {
+    let ([rank, _, ..], [reads, ..]) = (ranks, reads) else { return Ok(None) };
+    let failed = |why| (rank.source.seat, why);
+    let scratch = reads.scratch().map_err(failed)?;
+    let turn = timeout_at(until, scratch.turn()).await;
+    turn.map(|turn| Some(Arc::new(turn))).map_err(|_| failed(BrokenLink::Late.into()))
 }
 
 /// What has not happened by then is late.

@@ -193,6 +193,15 @@ impl PulledSlot {
         self.memory.remember_checksum(self.frame.as_ref()?)
     }
 
+    /// Writes the slot, past the caches: the block was put together in them.
+    ///
+    /// # Errors
+    /// `Refused`: the block has another size, or the slot's frame is lent.
+    pub fn fill(&mut self, block: &[u8]) -> Result<(), CopyError> {
+        let filled = self.frame.as_mut().and_then(|frame| self.memory.fill(frame, block));
+        filled.map(drop).ok_or_else(|| CopyError::refused("its block is none of this slot's"))
+    }
+
     /// Copies what lies in a slot of a peer's memory; returns the checksum of what arrived, which the
     /// region remembers.
     ///

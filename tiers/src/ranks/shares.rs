@@ -25,11 +25,6 @@ impl HeadShare {
         (index < of).then_some(Self { index, of })
     }
 
-    /// Whether no share comes behind it.
-    pub const fn is_last(self) -> bool {
-        self.index + 1 == self.of
-    }
-
     /// Which one it is, and how many there are.
     pub const fn get(self) -> (u16, u16) {
         (self.index, self.of)

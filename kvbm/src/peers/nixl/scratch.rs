@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use futures::future::join_all;
 use kvbm_tiers::{CopyError, DramRegion, Frame, SetupError, SlotId, SlotRead, TierPlace};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::sync::{OwnedMutexGuard, OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::time::{Instant, timeout_at};
 
 use super::{GRACE, HolderReads, READ_BYTES, READS, descriptors};
 use crate::api::filling::BlockSums;
@@ -32,6 +32,9 @@ pub(in crate::peers) struct Scratch {
     free: Mutex<Vec<Frame>>,
     /// A permit for each frame that is free. Pulls get theirs in the order in which they ask.
     permits: Arc<Semaphore>,
+    /// Held by a pull that also needs scratch of other holders, until it has all that it needs: of two,
+    /// each could have what the other waits for.
+    turn: Arc<tokio::sync::Mutex<()>>,
 }
 
 impl Scratch {
@@ -50,11 +53,18 @@ impl Scratch {
         let free: Vec<_> =
             pool.into_iter().flat_map(|mut pool| std::iter::from_fn(move || pool.take())).collect();
         let permits = Arc::new(Semaphore::new(free.len()));
-        Ok(Arc::new(Self { memory: Arc::new(memory), at_once, free: Mutex::new(free), permits }))
+        let (memory, free, turn) = (Arc::new(memory), Mutex::new(free), Arc::default());
+        Ok(Arc::new(Self { memory, at_once, free, permits, turn }))
     }
 
     pub(super) const fn memory(&self) -> &Arc<DramRegion> {
         &self.memory
+    }
+
+    /// The turn of a pull that needs scratch of several holders. All such pulls take it at the first of
+    /// these.
+    pub(in crate::peers) async fn turn(&self) -> OwnedMutexGuard<()> {
+        Arc::clone(&self.turn).lock_owned().await
     }
 
     /// Takes some frames. `None`: there are not as many now, unless they are waited for.
@@ -95,12 +105,14 @@ pub(in crate::peers) struct ScratchBlocks {
 }
 
 impl ScratchBlocks {
-    /// Each, with its checksum.
-    pub(in crate::peers) fn blocks(&mut self) -> impl Iterator<Item = (&mut [u8], Option<u32>)> {
+    pub(in crate::peers) const fn len(&self) -> usize {
+        self.sums.len()
+    }
+
+    /// One of them, with its checksum.
+    pub(in crate::peers) fn block(&mut self, at: usize) -> Option<(&mut [u8], Option<u32>)> {
         let ScratchFrames { scratch, frames, .. } = &mut self.frames;
-        let memory = &scratch.memory;
-        let blocks = frames.iter_mut().map(|frame| memory.write(frame).unwrap_or_default());
-        blocks.zip(self.sums.iter().copied())
+        Some((scratch.memory.write(frames.get_mut(at)?)?, *self.sums.get(at)?))
     }
 }
 
@@ -141,7 +153,13 @@ impl<'a> ScratchReads<'a> {
         timeout_at(until, self.come()).await.unwrap_or_else(|_| late())
     }
 
-    async fn come(&mut self) -> Result<Option<ScratchBlocks>, PeerFault> {
+    /// Whether all reads have begun.
+    pub(in crate::peers) const fn has_asked(&self) -> bool {
+        self.left.is_empty()
+    }
+
+    /// Begins reads ahead of the next blocks, once there is scratch for one.
+    pub(in crate::peers) async fn ask(&mut self) {
         while !self.left.is_empty() && self.posts.len() < READS {
             let count = self.left.len().min(self.scratch.at_once);
             // While it has some under way it need not wait for those of others.
@@ -152,6 +170,10 @@ impl<'a> ScratchReads<'a> {
             let post = self.post(next, frames);
             self.posts.push_back(post);
         }
+    }
+
+    async fn come(&mut self) -> Result<Option<ScratchBlocks>, PeerFault> {
+        self.ask().await;
         let Some(post) = self.posts.front_mut() else { return Ok(None) };
         let back = post.await;
         self.posts.pop_front();
@@ -177,10 +199,10 @@ impl<'a> ScratchReads<'a> {
         back
     }
 
-    /// Nothing more is wanted. What is under way has some more time, since the end of the agent ends
-    /// others' reads too. If none of the scratch was to be had, others' reads have that time: else
-    /// frames that do not come back would keep all from reading.
-    pub(in crate::peers) async fn end(self) {
+    /// Nothing more is wanted. What is under way has until then, and some more time in any case, since the
+    /// end of the agent ends others' reads too. If none of the scratch was to be had, others' reads have
+    /// that time: else frames that do not come back would keep all from reading.
+    pub(in crate::peers) async fn end(self, until: Instant) {
         let had_frames = self.left.len() < self.wanted;
         let is_alive = async {
             drop(join_all(self.posts).await);
@@ -188,7 +210,7 @@ impl<'a> ScratchReads<'a> {
                 drop(self.scratch.permits.acquire().await);
             }
         };
-        if timeout(GRACE, is_alive).await.is_err() {
+        if timeout_at(until.max(Instant::now() + GRACE), is_alive).await.is_err() {
             // NIXL cancels nothing: frames come back when the agent is gone.
             self.reads.end("it did not answer in time");
         }

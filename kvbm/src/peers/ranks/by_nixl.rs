@@ -7,18 +7,16 @@ use std::sync::Arc;
 
 use futures::future::join_all;
 use kvbm_tiers::ranks::PulledSlot;
-use kvbm_tiers::{CopyError, SlotRead, SlotReads};
-use tokio::sync::oneshot;
-use tokio::task::yield_now;
+use kvbm_tiers::{CopyError, SlotId, SlotRead, SlotReads};
+use tokio::sync::{OwnedMutexGuard, oneshot};
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::coming::{ComingSlots, SliceGoal, another_life, compare, goals_of, sums_of};
-use super::whole::{WholeSlices, sums_of_all};
-use super::{ReadRank, in_time};
+use super::coming::{ComingSlots, SliceSums, another_life, compare, sums_of};
+use super::in_time;
 use crate::peers::link::{PeerFault, PeerLink};
-use crate::peers::nixl::scratch::ScratchReads;
-use crate::peers::nixl::{GRACE, READ_BYTES, READS};
-use crate::peers::protocol::{BrokenLink, MAX_SLICES, Member, SlotLife};
+use crate::peers::nixl::scratch::{ScratchBlocks, ScratchReads};
+use crate::peers::nixl::{GRACE, HolderReads, READ_BYTES, READS};
+use crate::peers::protocol::{BrokenLink, MAX_SLICES, SlotLife};
 
 /// A slot, the checksum of what is to come, and of what came.
 struct SummedSlot {
@@ -48,68 +46,73 @@ pub(super) async fn take(
     taken
 }
 
-/// Reads whole slices, and puts what is wanted of them into slots. If it does not come to its end all
-/// slots are left: all that they got of this rank comes again.
-pub(super) async fn take_wanted(
-    rank: &mut ReadRank<'_>,
-    ours: &Member,
-    slots: &mut ComingSlots,
-    until: Instant,
-) -> Result<(), PeerFault> {
-    let mut whole = WholeSlices::of(rank, ours)?;
-    let reads = Arc::clone(rank.link.reads().ok_or_else(PeerFault::nixl_is_gone)?);
-    let (lives, goals) = goals_of(&slots.left);
-    let mut made = vec![Ok(()); slots.left.len()];
-    let (mut from, mut expected) = (Vec::new(), VecDeque::new());
-    let sums = sums_of_all(&mut rank.link, &lives, until).await?;
-    for ((life, goal), sum) in lives.iter().zip(&goals).zip(sums) {
-        match sum {
-            Some(sum) => {
-                from.push(life.get().0);
-                expected.push_back(ExpectedSlice { goal, sum });
-            }
-            None => goal.fail(&mut made, &another_life()),
-        }
-    }
-    let mut reading = ScratchReads::new(&reads, &from)?;
-    let before = slots.saturated;
-    let into = (&mut *slots, &mut *made);
-    let taken = place_slices(&mut reading, &mut whole, expected, into, until).await;
-    match &taken {
-        Ok(()) => slots.next_all(made),
-        Err(_) => {
-            slots.saturated = before;
-            reading.end().await;
-        }
-    }
-    taken
+/// Slices of one rank that come whole, and how far it got.
+pub(super) struct NixlSlices<'a> {
+    reading: ScratchReads<'a>,
+    /// The checksums of those that are left, if they are there.
+    sums: VecDeque<Option<[u8; 4]>>,
+    part: Option<ScratchBlocks>,
+    /// As many of that part are taken.
+    taken: usize,
+    /// Of a pull that reads at several ranks, until all reads here have begun.
+    turn: Option<Arc<OwnedMutexGuard<()>>>,
 }
 
-/// A slice that is to come.
-struct ExpectedSlice<'a> {
-    goal: &'a SliceGoal,
-    sum: [u8; 4],
+/// What [`NixlSlices`] borrow.
+pub(super) struct NixlSource {
+    reads: Arc<HolderReads>,
+    /// Slots of slices that are there.
+    from: Vec<SlotId>,
+    sums: SliceSums,
 }
 
-async fn place_slices(
-    reading: &mut ScratchReads<'_>,
-    whole: &mut WholeSlices,
-    mut expected: VecDeque<ExpectedSlice<'_>>,
-    (slots, made): (&mut ComingSlots, &mut [Result<(), CopyError>]),
-    until: Instant,
-) -> Result<(), PeerFault> {
-    while let Some(mut part) = reading.next(until).await? {
-        for (slice, came) in part.blocks() {
-            let Some(ExpectedSlice { goal, sum }) = expected.pop_front() else { break };
-            match compare(came, sum) {
-                Ok(()) => whole.place(goal, slice, slots, made),
-                Err(why) => goal.fail(made, &why),
-            }
-        }
-        // Others have this thread too.
-        yield_now().await;
+impl NixlSource {
+    pub(super) fn new(reads: Arc<HolderReads>, lives: &[SlotLife], sums: SliceSums) -> Self {
+        let there = lives.iter().zip(&sums).filter(|(_, sum)| sum.is_some());
+        let from = there.map(|(life, _)| life.get().0).collect();
+        Self { reads, from, sums }
     }
-    Ok(())
+}
+
+impl<'a> NixlSlices<'a> {
+    pub(super) fn new(
+        source: &'a NixlSource,
+        turn: Option<Arc<OwnedMutexGuard<()>>>,
+    ) -> Result<Self, PeerFault> {
+        let reading = ScratchReads::new(&source.reads, &source.from)?;
+        Ok(Self { reading, sums: source.sums.clone().into(), part: None, taken: 0, turn })
+    }
+
+    /// Begins to read.
+    pub(super) async fn begin(&mut self) {
+        self.reading.ask().await;
+        self.turn.take_if(|_| self.reading.has_asked());
+    }
+
+    pub(super) async fn next(
+        &mut self,
+        until: Instant,
+    ) -> Result<Result<&mut [u8], CopyError>, PeerFault> {
+        let Some(sum) = self.sums.pop_front().flatten() else { return Ok(Err(another_life())) };
+        if self.part.as_ref().is_none_or(|part| part.len() == self.taken) {
+            // Its frames are free for what is read ahead.
+            self.part = None;
+            self.part = self.reading.next(until).await?;
+            self.taken = 0;
+            self.turn.take_if(|_| self.reading.has_asked());
+        }
+        let (part, at) = (self.part.as_mut(), self.taken);
+        self.taken += 1;
+        let (slice, came) =
+            part.and_then(|part| part.block(at)).ok_or_else(PeerFault::nixl_is_gone)?;
+        Ok(compare(came, sum).map(|()| slice))
+    }
+
+    /// Nothing more is wanted, though some may still come: until then, and a little longer.
+    pub(super) async fn end(self, until: Instant) {
+        drop(self.part);
+        self.reading.end(until).await;
+    }
 }
 
 /// Reads under way, in the order in which they began.

@@ -14,6 +14,7 @@ use super::super::protocol::{
     MAX_SLICES, SlotLife, ToHolder, ToReader, decode, receive, requests, send,
 };
 use super::super::sealed::NOT_CONVERTED;
+use super::by_connection::take;
 use super::holder::{cut, give, say};
 use super::*;
 
@@ -90,17 +91,7 @@ fn slots_of(generation: impl Fn(u32) -> u32, keys: Option<Arc<HostSeal>>) -> (Co
         pulled_slot(&memory, op, slot as usize, done.clone())
     };
     let left = (0..SLOTS).map(slot).collect();
-    (
-        ComingSlots {
-            left,
-            came: VecDeque::new(),
-            heads: None,
-            seals,
-            made: Vec::new(),
-            saturated: 0,
-        },
-        ends,
-    )
+    (ComingSlots { left, came: VecDeque::new(), seals, saturated: 0 }, ends)
 }
 
 /// What a leader orders to be read at ranks of a worker.
@@ -141,7 +132,7 @@ async fn slices_arrive_whole_and_not_those_of_other_lives() {
     let (mut here, there) = duplex(1 << 14);
     let (mut wanted, ends) = slots(|slot| if slot % 100 == 0 { LIFE + 1 } else { LIFE });
     tokio::select! {
-        taken = take(&mut here, &SOURCE, &mut wanted) => taken.unwrap(),
+        taken = take(&mut here, &mut wanted) => taken.unwrap(),
         () = serve(there, slice) => panic!("it left"),
     }
     wanted.end();
@@ -164,12 +155,37 @@ async fn a_slice_that_differs_from_its_checksum_is_corrupt() {
         bytes
     };
     tokio::select! {
-        taken = take(&mut here, &SOURCE, &mut wanted) => taken.unwrap(),
+        taken = take(&mut here, &mut wanted) => taken.unwrap(),
         () = serve(there, flipped) => panic!("it left"),
     }
     wanted.end();
     let wrong: Vec<_> = ends.all().into_iter().filter(|(_, end)| end.is_some()).collect();
     assert_eq!(wrong, [(SlotId(1_000), Some(CopyErrorKind::Corrupt))]);
+}
+
+#[tokio::test]
+async fn a_part_that_differs_from_its_checksum_does_not_come() {
+    let (mut here, there) = duplex(1 << 14);
+    let lives: Vec<_> = (0..SLOTS).map(|slot| SlotLife::of(op(SlotId(slot), LIFE).from)).collect();
+    let mut slices = ConnectionSlices::new(&mut here, lives, HeadShare::WHOLE, BYTES as u64);
+    let flipped = |slot| {
+        let mut bytes = slice(slot);
+        bytes[BYTES - 1] ^= u8::from(slot == SlotId(1_000));
+        bytes
+    };
+    let take = async {
+        slices.begin().await.unwrap();
+        for slot in 0..SLOTS {
+            match slices.next().await.unwrap() {
+                Ok(came) => assert_eq!((came, slot == 1_000), (&mut *slice(SlotId(slot)), false)),
+                Err(why) => assert_eq!((why.kind(), slot), (CopyErrorKind::Corrupt, 1_000)),
+            }
+        }
+    };
+    tokio::select! {
+        () = take => {}
+        () = serve(there, flipped) => panic!("it left"),
+    }
 }
 
 #[tokio::test]
@@ -183,7 +199,7 @@ async fn what_has_not_come_when_the_link_breaks_is_left() {
     // Half of the next one.
     there.write_all(&slice(SlotId(1))[..BYTES / 2]).await.unwrap();
     there.shutdown().await.unwrap();
-    let broken = take(&mut here, &SOURCE, &mut wanted).await.unwrap_err();
+    let broken = take(&mut here, &mut wanted).await.unwrap_err();
     assert!(matches!(broken, BrokenLink::Closed(_)), "{broken}");
     assert_eq!((wanted.came.len(), wanted.left.len()), (1, SLOTS as usize - 1));
     wanted.fail(&CopyError::refused("the link broke"));
@@ -198,50 +214,9 @@ async fn what_is_no_slice_ends_it() {
     let (mut here, mut there) = duplex(1 << 20);
     let (mut wanted, ends) = slots(|_| LIFE);
     send(&mut there, &ToReader::Between(1)).await.unwrap();
-    let broken = take(&mut here, &SOURCE, &mut wanted).await.unwrap_err();
+    let broken = take(&mut here, &mut wanted).await.unwrap_err();
     assert!(matches!(broken, BrokenLink::Unexpected(_)), "{broken}");
     assert!(ends.all().is_empty());
-}
-
-/// Two ranks of another worker have the heads of each slice, one of which has another slot by now.
-#[tokio::test]
-async fn a_slice_comes_in_shares_from_ranks_with_fewer_heads() {
-    let heads = HeadLayout::new(8, 2, BYTES).unwrap();
-    let (mut wanted, ends) = slots(|_| LIFE);
-    wanted.heads = Some(heads);
-    for (rank, stale, flipped) in [(0, 7, 9), (1, 8, 10)] {
-        let share = HeadShare::new(rank, 2).unwrap();
-        let (mut here, there) = duplex(1 << 14);
-        let serve = async {
-            let mut link = FramedRead::new(there, requests());
-            while let Some(Ok(frame)) = link.next().await {
-                let Ok(ToHolder::Slices(HeadShare::WHOLE, lives)) = decode(&frame) else {
-                    panic!()
-                };
-                let copy = |(slot, _), to: &mut Vec<u8>| {
-                    *to = slice(slot);
-                    heads.cut(share, to).unwrap();
-                    let crc = checksum(to);
-                    to[0] ^= u8::from(slot == SlotId(flipped));
-                    (slot != SlotId(stale)).then_some(crc)
-                };
-                give(link.get_mut(), &lives, copy, None, LIMIT).await.unwrap();
-            }
-        };
-        let source = PullSource { into: share, ..SOURCE };
-        wanted.begin();
-        tokio::select! {
-            taken = take(&mut here, &source, &mut wanted) => taken.unwrap(),
-            () = serve => panic!("it left"),
-        }
-    }
-    wanted.end();
-    let mut wrong: Vec<_> = ends.all().into_iter().filter(|(_, end)| end.is_some()).collect();
-    wrong.sort_unstable_by_key(|(slot, _)| *slot);
-    let [gone, corrupt] = [CopyErrorKind::Unavailable, CopyErrorKind::Corrupt].map(Some);
-    let expected = [(7, gone), (8, gone), (9, corrupt), (10, corrupt)];
-    assert_eq!(wrong, expected.map(|(slot, end)| (SlotId(slot), end)));
-    assert_eq!(ends.all().len(), SLOTS as usize);
 }
 
 /// What a rank seals with, and the keys of its tenants. `main`: the number of its main key.
@@ -323,7 +298,7 @@ async fn slices_come_from_any_host_tier_to_any() {
             }
         };
         tokio::select! {
-            taken = take(&mut link, &SOURCE, &mut wanted) => taken.unwrap(),
+            taken = take(&mut link, &mut wanted) => taken.unwrap(),
             () = serve => panic!("it left"),
         }
         wanted.end();
@@ -349,7 +324,7 @@ async fn a_broken_seal_is_corrupt_whatever_its_checksum_says() {
         let (mut wanted, ends) = slots_of(|_| LIFE, Some(here));
         wanted.prepare().await.unwrap();
         tokio::select! {
-            taken = take(&mut link, &SOURCE, &mut wanted) => taken.unwrap(),
+            taken = take(&mut link, &mut wanted) => taken.unwrap(),
             () = serve_sealed(other_end, |_| &there, broken) => panic!("it left"),
         }
         wanted.end();
@@ -366,7 +341,7 @@ async fn slices_before_an_unusable_key_come_and_none_behind() {
         let (mut link, other_end) = duplex(1 << 14);
         let (mut wanted, ends) = slots_of(|_| LIFE, here);
         tokio::select! {
-            taken = take(&mut link, &SOURCE, &mut wanted) => taken.unwrap(),
+            taken = take(&mut link, &mut wanted) => taken.unwrap(),
             () = serve_sealed(other_end, by, lying) => panic!("it left"),
         }
         wanted.end();
@@ -417,32 +392,19 @@ async fn a_request_has_each_key_once_and_no_forgotten_one() {
 #[tokio::test]
 async fn heads_of_sealed_slices_are_not_split() {
     let half = HeadShare::new(0, 2).unwrap();
-    // What is to lie sealed here is not asked for.
-    let (mut here, there) = duplex(1 << 14);
-    drop(there);
-    let (mut wanted, _) = slots_of(|_| LIFE, Some(sealing(1).0));
-    for source in [PullSource { into: half, ..SOURCE }, PullSource { give: half, ..SOURCE }] {
-        let refused = take(&mut here, &source, &mut wanted).await.unwrap_err();
-        assert_eq!(refused.to_string(), NOT_CONVERTED);
-    }
-    // What lies sealed there is not given, nor joined.
+    let lives: Vec<_> = (0..SLOTS).map(|slot| SlotLife::of(op(SlotId(slot), LIFE).from)).collect();
     let (mut here, mut there) = duplex(1 << 14);
     say(&mut there, &ToReader::Refused(NOT_CONVERTED.to_owned()), LIMIT).await.unwrap();
-    let (mut wanted, _) = slots_of(|_| LIFE, Some(in_the_clear(1)));
-    let refused = take(&mut here, &PullSource { give: half, ..SOURCE }, &mut wanted).await;
-    assert_eq!(refused.unwrap_err().to_string(), NOT_CONVERTED);
+    let mut slices = ConnectionSlices::new(&mut here, lives.clone(), half, BYTES as u64);
+    assert_eq!(slices.next().await.unwrap_err().to_string(), NOT_CONVERTED);
+    // One that comes all the same.
     let (mut here, there) = duplex(1 << 14);
     let (seal, _) = sealing(1);
-    let (mut wanted, ends) = slots_of(|_| LIFE, Some(in_the_clear(1)));
-    let half_lying = |seal: &HostSeal, slot| lying(seal, slot)[BYTES / 2..].to_vec();
-    let source = PullSource { into: half, ..SOURCE };
+    let mut slices = ConnectionSlices::new(&mut here, lives, HeadShare::WHOLE, BYTES as u64);
     tokio::select! {
-        taken = take(&mut here, &source, &mut wanted) => taken.unwrap(),
-        () = serve_sealed(there, |_| &seal, half_lying) => panic!("it left"),
+        came = slices.next() => assert_eq!(came.unwrap_err().to_string(), NOT_CONVERTED),
+        () = serve_sealed(there, |_| &seal, lying) => panic!("it left"),
     }
-    wanted.end();
-    assert!(failures(&ends).iter().all(|(_, end)| *end == CopyErrorKind::Refused));
-    assert_eq!(failures(&ends).len(), SLOTS as usize);
 }
 
 #[test]

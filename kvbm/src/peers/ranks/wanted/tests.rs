@@ -4,10 +4,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::future::join_all;
+use kvbm_tiers::checksum::checksum;
 use kvbm_tiers::numbers::{HalfType, halves_to_halves};
-use kvbm_tiers::ranks::{PeerSeat, PullFrom, PulledBlock, pulled_slot, pulled_slot_of, rank_slots};
+use kvbm_tiers::ranks::{
+    PullFrom, PullSource, PulledBlock, pulled_slot, pulled_slot_of, rank_slots,
+};
 use kvbm_tiers::{
-    BlockKey, Done, DramOptions, DramRegion, Geometry, Memory, PeerMemory, SlotId, SlotRef, Tier,
+    BlockKey, CopyErrorKind, CopyOp, Done, DramOptions, DramRegion, Geometry, Memory, PeerMemory,
+    SlotId, SlotRef, Tier,
 };
 use tokio::io::duplex;
 use tokio_util::codec::FramedRead;
@@ -17,6 +22,7 @@ use super::super::{SliceHolder, SliceReader};
 use super::*;
 use crate::peers::conversion::tests::{PROMPT, RANK_ORDERS, RankSlices, ranks_of};
 use crate::peers::greeting::{Credentials, PeerProofs};
+use crate::peers::link::PeerLink;
 use crate::peers::nixl::NixlHolders;
 use crate::peers::nixl::tests::{NixlDouble, Reads};
 use crate::peers::protocol::{Member, requests};
@@ -132,18 +138,21 @@ impl ReadRanks {
         };
         let mut sources = Vec::new();
         for ((holder, memory), rank) in self.holders.iter().zip(0..) {
-            let (stream, there) = duplex(1 << 20);
-            let serving = Arc::clone(holder);
-            tokio::spawn(async move {
-                serving.answer("the other rank", FramedRead::new(there, requests())).await;
-            });
-            let member = holder.credentials.member.clone();
+            let member = &holder.credentials.member;
             let seat = PeerSeat { port: rank, incarnation: member.incarnation };
-            let mut link = PeerLink::to(member, Box::new(stream));
-            let is_mapped = self.way == Way::Memory;
-            let mapped = is_mapped.then(|| PeerMemory::map(memory.shareable().unwrap()));
-            link.memory = mapped.map(|memory| Arc::new(memory.unwrap()));
-            reader.keep(("there".to_owned(), seat), link);
+            // For two pulls at once.
+            for _ in 0..2 {
+                let (stream, there) = duplex(1 << 20);
+                let serving = Arc::clone(holder);
+                tokio::spawn(async move {
+                    serving.answer("the other rank", FramedRead::new(there, requests())).await;
+                });
+                let mut link = PeerLink::to(member.clone(), Box::new(stream));
+                let is_mapped = self.way == Way::Memory;
+                let mapped = is_mapped.then(|| PeerMemory::map(memory.shareable().unwrap()));
+                link.memory = mapped.map(|memory| Arc::new(memory.unwrap()));
+                reader.keep(("there".to_owned(), seat), link);
+            }
             let into = HeadShare::new(rank, 2).unwrap();
             sources.push(PullSource { seat, give: HeadShare::WHOLE, into });
         }
@@ -165,12 +174,12 @@ impl ReadRanks {
         let (done, ends) = told();
         let (reader, sources) = self.reader();
         let theirs = &self.holders[0].0.credentials.member;
-        let conversion =
-            Conversion::of_given_shares(&self.ours.member, theirs, &sources[0]).unwrap();
+        let conversion = Conversion::of_given_shares(&self.ours.member, theirs, &sources[0]);
         let mut place = 0;
         let slot = |position: &usize| {
-            let from = conversion.sources_of(*position).map(|slot| life(slot, life_of(slot)));
-            let from: Vec<_> = from.collect();
+            let itself = *position..*position + 1;
+            let from = conversion.as_ref().map_or(itself, |of| of.sources_of(*position));
+            let from: Vec<_> = from.map(|slot| life(slot, life_of(slot))).collect();
             let pulled =
                 PulledBlock { op: op(from[0], *position), from, position: *position as u32 };
             let first = place;
@@ -266,6 +275,51 @@ async fn a_share_of_heads_comes_any_way() {
     }
 }
 
+/// Those of each slot lie in two ranks, in the order in which they lie here.
+#[tokio::test]
+async fn slots_are_joined_of_the_shares_of_several_ranks() {
+    let all: Vec<_> = (0..PROMPT / 16).collect();
+    let (gone, damaged) = (2, 4);
+    for way in Way::ALL {
+        let ours = ranks_of(RANK_ORDERS[0], 16, 2).remove(1);
+        let ranks = ReadRanks::of(ours, &ranks_of(RANK_ORDERS[0], 16, 4)[2..], way);
+        let memory = &ranks.holders[1].1;
+        let known = memory.checksums().unwrap();
+        let sum = known.get(SlotId(damaged)).unwrap();
+        let life = life(damaged as usize, LIFE);
+        let mut slot = pulled_slot(memory, op(life, damaged as usize), 0, Done::new(|_| ()));
+        slot.bytes()[9] ^= 1;
+        known.record(SlotId(damaged), sum);
+        let came = ranks.pull(&all, |slot| LIFE + u32::from(slot == gone)).await;
+        let failed = |at: &usize| *at == gone || *at == damaged as usize;
+        assert!(came.iter().all(|(at, end)| end.is_some() == failed(at)), "{way:?}: {came:?}");
+        let right: Vec<_> = all.iter().copied().filter(|at| !failed(at)).collect();
+        ranks.assert_right(&right);
+    }
+}
+
+/// Each needs more scratch of either rank than there is.
+#[test]
+fn pulls_of_several_ranks_do_not_wait_for_each_other() {
+    simulated(async {
+        let all: Vec<_> = (0..PROMPT / 16).collect();
+        let ours = ranks_of(RANK_ORDERS[0], 16, 2).remove(1);
+        let ranks = ReadRanks::of(ours, &ranks_of(RANK_ORDERS[0], 16, 4)[2..], Way::Nixl);
+        let (reader, sources) = ranks.reader();
+        let (done, ends) = told();
+        let pulls = all.chunks(all.len().div_ceil(2)).map(|slots| {
+            let slot = |slot: &usize| {
+                pulled_slot(&ranks.here, op(life(*slot, LIFE), *slot), *slot, done.clone())
+            };
+            let from = pull_from(&ranks.holders[0].0.credentials.member, sources.clone());
+            reader.bring(from, slots.iter().map(slot).collect())
+        });
+        join_all(pulls).await;
+        assert!(ends.lock().iter().all(|(_, end)| end.is_none()), "{:?}", ends.lock());
+        ranks.assert_right(&all);
+    });
+}
+
 /// bfloat16 here, float16 there.
 #[tokio::test]
 async fn numbers_of_ranks_get_the_type_that_they_have_here() {
@@ -341,22 +395,20 @@ async fn nothing_comes_from_a_rank_unlike_what_its_leader_says() {
 
 #[tokio::test]
 async fn what_is_to_lie_encrypted_is_not_converted() {
-    let ranks = ReadRanks::new(64, 16, Way::Tcp);
-    let source = PullSource {
-        seat: PeerSeat { port: 1, incarnation: 1 },
-        give: HeadShare::WHOLE,
-        into: HeadShare::new(0, 2).unwrap(),
-    };
-    let theirs = &ranks.holders[0].0.credentials.member;
-    let conversion = Conversion::of_given_shares(&ranks.ours.member, theirs, &source);
-    let conversion = conversion.expect("more tokens there");
-    let seals = SliceSeals::new(Some(sealing(1).0), 0);
-    let (left, came) = (VecDeque::new(), VecDeque::new());
-    let mut slots = ComingSlots { left, came, heads: None, seals, made: Vec::new(), saturated: 0 };
-    let (mut here, _there) = duplex(64);
-    let made = (&conversion, theirs.block_bytes as usize);
-    let refused = take_converted(&mut here, &source, made, &mut slots).await.unwrap_err();
-    assert!(matches!(refused, BrokenLink::Unexpected(NOT_CONVERTED)), "{refused}");
+    for way in Way::ALL {
+        let ranks = ReadRanks::new(64, 16, way);
+        let (mut reader, sources) = ranks.reader();
+        reader.seal = Some(sealing(1).0);
+        let (done, ends) = told();
+        let from = (0..4).map(|slot| life(slot, LIFE)).collect();
+        let pulled = PulledBlock { op: op(life(0, LIFE), 0), from, position: 0 };
+        let slot = pulled_slot_of(&ranks.here, pulled, 0, done);
+        let from = pull_from(&ranks.holders[0].0.credentials.member, sources);
+        reader.bring(from, [slot].into()).await;
+        let ends = ends.lock();
+        assert_eq!(ends.len(), 4);
+        assert!(ends.iter().all(|(_, end)| *end == Some(CopyErrorKind::Unavailable)), "{ends:?}");
+    }
 }
 
 #[test]
@@ -394,8 +446,8 @@ fn late_reads_land_in_scratch_that_nothing_else_uses() {
             // What never comes back is told so, and comes over the connection.
             let fails = reads != Reads::Forget;
             assert!(ends.len() == 4 && ends.iter().all(|end| is_over(end) == fails), "{ends:?}");
-            let late = usize::from(reads == Reads::NeverEnd);
-            assert_eq!(ranks.double.scratches(), late, "it goes with its last read");
+            let late = if reads == Reads::NeverEnd { ranks.holders.len() } else { 0 };
+            assert_eq!(ranks.double.scratches(), late, "they go with their last reads");
             ranks.double.set(Reads::Whole);
             assert!(ranks.pull(&[0, 2, 3, 5], |_| LIFE).await.iter().all(|end| !is_over(end)));
             assert_eq!(ranks.double.scratches(), late);
