@@ -12,7 +12,7 @@ use tokio::sync::{OwnedMutexGuard, oneshot};
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::coming::{ComingSlots, SliceSums, another_life, compare, sums_of};
-use super::in_time;
+use super::reader::in_time;
 use crate::peers::link::{PeerFault, PeerLink};
 use crate::peers::nixl::scratch::{ScratchBlocks, ScratchReads};
 use crate::peers::nixl::{GRACE, HolderReads, READ_BYTES, READS};

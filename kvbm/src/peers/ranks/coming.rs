@@ -7,7 +7,7 @@ use kvbm_tiers::sealed::SEAL_BYTES;
 use kvbm_tiers::{CopyError, CopyErrorKind};
 use tokio::time::Instant;
 
-use super::in_time;
+use super::reader::in_time;
 use crate::peers::link::{PeerFault, PeerLink};
 use crate::peers::protocol::{BrokenLink, MAX_SLICES, SlotLife, ToHolder, ToReader};
 use crate::peers::sealed::{self, SliceSeals};

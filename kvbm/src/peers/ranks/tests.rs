@@ -1,20 +1,28 @@
+use std::collections::VecDeque;
+
 use futures::StreamExt;
 use kvbm_tiers::checksum::checksum;
-use kvbm_tiers::ranks::{HeadLayout, HeadShare, pulled_slot};
+use kvbm_tiers::ranks::{HeadLayout, HeadShare, PullFrom, PullSource, pulled_slot};
 use kvbm_tiers::sealed::{ArrivingBlock, SEAL_BYTES, TenantKeys};
 use kvbm_tiers::testing::{host, key_ring};
-use kvbm_tiers::{BlockKey, CopyOp, Done, DramRegion, Owner, SlotId, SlotRef, Tier};
+use kvbm_tiers::{
+    BlockKey, CopyError, CopyErrorKind, CopyOp, Done, DramRegion, Owner, SlotId, SlotRef, Tier,
+};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, duplex};
+use tokio::time::Instant;
 use tokio_util::codec::FramedRead;
 
 use super::super::TIDY_PAUSE;
 use super::super::greeting::PeerProofs;
 use super::super::greeting::tests::member;
+use super::super::link::PeerLink;
 use super::super::protocol::{
-    MAX_SLICES, SlotLife, ToHolder, ToReader, decode, receive, requests, send,
+    BrokenLink, MAX_SLICES, SlotLife, ToHolder, ToReader, decode, receive, requests, send,
 };
-use super::super::sealed::NOT_CONVERTED;
-use super::by_connection::take;
+use super::super::reader::MAX_WAIT;
+use super::super::sealed::{NOT_CONVERTED, SliceSeals};
+use super::by_connection::{ConnectionSlices, take};
+use super::coming::ComingSlots;
 use super::holder::{cut, give, say};
 use super::*;
 

@@ -14,7 +14,7 @@ use super::by_connection::ConnectionSlices;
 use super::by_memory::MemorySlices;
 use super::by_nixl::NixlSlices;
 use super::coming::{ComingSlots, SliceGoal};
-use super::{NO_SUCH_SHARES, ReadRank};
+use super::reader::{NO_SUCH_SHARES, ReadRank};
 use crate::peers::conversion::Conversion;
 use crate::peers::link::PeerFault;
 use crate::peers::protocol::{BrokenLink, Member};

@@ -13,8 +13,9 @@ use tokio::io::duplex;
 use tokio::time::{Instant, sleep};
 use tokio_util::codec::FramedRead;
 
+use super::super::holder::SliceHolder;
+use super::super::reader::SliceReader;
 use super::super::tests::pull_from;
-use super::super::{SliceHolder, SliceReader};
 use super::*;
 use crate::peers::greeting::tests::member;
 use crate::peers::greeting::{Credentials, PeerProofs};

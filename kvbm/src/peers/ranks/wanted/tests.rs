@@ -17,8 +17,9 @@ use kvbm_tiers::{
 use tokio::io::duplex;
 use tokio_util::codec::FramedRead;
 
+use super::super::holder::SliceHolder;
+use super::super::reader::SliceReader;
 use super::super::tests::{pull_from, sealing};
-use super::super::{SliceHolder, SliceReader};
 use super::*;
 use crate::peers::conversion::tests::{PROMPT, RANK_ORDERS, RankSlices, ranks_of};
 use crate::peers::greeting::{Credentials, PeerProofs};
