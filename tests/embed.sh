@@ -29,8 +29,8 @@ trap 'rm -rf "$scratch"' EXIT
 source tests/build.sh
 source tests/expect.sh
 
-# Sums up what lies in a directory: 0 if all holds, 1 if anything is wrong or missing, 3 if only figures fall short. Leaves there
-# what measures these, in `again`.
+# Sums up what lies in a directory: 0 if all holds, 1 if anything is wrong or missing, 3 if only figures fall short. Writes the
+# kinds to measure again to the file `again` in it.
 judge() {
     python3 - "$@" <<'PYTHON'
 import json, pathlib, statistics, sys

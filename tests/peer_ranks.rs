@@ -19,7 +19,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 const TTL_MS: u64 = 2_000;
-/// Of the longest prompt that is timed.
+/// Blocks of the longest prompt that is timed.
 const MEASURED_BLOCKS: usize = 512;
 /// Ranks of most workers here.
 const WORLD: u16 = 2;
@@ -367,7 +367,8 @@ fn frozen_ranks_cost_one_lease_time(way: Way) {
     pair.end();
 }
 
-/// What is leased keeps its slots, and a release may be on its way; so does what is not on disk yet.
+/// Leased blocks keep their slots until the release arrives. Blocks that are not on disk yet keep
+/// theirs, too.
 fn await_room(holder: &Fleet) {
     wait_until(LIMIT, "leases are left", || holder.manager.peers().unwrap().leased() == 0);
     let _ = holder.manager.drain(LIMIT);

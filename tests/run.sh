@@ -159,7 +159,8 @@ features() {
         return
     fi
     local manifest feature
-    # Of what others build. The fuzz targets are a workspace of their own, and tests and benches are built with all features above.
+    # Only the crates that users build. The fuzz targets are a workspace of their own, and tests and benches are built with all
+    # features above.
     for manifest in {cli,config,kvbm,policies,python,tiers}/Cargo.toml; do
         for feature in '' $(awk '/^\[/ { inside = /^\[features\]/ } inside && /^[a-z]/ && !/^default/ { print $1 }' "$manifest"); do
             cargo check --profile checked --quiet --manifest-path "$manifest" --no-default-features --features "$feature"

@@ -160,7 +160,7 @@ def at_once(model: Path, program: Path, rounds: int, place: Place) -> dict[str, 
                 times[way].append(pair.ask_both(100 + len(ways) * number + at, in_layers))
     found = {}
     for way, all_of in times.items():
-        # Of a prompt that is there, less than two blocks are left to compute.
+        # A prompt that was handed over leaves fewer than two blocks to compute.
         handed_over = [one for one in all_of[1:] if one.pop("computed") < 2 * BLOCK]
         medians = {name: statistics.median(one[name] for one in handed_over) for name in (handed_over or [{}])[0]}
         found[way] = {name: round(1e3 * took, 1) for name, took in medians.items()} | {"computed": rounds - len(handed_over)}

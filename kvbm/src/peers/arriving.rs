@@ -139,8 +139,8 @@ pub(super) struct ConvertedSlots<'a, 'f> {
     block: Vec<u8>,
     /// Its numbers in our type, where that takes another size.
     made: Vec<u8>,
-    /// A block of ours, which is put together in the caches: written part by part into its slot it
-    /// would be fetched from memory first.
+    /// One of our blocks, put together in the caches. Written part by part, its slot would be
+    /// fetched from memory first.
     joined: Vec<u8>,
     kept: usize,
     until: usize,

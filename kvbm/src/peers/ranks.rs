@@ -7,22 +7,22 @@
 //! only if it has that checksum. So what came is right, or it does not count; and when it does not come
 //! in any rank, it does not count in all.
 //!
-//! Slices are copied out of the other ranks' memory, if all of them can be mapped; else they are read
-//! by NIXL, where both have it; else they come over the connection. Out of memory a slice comes whole,
-//! since its checksum covers all of it, even if only a share of its heads is wanted.
+//! A rank reads all others in one way: out of their memory, if all of it can be mapped; else by
+//! NIXL, if it reaches all of them; else over connections. Out of memory a slice comes whole, since
+//! its checksum covers all of it, even if only a share of its heads is wanted.
 //!
-//! What is here as it is there goes straight into its slot. All else is put together of what the ranks
-//! that have it give.
+//! A slice that has the same form in both workers goes straight into its slot. Other slots are put
+//! together from the slices of several ranks, or from a part of a slice.
 //!
 //! | module | |
 //! |---|---|
 //! | `holder` | gives slices |
-//! | `reader` | brings them, in the way that serves |
-//! | `coming` | slots that they come into, and what they are made of |
+//! | `reader` | brings slices, and chooses the way |
+//! | `coming` | slots that slices come into, and the slices they need |
 //! | `by_connection` | takes slices over the connection |
 //! | `by_memory` | copies them out of the memory of a rank on this host |
 //! | `by_nixl` | has NIXL read them out of the other's memory |
-//! | `wanted` | puts slots together of what is wanted of slices |
+//! | `wanted` | puts slots together from slices |
 
 mod by_connection;
 mod by_memory;

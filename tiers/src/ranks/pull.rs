@@ -199,7 +199,9 @@ impl PulledSlot {
     /// `Refused`: the block has another size, or the slot's frame is lent.
     pub fn fill(&mut self, block: &[u8]) -> Result<(), CopyError> {
         let filled = self.frame.as_mut().and_then(|frame| self.memory.fill(frame, block));
-        filled.map(drop).ok_or_else(|| CopyError::refused("its block is none of this slot's"))
+        filled.map(drop).ok_or_else(|| {
+            CopyError::refused("the block does not fit the slot, or something else writes it")
+        })
     }
 
     /// Copies what lies in a slot of a peer's memory; returns the checksum of what arrived, which the

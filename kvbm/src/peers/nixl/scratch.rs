@@ -32,8 +32,8 @@ pub(in crate::peers) struct Scratch {
     free: Mutex<Vec<Frame>>,
     /// A permit for each frame that is free. Pulls get theirs in the order in which they ask.
     permits: Arc<Semaphore>,
-    /// Held by a pull that also needs scratch of other holders, until it has all that it needs: of two,
-    /// each could have what the other waits for.
+    /// A pull that needs scratch of several holders holds this until it has all of it. Without it,
+    /// two pulls could each hold what the other waits for.
     turn: Arc<tokio::sync::Mutex<()>>,
 }
 
@@ -61,8 +61,8 @@ impl Scratch {
         &self.memory
     }
 
-    /// The turn of a pull that needs scratch of several holders. All such pulls take it at the first of
-    /// these.
+    /// Waits for the turn of a pull that needs scratch of several holders. Such a pull takes its
+    /// turn at the first holder only.
     pub(in crate::peers) async fn turn(&self) -> OwnedMutexGuard<()> {
         Arc::clone(&self.turn).lock_owned().await
     }
@@ -199,9 +199,9 @@ impl<'a> ScratchReads<'a> {
         back
     }
 
-    /// Nothing more is wanted. What is under way has until then, and some more time in any case, since the
-    /// end of the agent ends others' reads too. If none of the scratch was to be had, others' reads have
-    /// that time: else frames that do not come back would keep all from reading.
+    /// Stops reading. Waits for reads under way until `until`, and for `GRACE` at least, then ends
+    /// the agent: that ends others' reads too. If this pull never got scratch, it waits for others'
+    /// reads instead: frames that never come back would keep all pulls from reading.
     pub(in crate::peers) async fn end(self, until: Instant) {
         let had_frames = self.left.len() < self.wanted;
         let is_alive = async {

@@ -1,5 +1,5 @@
-//! Slices that a rank takes over its connections to those that have them, which cut out the share of
-//! the heads that is wanted.
+//! Slices that a rank takes over connections. The rank that gives them cuts out the wanted share of
+//! the heads.
 
 use kvbm_tiers::checksum::checksum;
 use kvbm_tiers::ranks::{HeadShare, PulledSlot};
@@ -43,7 +43,7 @@ impl SliceRequests {
         Ok(())
     }
 
-    /// The next one comes now.
+    /// Asks for more, and counts the next slice as come.
     async fn next(&mut self, stream: &mut (impl AsyncWrite + Unpin)) -> Result<(), BrokenLink> {
         self.ask(stream).await?;
         self.came += 1;

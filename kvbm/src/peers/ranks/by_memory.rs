@@ -1,6 +1,6 @@
-//! Slices that a rank copies out of the memory of those on its host, which say their checksums and take
-//! no further part. They may write their slots meanwhile, once the lease is over: then what came is not
-//! what its checksum says.
+//! Slices that a rank copies out of the memory of other ranks on its host. Those only say the
+//! checksums. When the lease is over they may write a slot during the copy; the copy then does not
+//! match its checksum.
 
 use std::sync::Arc;
 

@@ -108,7 +108,7 @@ impl<'a> NixlSlices<'a> {
         Ok(compare(came, sum).map(|()| slice))
     }
 
-    /// Nothing more is wanted, though some may still come: until then, and a little longer.
+    /// Stops reading. Waits for reads under way as [`ScratchReads::end`] does.
     pub(super) async fn end(self, until: Instant) {
         drop(self.part);
         self.reading.end(until).await;

@@ -14,9 +14,9 @@ use crate::peers::sealed::{self, SliceSeals};
 
 /// Slots that slices come into.
 pub(super) struct ComingSlots {
-    /// In their order: those that wait for what they are made of.
+    /// Slots that wait for their slices, in order.
     pub(super) left: VecDeque<PulledSlot>,
-    /// Those that have it.
+    /// Slots that have all their slices.
     pub(super) came: VecDeque<PulledSlot>,
     pub(super) seals: SliceSeals,
     /// Numbers that were too large for their new type.
@@ -38,7 +38,8 @@ impl ComingSlots {
         self.left.front_mut().map_or(0, |slot| slot.bytes().len().saturating_sub(seal_bytes))
     }
 
-    /// Where what is left lies there, of slots that lie there as they do here.
+    /// The slot there that each remaining slot is copied from. For blocks that lie there as they do
+    /// here.
     pub(super) fn lives(&self) -> Vec<SlotLife> {
         self.left.iter().map(|slot| SlotLife::of(slot.op().from)).collect()
     }
@@ -73,7 +74,7 @@ impl ComingSlots {
 
 /// Where a slice goes.
 pub(super) struct SliceGoal {
-    /// Into as many slots goes a part of it: the first of those that are left then.
+    /// How many slots get a part of it: the first ones left when it comes.
     pub(super) slots: usize,
     /// How many slices go into each before it.
     pub(super) nth: usize,
@@ -110,7 +111,7 @@ pub(super) async fn sums_of(
     match link.exchange(&ToHolder::SliceSums(lives.to_vec())).await? {
         ToReader::SliceSums(sums) if sums.len() == lives.len() => Ok(sums),
         _ => {
-            // What comes next is not known.
+            // More may be on its way, so the connection is not used again.
             link.is_asked = true;
             Err(BrokenLink::Unexpected("no answer to a request for checksums"))
         }

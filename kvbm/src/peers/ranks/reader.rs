@@ -71,7 +71,7 @@ impl ReadRank<'_> {
         if self.is_plain() { ReadInto::Slots } else { ReadInto::Scratch }
     }
 
-    /// Slices that each of ours is made of, or has a part of.
+    /// How many slices there each of ours takes bytes from.
     fn sources(&self) -> usize {
         self.conversion.as_ref().map_or(1, Conversion::sources)
     }
@@ -213,7 +213,7 @@ impl SliceReader {
         Ok(())
     }
 
-    /// Slots that are made of slices of these ranks, all of which give theirs in the same way.
+    /// Brings slots made of these ranks' slices, in one way for all ranks.
     async fn bring_wanted(
         &self,
         ranks: &mut [ReadRank<'_>],
@@ -229,7 +229,7 @@ impl SliceReader {
             return self.bring_by_memory(ranks, memories, slots, until).await;
         }
         if let Some(nixl) = &self.nixl {
-            // Not all of them could be mapped, so none is.
+            // Some could not be mapped, so NIXL reads all of them.
             let mapped = ranks.iter_mut().filter_map(|rank| rank.link.memory.take().map(|_| rank));
             let equipping = mapped.map(async |rank| {
                 let equipped = nixl.equip(&mut rank.link, ReadInto::Scratch).await;

@@ -1,8 +1,9 @@
 //! Slots that are made of slices of several ranks, or of what is wanted of a slice.
 //!
-//! What all ranks give of a slot comes before any of the next. It is put together in a buffer, which lies
-//! in the caches unless blocks are large, and written past them when it is whole: written row by row
-//! into its slot it would be fetched from memory first, and again to be summed.
+//! What all ranks give of a slot comes before any of the next. Each block is put together in a
+//! buffer, which stays in the caches unless blocks are large. The whole block then goes to its slot
+//! past the caches. Written row by row, the slot would be fetched from memory first, and once more
+//! for its checksum.
 
 use futures::future::join_all;
 use kvbm_tiers::CopyError;
@@ -28,7 +29,7 @@ pub(super) enum ComingSlices<'a> {
 }
 
 impl ComingSlices<'_> {
-    /// Has some of them come, ahead of the first.
+    /// Asks for the first ones, before any is taken.
     async fn begin(&mut self, until: Instant) -> Result<(), PeerFault> {
         let begin = async {
             match self {
@@ -57,7 +58,7 @@ impl ComingSlices<'_> {
         }
     }
 
-    /// Nothing more is wanted. What NIXL may still write has until then.
+    /// Stops. Reads by NIXL that are under way have until `until`, and `GRACE` at least.
     pub(super) async fn end(self, until: Instant) {
         if let Self::Nixl(slices) = self {
             slices.end(until).await;
@@ -114,7 +115,7 @@ impl JoinedBlocks {
         Self { block_bytes, bytes: Vec::new(), came: Vec::new(), saturated: 0 }
     }
 
-    /// With the first slice of a block nothing of it is there.
+    /// The first slice of a block starts an empty one.
     fn begin(&mut self, goal: &SliceGoal) {
         if goal.nth == 0 {
             self.bytes.resize(goal.slots * self.block_bytes, 0);
@@ -128,7 +129,7 @@ impl JoinedBlocks {
         right.for_each(|came| *came = Err(why.clone()));
     }
 
-    /// With the last slice of a block all of it is there.
+    /// The last slice of a block completes it.
     fn end(&mut self, goal: &SliceGoal, slots: &mut ComingSlots) {
         let of = |slot: &PulledBlock| slot.from.len();
         if slots.left.front().is_some_and(|slot| goal.nth + 1 < of(slot.pulled())) {
@@ -142,7 +143,7 @@ impl JoinedBlocks {
             has_come |= filled.is_ok();
             slots.next(filled);
         }
-        // What failed counts when it comes again.
+        // A block that failed is counted when it comes again.
         slots.saturated += if has_come { self.saturated } else { 0 };
     }
 }
@@ -151,14 +152,14 @@ impl JoinedBlocks {
 pub(super) struct SliceParts {
     /// How heads lie in slices here.
     heads: Option<HeadLayout>,
-    /// How they lie there, and what is wanted of these, where whole slices come.
+    /// Where whole slices come: how heads lie in slices there, and which share of them is wanted.
     theirs: Option<(HeadLayout, HeadShare)>,
     /// `None`: slices lie there as they do here.
     conversion: Option<Conversion>,
-    /// The share of the heads of ours that it is.
+    /// Which share of our heads the rank gives.
     into: HeadShare,
-    /// Where numbers get another type, the wanted heads are cut out first: no others are converted,
-    /// and none counted.
+    /// Where numbers get another type, the wanted heads are cut out first, so that no others are
+    /// converted or counted.
     is_cut: bool,
     cut: Vec<u8>,
     /// For a slice whose numbers get a type of another size.

@@ -50,10 +50,15 @@ enum Way {
     Memory,
     Nixl,
     NixlOrTcp,
+    /// By NIXL, though the first rank's memory is mapped.
+    PartlyMapped,
+    /// Over connections, though the first rank has NIXL.
+    PartlyNixl,
 }
 
 impl Way {
-    const ALL: [Self; 3] = [Self::Tcp, Self::Memory, Self::Nixl];
+    const ALL: [Self; 5] =
+        [Self::Tcp, Self::Memory, Self::Nixl, Self::PartlyMapped, Self::PartlyNixl];
 }
 
 type Ends = Vec<(usize, Option<CopyErrorKind>)>;
@@ -90,7 +95,10 @@ fn credentials(member: Member) -> Arc<Credentials> {
     Arc::new(Credentials { member, proofs: PeerProofs::default(), converts_types: false })
 }
 
-fn holder_of(rank: &RankSlices, double: &Arc<NixlDouble>) -> (Arc<SliceHolder>, Arc<DramRegion>) {
+fn holder_of(
+    rank: &RankSlices,
+    double: Option<&Arc<NixlDouble>>,
+) -> (Arc<SliceHolder>, Arc<DramRegion>) {
     let memory = memory(rank.slices.len(), rank.member.block_bytes);
     for (slot, slice) in rank.slices.iter().enumerate() {
         let filling = op(life(0, LIFE), slot);
@@ -102,7 +110,7 @@ fn holder_of(rank: &RankSlices, double: &Arc<NixlDouble>) -> (Arc<SliceHolder>, 
     let holder = SliceHolder {
         slots: rank_slots(Arc::clone(&memory), lives),
         sealed: None,
-        nixl: Some(double.holder(&memory)),
+        nixl: double.map(|double| double.holder(&memory)),
         credentials: credentials(rank.member.clone()),
         limit: LIMIT,
     };
@@ -120,15 +128,21 @@ impl ReadRanks {
     fn of(ours: RankSlices, theirs: &[RankSlices], way: Way) -> Self {
         let here = memory(ours.slices.len(), ours.member.block_bytes);
         let double = NixlDouble::of(Arc::clone(&here));
-        let holders = theirs.iter().map(|rank| holder_of(rank, &double)).collect();
+        let holder = |(at, rank)| {
+            let has_nixl = at == 0 || way != Way::PartlyNixl;
+            holder_of(rank, Some(&double).filter(|_| has_nixl))
+        };
+        let holders = theirs.iter().enumerate().map(holder).collect();
         Self { ours, here, holders, double, way }
     }
 
     fn reader(&self) -> (SliceReader, Vec<PullSource>) {
         let nixl = match self.way {
             Way::Tcp | Way::Memory => None,
-            Way::Nixl => Some(NixlHolders::new(self.double.reader(), true, 0)),
-            Way::NixlOrTcp => Some(NixlHolders::new(self.double.reader(), false, 0)),
+            Way::Nixl | Way::PartlyMapped => Some(NixlHolders::new(self.double.reader(), true, 0)),
+            Way::NixlOrTcp | Way::PartlyNixl => {
+                Some(NixlHolders::new(self.double.reader(), false, 0))
+            }
         };
         let reader = SliceReader {
             credentials: credentials(self.ours.member.clone()),
@@ -149,7 +163,11 @@ impl ReadRanks {
                     serving.answer("the other rank", FramedRead::new(there, requests())).await;
                 });
                 let mut link = PeerLink::to(member.clone(), Box::new(stream));
-                let is_mapped = self.way == Way::Memory;
+                let is_mapped = match self.way {
+                    Way::Memory => true,
+                    Way::PartlyMapped => rank == 0,
+                    _ => false,
+                };
                 let mapped = is_mapped.then(|| PeerMemory::map(memory.shareable().unwrap()));
                 link.memory = mapped.map(|memory| Arc::new(memory.unwrap()));
                 reader.keep(("there".to_owned(), seat), link);
@@ -236,7 +254,7 @@ async fn a_missing_slice_costs_only_the_blocks_made_of_it() {
 async fn a_damaged_slice_becomes_no_block() {
     // A rank looks at what it sends; of its memory it says what was there.
     for way in Way::ALL {
-        let is_sent = way == Way::Tcp;
+        let is_sent = matches!(way, Way::Tcp | Way::PartlyNixl);
         let why = if is_sent { CopyErrorKind::Unavailable } else { CopyErrorKind::Corrupt };
         let ranks = ReadRanks::new(64, 16, way);
         let (memory, damaged) = (&ranks.holders[1].1, 5);
@@ -276,9 +294,9 @@ async fn a_share_of_heads_comes_any_way() {
     }
 }
 
-/// Those of each slot lie in two ranks, in the order in which they lie here.
+/// Two ranks there hold the heads of each slot, in the order they have here.
 #[tokio::test]
-async fn slots_are_joined_of_the_shares_of_several_ranks() {
+async fn slots_are_joined_from_shares_of_several_ranks() {
     let all: Vec<_> = (0..PROMPT / 16).collect();
     let (gone, damaged) = (2, 4);
     for way in Way::ALL {
@@ -299,9 +317,9 @@ async fn slots_are_joined_of_the_shares_of_several_ranks() {
     }
 }
 
-/// Each needs more scratch of either rank than there is.
+/// Each pull needs more scratch of both ranks than there is.
 #[test]
-fn pulls_of_several_ranks_do_not_wait_for_each_other() {
+fn pulls_from_several_ranks_do_not_deadlock() {
     simulated(async {
         let all: Vec<_> = (0..PROMPT / 16).collect();
         let ours = ranks_of(RANK_ORDERS[0], 16, 2).remove(1);
