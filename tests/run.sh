@@ -10,10 +10,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# In the order in which they run: the function; seconds where crates of others are built and ours are not (their first build adds
-# up to eight minutes to lints and tests), and where everything is; whether it runs always or with --all; what it is. Taken on
-# two cores with nothing else at work, but for these, which are estimates: both figures of spans, peers, vLLM and operators, the
-# first of tests, replay and backends, and the second of interleavings, dependencies and features.
+# In the order in which they run: the function; seconds where crates of others are built and ours are not (their first build
+# adds up to eight minutes to lints and tests), and where everything is; whether it runs always or with --all; what it is.
+# Taken on two cores with nothing else at work, but for these, which are estimates: both figures of peers, the first of tests,
+# replay and features, and the second of interleavings, dependencies, features, embedding, backends, operators, vLLM and
+# SGLang.
 readonly PARTS='
 formatting    |   1 |   1 | always | formatting
 lints         |  13 |   2 | always | lints
@@ -26,11 +27,11 @@ replay        |  20 |  20 | always | a replay, end to end
 chaos         |  64 |  64 | --all  | a minute of chaos
 durability    |  40 |  40 | --all  | what outlives a process
 peers         |  60 |  60 | --all  | workers that read each other
-embedding     | 464 | 172 | --all  | engines that embed kvbm
-backends      | 229 | 137 | --all  | transfer backends
-operators     | 165 |  85 | --all  | what operators look at
-vllm          | 700 | 640 | --all  | vLLM, the real engine
-sglang        | 300 | 150 | --all  | SGLang, and TensorRT-LLM by a stand-in
+embedding     | 520 | 172 | --all  | engines that embed kvbm
+backends      | 110 |  75 | --all  | transfer backends
+operators     |  27 |  23 | --all  | what operators look at
+vllm          | 980 | 780 | --all  | vLLM, the real engine
+sglang        |  98 |  60 | --all  | SGLang, and TensorRT-LLM by a stand-in
 '
 
 all=false
