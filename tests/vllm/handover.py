@@ -11,7 +11,7 @@ times of alone: both compute nothing else. `decode_beside_copy` is the same besi
 nothing else: what the memory of this machine takes. `both_at_once` is of prompts that both engines are asked for at the same time,
 without a proxy, saved by the first as whole blocks and layer by layer, in turns. There `hand_over` is the time from the first one's
 answer to the begin of the second one's first step, which may come before, and `behind_answer` that to the client's first token;
-`computed` is how many prompts the second one computed instead, since the first was too slow: they are left out.
+`lost` is how many prompts the second one computed or gave up, since the first took longer than its limit: they are left out.
 
 With `--gpu` both engines share a GPU, with a model of Llama 3 8B's shape; a token beside a transfer is not timed then, nor are
 layers, which a GPU's engine does not save. The two engines' processes find the packages that this one finds.
@@ -141,9 +141,11 @@ class Pair:
             self.engines[0].ask(asked(self.model, tokens, 1, **is_followed))
             answered = time.monotonic() - began
             took = first.result()
-            hand_over = self.waited_since(before) - answered
-            computed = self.computed() - computed
-            return {"first_token": took, "behind_answer": took - answered, "hand_over": hand_over, "computed": computed}
+            waited = self.waited_since(before)
+            # A prompt that was handed over leaves fewer than two blocks to compute. One that fails before its first step waited for
+            # less than nothing, as vLLM counts.
+            is_lost = waited < 0.0 or self.computed() - computed >= 2 * BLOCK
+            return {"first_token": took, "behind_answer": took - answered, "hand_over": waited - answered, "lost": is_lost}
 
     def computed(self) -> float:
         """Tokens of prompts that the second engine computed."""
@@ -151,7 +153,7 @@ class Pair:
 
 
 def at_once(model: Path, program: Path, rounds: int, place: Place) -> dict[str, dict[str, float]]:
-    """Medians, in ms, of prompts that both engines are asked for at once, and how many the second computed."""
+    """Medians, in ms, of prompts that both engines are asked for at once, and how many were not handed over."""
     ways = {"blocks": False} | ({"layers": True} if place is ON_CPU else {})
     times = {way: [] for way in ways}
     with Pair(model, program, ours, place) as pair:
@@ -160,10 +162,9 @@ def at_once(model: Path, program: Path, rounds: int, place: Place) -> dict[str, 
                 times[way].append(pair.ask_both(100 + len(ways) * number + at, in_layers))
     found = {}
     for way, all_of in times.items():
-        # A prompt that was handed over leaves fewer than two blocks to compute.
-        handed_over = [one for one in all_of[1:] if one.pop("computed") < 2 * BLOCK]
+        handed_over = [one for one in all_of[1:] if not one.pop("lost")]
         medians = {name: statistics.median(one[name] for one in handed_over) for name in (handed_over or [{}])[0]}
-        found[way] = {name: round(1e3 * took, 1) for name, took in medians.items()} | {"computed": rounds - len(handed_over)}
+        found[way] = {name: round(1e3 * took, 1) for name, took in medians.items()} | {"lost": rounds - len(handed_over)}
     return found
 
 
