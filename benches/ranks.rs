@@ -30,7 +30,7 @@ const PASSES: usize = 4;
 const TURNS: usize = 25;
 /// As `transfer.copy_threads`.
 const THREADS: usize = 2;
-const SAVE: Route = (Tier::Device, Tier::Host);
+const SAVE: Route = Route::new(Tier::Device, Tier::Host);
 /// A rank's number and the bytes of its slice, for a process of this executable.
 const ROLE: &str = "KVBM_BENCH_RANK";
 const PLACE: &str = "KVBM_BENCH_PLACE";
@@ -228,8 +228,8 @@ fn op(slot: u32) -> CopyOp {
         block: BlockKey { hash, group: 0 },
         parent: None,
         owner: None,
-        from: at(SAVE.0),
-        to: at(SAVE.1),
+        from: at(SAVE.from),
+        to: at(SAVE.to),
     }
 }
 

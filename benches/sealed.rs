@@ -22,8 +22,8 @@ const ROUNDS: usize = 9;
 const DEPTH: u32 = 32;
 const BATCH: usize = 16;
 const IN_FLIGHT: u32 = 64;
-const WRITE: Route = (Tier::Host, Tier::Disk);
-const READ: Route = (Tier::Disk, Tier::Host);
+const WRITE: Route = Route::new(Tier::Host, Tier::Disk);
+const READ: Route = Route::new(Tier::Disk, Tier::Host);
 
 /// As many as seal on a machine of two to five cores.
 const AES_THREADS: usize = 2;
@@ -155,7 +155,7 @@ fn ended_one(end: &mpsc::Receiver<Result<(), kvbm_tiers::CopyError>>) -> u32 {
 fn op(slot: u32, route: Route) -> CopyOp {
     let at = |tier| SlotRef { tier, slot: SlotId(slot), generation: 1 << 20 };
     let block = BlockKey { hash: u128::from(slot), group: 0 };
-    CopyOp { block, parent: None, owner: None, from: at(route.0), to: at(route.1) }
+    CopyOp { block, parent: None, owner: None, from: at(route.from), to: at(route.to) }
 }
 
 /// GB/s of `threads` threads together, on blocks of 1 MiB that lie in memory.

@@ -24,9 +24,10 @@ fn memory(criterion: &mut Criterion) {
             Arc::new(DramRegion::emulated_device(options(size)).expect("memory for the device"));
         let host = Arc::new(DramRegion::host(options(size)).expect("memory for the host"));
         let backend = MemcpyBackend::new(vec![device, host], 2).expect("two threads");
-        for (name, route) in
-            [("save", (Tier::Device, Tier::Host)), ("load", (Tier::Host, Tier::Device))]
-        {
+        for (name, route) in [
+            ("save", Route::new(Tier::Device, Tier::Host)),
+            ("load", Route::new(Tier::Host, Tier::Device)),
+        ] {
             group.throughput(Throughput::Bytes(WORKING_SET as u64));
             group.bench_function(BenchmarkId::new(name, size), |bencher| {
                 bencher.iter(|| move_all(&backend, route, size));
@@ -55,10 +56,11 @@ fn disk(criterion: &mut Criterion) {
         let backend =
             Verified::new(ring, host, Arc::new(Checksums::new())).expect("a memory and a disk");
         // Whatever is read must have been written.
-        move_all(&backend, (Tier::Host, Tier::Disk), size);
-        for (name, route) in
-            [("write", (Tier::Host, Tier::Disk)), ("read", (Tier::Disk, Tier::Host))]
-        {
+        move_all(&backend, Route::new(Tier::Host, Tier::Disk), size);
+        for (name, route) in [
+            ("write", Route::new(Tier::Host, Tier::Disk)),
+            ("read", Route::new(Tier::Disk, Tier::Host)),
+        ] {
             group.throughput(Throughput::Bytes(WORKING_SET as u64));
             group.bench_function(BenchmarkId::new(name, size), |bencher| {
                 bencher.iter(|| move_all(&backend, route, size));
@@ -73,7 +75,7 @@ fn options(size: usize) -> DramOptions {
 }
 
 /// Copies every slot to its counterpart and waits for the end.
-fn move_all(backend: &dyn Backend, (from, to): Route, size: usize) {
+fn move_all(backend: &dyn Backend, Route { from, to }: Route, size: usize) {
     let at = |tier, slot| SlotRef { tier, slot: SlotId(slot), generation: 1 };
     let order = |slot| CopyOp {
         block: BlockKey { hash: u128::from(slot), group: 0 },

@@ -627,7 +627,7 @@ fn a_disk_that_hangs_costs_time_and_what_lies_there() {
     let options = Options { media_layer: Some(chaos.layer()), ..Options::default() };
     let engine = Engine::with(options, |settings, _| {
         settings.disk.capacity = Some(Capacity::Blocks(64));
-        settings.transfer.timeout_ms = 200;
+        settings.transfer.timeout_ms = 1_000;
     });
     engine.sink(&chain(1, 6));
     engine.put(&chain(1, 6)[..2]).assert(0..2, 2);

@@ -8,9 +8,9 @@ use kvbm::scheduler::Tuning;
 use kvbm::{Chain, Class, Elements, Options, Rank, RankGroup, RankOptions, RequestInfo, Tier};
 use kvbm_settings::{Capacity, WriteBudget};
 use kvbm_tests::engine;
-use kvbm_tests::rig::{Rig, Sizes, TIGHT, chain, chaos, files_of, info_of, metric};
+use kvbm_tests::rig::{Rig, Sizes, TIGHT, chain, chaos, files_of, info_of, metric, wait_until};
 use kvbm_tiers::testing::{Fault, FaultBackend};
-use kvbm_tiers::{Backend, CopyErrorKind, MemcpyBackend};
+use kvbm_tiers::{Backend, CopyErrorKind, MemcpyBackend, Route};
 use prometheus::Registry;
 use prometheus::proto::{Metric, MetricFamily, MetricType};
 
@@ -279,8 +279,12 @@ fn mishaps() -> Registry {
         drop(transfer(Tier::Host, n).wait().unwrap());
         let _ = rig.core.drain(Duration::from_millis(50));
     };
-    let both = [(Tier::Host, Tier::Disk), (Tier::Disk, Tier::Host)];
+    let both = Route::new(Tier::Host, Tier::Disk).both_ways();
     compute(1);
+    wait_until(Duration::from_secs(30), "three blocks are not on disk", || {
+        let _ = rig.core.drain(Duration::from_millis(50));
+        rig.core.table().counts(Tier::Disk).resident == 3
+    });
     rig.core.table().evict(Tier::Device, 8);
     rig.core.table().evict(Tier::Host, 8);
     disk.inject(Fault::Slow(Duration::from_secs(1)), &both);

@@ -22,14 +22,14 @@ use kvbm_tests::rig::{
     wait_until,
 };
 use kvbm_tiers::testing::{Fault, ParkedBackend, holds_in_a_child, panics_are_meant};
-use kvbm_tiers::{Backend, CopyErrorKind};
+use kvbm_tiers::{Backend, CopyErrorKind, Route};
 use prometheus::Registry;
 
 const SIZES: Sizes = Sizes { tiers: [16, 16, 32, 64], staging: 4 };
 /// Longer than any test takes, unless it lets time pass.
 const LIMIT: Duration = Duration::from_mins(1);
-const FROM_DISK: (Tier, Tier) = DISK[1];
-const TO_DISK: (Tier, Tier) = DISK[0];
+const FROM_DISK: Route = DISK[1];
+const TO_DISK: Route = DISK[0];
 
 /// A rig over stores that fail when told to.
 struct Faulty {

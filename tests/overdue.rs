@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 use kvbm::scheduler::Tuning;
 use kvbm::{BlockHash, Chain, Class, ErrorKind, RequestInfo, Tier, Transfer, Transferred};
 use kvbm_tests::rig::{DISK, FaultyDisk, Rig, Sizes, TIGHT, chain};
+use kvbm_tiers::Route;
 use kvbm_tiers::testing::Fault;
 
-const FROM_DISK: (Tier, Tier) = DISK[1];
+const FROM_DISK: Route = DISK[1];
 /// Longer than any test takes: it passes when the test lets it.
 const LIMIT: Duration = Duration::from_mins(10);
 const SOON: Duration = Duration::from_mins(1);

@@ -1,11 +1,12 @@
 //! Processes of a test's own executable: a rank, or an engine's worker, that a test tells what to
 //! do line by line.
 
+use std::env;
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::time::Duration;
-use std::{env, fs};
+
+use kvbm_tiers::testing::freeze;
 
 /// How an executable is told what it is to be, and where.
 const ROLE: &str = "KVBM_TEST_ROLE";
@@ -111,25 +112,12 @@ impl Process {
         assert!(status.expect("there is kill").success(), "it is gone");
     }
 
-    /// Stops it, and waits until every thread of it has stopped: on a busy machine some go on for a
-    /// while.
+    /// Stops every thread of it.
     ///
     /// # Panics
     /// If it is gone.
     pub fn stop(&self) {
-        self.signal("STOP");
-        while !self.has_stopped() {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-
-    fn has_stopped(&self) -> bool {
-        let threads = fs::read_dir(format!("/proc/{}/task", self.id())).expect("it is there");
-        threads.map(|thread| thread.expect("a thread").path().join("stat")).all(|path| {
-            let stat = fs::read_to_string(path).unwrap_or_default();
-            // Behind the name, which may hold anything.
-            stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('T'))
-        })
+        freeze(self.id());
     }
 
     /// Waits for its end, and tells whether it ended well.

@@ -19,7 +19,7 @@ use kvbm::{Chain, Class, Clock, RequestInfo, Tier, Transfer, Transferred};
 use kvbm_policies::AdmissionKind;
 use kvbm_tests::rig::{DISK, MEMORY, OBJECT, Rig, Sizes, TIGHT, TestClock, chain, related_chain};
 use kvbm_tiers::testing::ParkedBackend;
-use kvbm_tiers::{Backend, CopyError, CopyErrorKind, CopyOp};
+use kvbm_tiers::{Backend, CopyError, CopyErrorKind, CopyOp, Route};
 
 /// Room for a chain beside those that copies which never complete pin at their sources.
 const SIZES: Sizes = Sizes { tiers: [28, 32, 40, 64], staging: 4 };
@@ -271,8 +271,7 @@ impl World {
         assert!(self.waiting.is_empty(), "{} requests have no answer", self.waiting.len());
         assert_eq!(self.rig.core.table().audit(), []);
         let never = self.never();
-        let routes = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
-        let overdue: u64 = routes.map(|route| self.rig.core.overdue(route)).sum();
+        let overdue: u64 = Route::all().map(|route| self.rig.core.overdue(route)).sum();
         assert_eq!(overdue as usize, never, "overdue copies, and those that never complete");
         let mut lost = self.rig.core.staging().lost;
         for tier in Tier::ALL {

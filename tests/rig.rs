@@ -31,11 +31,11 @@ use prometheus::proto::MetricFamily;
 pub const BLOCK_BYTES: usize = 64;
 
 /// Routes between the device and the host.
-pub const MEMORY: [Route; 2] = [(Tier::Device, Tier::Host), (Tier::Host, Tier::Device)];
+pub const MEMORY: [Route; 2] = Route::new(Tier::Device, Tier::Host).both_ways();
 /// Routes between the host and the disk.
-pub const DISK: [Route; 2] = [(Tier::Host, Tier::Disk), (Tier::Disk, Tier::Host)];
+pub const DISK: [Route; 2] = Route::new(Tier::Host, Tier::Disk).both_ways();
 /// Routes between the host and the object store.
-pub const OBJECT: [Route; 2] = [(Tier::Host, Tier::Object), (Tier::Object, Tier::Host)];
+pub const OBJECT: [Route; 2] = Route::new(Tier::Host, Tier::Object).both_ways();
 
 /// Time that a test moves: that of policies stands still otherwise, and that of hardware where the
 /// test plays the hardware.
@@ -231,7 +231,7 @@ pub fn seed_for(core: &Arc<Core>, info: RequestInfo, tier: Tier, chain: Chain<'_
         effects = table.publish_more();
     }
     assert!(table.matches(chain).blocks(tier) >= blocks, "the test did not wait for these blocks");
-    table.end_plan(reserved.transfer, None);
+    table.end_plan(reserved.transfer);
     let _ = table.take_effects();
 }
 

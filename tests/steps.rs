@@ -10,7 +10,7 @@ use kvbm::{BlockHash, Chain, Class, Outcome, RequestInfo, Tier};
 use kvbm_tests::engine;
 use kvbm_tests::parked::{self, Parked};
 use kvbm_tests::rig::{Sizes, chain};
-use kvbm_tiers::CopyErrorKind;
+use kvbm_tiers::{CopyErrorKind, Route};
 
 const PATIENT: Tuning = Tuning { queue_blocks: 100_000, ..parked::PATIENT };
 const BIG: Sizes = Sizes { tiers: [128, 128, 128, 128], staging: 4 };
@@ -126,7 +126,7 @@ fn a_spent_hold_does_not_put_off_a_flush() {
     }
     system.core.tick();
     assert_eq!(system.held(Tier::Disk, &all), 0);
-    assert!(system.pending_on((Tier::Host, Tier::Disk)) > 0, "all of it is due");
+    assert!(system.pending_on(Route::new(Tier::Host, Tier::Disk)) > 0, "all of it is due");
     while system.held(Tier::Disk, &all) < LONG as usize {
         system.finish_all();
         system.core.tick();

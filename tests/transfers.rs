@@ -10,7 +10,7 @@ use kvbm_settings::Capacity;
 use kvbm_tests::engine;
 use kvbm_tests::parked::{PATIENT, Parked};
 use kvbm_tests::rig::{Sizes, TIGHT, chain};
-use kvbm_tiers::CopyErrorKind;
+use kvbm_tiers::{CopyErrorKind, Route};
 use prometheus::Registry;
 
 const SIZES: Sizes = Sizes { tiers: [16, 16, 32, 64], staging: 4 };
@@ -167,9 +167,9 @@ fn second_legs_do_not_wait_for_other_first_legs() {
     system.seed(Tier::Disk, &chain);
     let load = system.transfer(Class::Load, Tier::Device, &chain);
     let reads = system.pending();
-    assert_eq!(system.pending_on((Tier::Disk, Tier::Host)), 3);
+    assert_eq!(system.pending_on(Route::new(Tier::Disk, Tier::Host)), 3);
     system.finish(reads[0].0, Ok(()));
-    assert_eq!(system.pending_on((Tier::Host, Tier::Device)), 1);
+    assert_eq!(system.pending_on(Route::new(Tier::Host, Tier::Device)), 1);
     system.finish_all();
     assert_eq!(load.wait().unwrap().blocks, 3);
 }
@@ -187,7 +187,7 @@ fn a_load_during_a_prefetch_reads_no_block_twice() {
         if prefetch_fails {
             reads.iter().for_each(|&(id, _)| system.finish(id, Err(CopyErrorKind::Refused)));
             assert_eq!(
-                system.pending_on((Tier::Disk, Tier::Host)),
+                system.pending_on(Route::new(Tier::Disk, Tier::Host)),
                 3,
                 "the load reads for itself then"
             );
@@ -250,11 +250,11 @@ fn an_overdue_copy_counts_with_the_source_it_pins() {
     system.core.tick();
     assert_eq!(load.wait().unwrap().failed, 3);
     assert_eq!(system.core.table().counts(Tier::Device).lost, 3);
-    assert_eq!(system.core.overdue((Tier::Host, Tier::Device)), 3);
+    assert_eq!(system.core.overdue(Route::new(Tier::Host, Tier::Device)), 3);
     system.core.table().block_flushes(Tier::Host, true);
     assert_eq!(system.core.table().evict(Tier::Host, 16), 0, "a medium may still read them");
     system.finish_all();
-    assert_eq!(system.core.overdue((Tier::Host, Tier::Device)), 0);
+    assert_eq!(system.core.overdue(Route::new(Tier::Host, Tier::Device)), 0);
     assert_eq!(system.core.table().counts(Tier::Device).lost, 0);
     system.core.table().block_flushes(Tier::Host, true);
     assert_eq!(system.core.table().evict(Tier::Host, 16), 3);

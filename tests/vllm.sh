@@ -67,7 +67,7 @@ export KVBM_ROUTER=${CARGO_TARGET_DIR:-$PWD/target}/$profile/kvbm-router
 
 say 'tests with the real engine'
 if $quick; then marked=(-m 'not slow'); else marked=(); fi
-# Most of a test is the start of an engine, which takes one processor.
+# An engine takes one processor most of the time.
 expect 'the tests pass' "$python" -m pytest tests/vllm python/tests -q -n 2 --dist worksteal "${marked[@]}" --junit-xml "$scratch/tests.xml" >&2
 
 say 'figures'

@@ -188,8 +188,15 @@ impl SettingField {
                 hosts if hosts.is_empty() => None,
                 hosts => return vec![RawValue::Many(hosts.clone())],
             },
-            Self::Toggles(at) => return at(settings).iter().map(member).collect(),
-            Self::Parameters(at) => return at(settings).iter().flat_map(parameters).collect(),
+            Self::Toggles(at) => {
+                return at(settings).iter().map(|(name, on)| member(name, *on)).collect();
+            }
+            Self::Parameters(at) => {
+                return at(settings)
+                    .iter()
+                    .flat_map(|(plugin, of)| parameters(plugin, of))
+                    .collect();
+            }
         };
         text.map(RawValue::One).into_iter().collect()
     }
@@ -279,11 +286,11 @@ fn some_room(capacity: Option<Capacity>) -> Option<Capacity> {
     capacity.filter(|capacity| !capacity.is_zero())
 }
 
-fn member((name, on): (&String, &bool)) -> RawValue {
-    RawValue::Member { name: name.clone(), value: on.to_string() }
+fn member(name: &str, on: bool) -> RawValue {
+    RawValue::Member { name: name.to_owned(), value: on.to_string() }
 }
 
-fn parameters((plugin, values): (&String, &BTreeMap<String, String>)) -> Vec<RawValue> {
+fn parameters(plugin: &str, values: &BTreeMap<String, String>) -> Vec<RawValue> {
     let parameter = |(name, value): (&String, &String)| RawValue::Member {
         name: parameter_path(plugin, name),
         value: value.clone(),

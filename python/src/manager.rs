@@ -1,20 +1,19 @@
 //! The manager.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvbm::{
-    Elements, Fence, FollowRequest, Options, RankGroup, RequestEnd, RequestId, RequestInfo,
-    SaveRequest, ShadowSample, ShadowVerdict, Tier,
+    Elements, Fence, FollowRequest, Options, RequestEnd, RequestId, RequestInfo, SaveRequest,
+    ShadowSample, ShadowVerdict, Tier,
 };
 use prometheus::Registry;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::errors::{classes, of_manager};
-use crate::memory::{self, Behind, CacheGroup, EngineMemory, NamedSlots};
-use crate::names::{Chain, Hints, fingerprint, names, request_info};
+use crate::memory::{self, Behind, CacheGroup, EngineMemory, MeetingPlace, NamedSlots};
+use crate::names::{Chain, Hints, OtherChain, fingerprint, names, request_info};
 use crate::observe::{self, Events, Samples};
 use crate::peers::{
     AnyLease, KvTransfer, PeerLease, PeerLeasing, Place, Pull, kv_place, slots_of, tell,
@@ -54,7 +53,7 @@ impl Manager {
         memory: &EngineMemory,
         block_tokens: u64,
         fingerprint: Option<&Bound<'_, PyDict>>,
-        ranks: Option<(PathBuf, u16, f64)>,
+        ranks: Option<MeetingPlace>,
         groups: Vec<Bound<'_, CacheGroup>>,
     ) -> PyResult<Self> {
         let (registry, memory_is_on_gpu) = (Registry::new(), memory.is_on_gpu);
@@ -64,11 +63,7 @@ impl Manager {
             fingerprint: fingerprint
                 .map(|values| self::fingerprint(values, block_tokens))
                 .transpose()?,
-            ranks: ranks.map(|(dir, world, seconds)| RankGroup {
-                dir,
-                world,
-                limit: duration(seconds),
-            }),
+            ranks: ranks.map(|MeetingPlace(group)| group),
             engine: Some(memory.memory.clone()),
             groups: memory::plain(&groups),
             ..Options::default()
@@ -149,7 +144,7 @@ impl Manager {
         peer: &str,
         chain: &Chain,
         most: Option<usize>,
-        there: Option<(u64, PyRef<'_, Chain>)>,
+        there: Option<OtherChain>,
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
     ) -> PyResult<PeerLeasing> {
@@ -177,7 +172,7 @@ impl Manager {
         chain: &Chain,
         seconds: f64,
         most: Option<usize>,
-        there: Option<(u64, PyRef<'_, Chain>)>,
+        there: Option<OtherChain>,
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
     ) -> PyResult<Pull> {
@@ -199,7 +194,7 @@ impl Manager {
         slots: Vec<memory::Slots>,
         seconds: f64,
         most: Option<usize>,
-        there: Option<(u64, PyRef<'_, Chain>)>,
+        there: Option<OtherChain>,
         request: Option<u64>,
         hints: Option<&Bound<'_, Hints>>,
         after: Option<Behind>,

@@ -2,7 +2,6 @@
 //! and what copies wait for before they touch them.
 
 use std::num::NonZeroU16;
-use std::path::PathBuf;
 
 use kvbm::{
     DeviceRegion, Fence, GroupKind, GroupSlots, Part, RankGroup, RankLoad, RankOptions, SegmentMap,
@@ -154,6 +153,18 @@ impl FromPyObject<'_, '_> for Behind {
     }
 }
 
+/// Where ranks and their leader meet: an argument `(directory, world, seconds)`.
+pub(crate) struct MeetingPlace(pub(crate) RankGroup);
+
+impl FromPyObject<'_, '_> for MeetingPlace {
+    type Error = PyErr;
+
+    fn extract(place: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        let (dir, world, seconds) = place.extract()?;
+        Ok(Self(RankGroup { dir, world, limit: duration(seconds) }))
+    }
+}
+
 /// A tensor-parallel rank: it moves its slice of blocks as its leader, a `Manager` in another
 /// process, says, on a thread of its own.
 ///
@@ -178,13 +189,12 @@ impl Rank {
         py: Python<'_>,
         settings: &Settings,
         memory: &EngineMemory,
-        group: (PathBuf, u16, f64),
+        group: MeetingPlace,
         rank: u16,
         fingerprint: Option<&Bound<'_, PyDict>>,
         groups: Vec<Bound<'_, CacheGroup>>,
     ) -> PyResult<Self> {
-        let (dir, world, seconds) = group;
-        let group = RankGroup { dir, world, limit: duration(seconds) };
+        let MeetingPlace(group) = group;
         let fingerprint =
             fingerprint.map(|values| crate::names::fingerprint(values, 0)).transpose()?;
         let (engine, groups) = (Some(memory.memory.clone()), plain(&groups));

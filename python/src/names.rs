@@ -179,17 +179,28 @@ impl Hints {
     }
 }
 
+/// The chain of the same tokens in blocks of another number of tokens: an argument `there`.
+pub(crate) struct OtherChain {
+    block_tokens: u64,
+    hashes: Vec<BlockHash>,
+}
+
+impl FromPyObject<'_, '_> for OtherChain {
+    type Error = PyErr;
+
+    fn extract(there: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        let (block_tokens, chain): (u64, PyRef<'_, Chain>) = there.extract()?;
+        Ok(Self { block_tokens, hashes: chain.hashes.clone() })
+    }
+}
+
 /// The names of a chain's first `most` blocks, and what they are called where blocks have another
 /// number of tokens.
-pub(crate) fn names(
-    chain: &Chain,
-    most: Option<usize>,
-    there: Option<(u64, PyRef<'_, Chain>)>,
-) -> ChainNames {
+pub(crate) fn names(chain: &Chain, most: Option<usize>, there: Option<OtherChain>) -> ChainNames {
     let most = chain.hashes.len().min(most.unwrap_or(usize::MAX));
     let names = ChainNames::from(&chain.hashes[..most]);
     match there {
-        Some((block_tokens, chain)) => names.in_blocks_of(block_tokens, chain.hashes.clone()),
+        Some(OtherChain { block_tokens, hashes }) => names.in_blocks_of(block_tokens, hashes),
         None => names,
     }
 }

@@ -603,6 +603,8 @@ def _watch_layers(_) -> None:
 
     def arrived(load) -> int:
         layers, there = len(worker._layers), getattr(load, "_slice", None) or load._load
+        if there is None:
+            return 0
         return next(number for number in range(layers, -1, -1) if there.wait_layers(number, 0.0))
 
     def noted(name):
@@ -612,6 +614,23 @@ def _watch_layers(_) -> None:
             worker.noted_waits.append({"layer": worker._layers[name], "before": there, "after": arrived(load)})
 
     worker.wait_for_layer = noted
+
+
+def begin_loads_late(engine) -> None:
+    """From here on a load layer by layer begins when its first layer is waited for, and not before."""
+    from kvbm_rs.vllm.connector.worker import LayeredLoad
+
+    begin, wait = LayeredLoad.begin, LayeredLoad.wait_layers
+
+    def note(load, *given):
+        load.begins = given
+
+    def begin_and_wait(load, layers):
+        if load._load is None:
+            begin(load, *load.begins)
+        wait(load, layers)
+
+    LayeredLoad.begin, LayeredLoad.wait_layers = note, begin_and_wait
 
 
 def layer_waits(engine) -> list[dict]:

@@ -2,14 +2,14 @@
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+from template import template_of
 
 HERE = Path(__file__).parent
 # Tokens in a block. A CPU's kernels want a multiple of 32.
@@ -59,14 +59,14 @@ class Engine:
         self.name = uuid.uuid4().hex
         self.log = tempfile.TemporaryFile("w+")
         paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "serve.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env=os.environ | ENVIRONMENT | {"PYTHONPATH": ":".join(paths)} | (environment or {}),
-        )
+        template = template_of(os.environ | ENVIRONMENT | {"PYTHONPATH": ":".join(paths)} | (environment or {}))
+        (reads, asks), (answers, writes) = os.pipe(), os.pipe()
+        self.asks, self.answers = open(asks, "w"), open(answers)
+        try:
+            self.process = template.fork("serve", [], reads, writes, self.log.fileno())
+        finally:
+            os.close(reads)
+            os.close(writes)
         try:
             self._ask(opening(model, extra, self.name) | arguments, START_LIMIT)
         except BaseException:
@@ -104,16 +104,16 @@ class Engine:
         """Calls `module:function` of a test in the engine's process, with the engine and `arguments`."""
         return self._ask({"call": function, "with": arguments}, limit)
 
-    def stop(self) -> None:
-        """Shuts it down, as vLLM does at its end."""
-        self._ask({"stop": {}})
-        self.process.wait(60)
+    def stop(self, whole: bool = False) -> int:
+        """Shuts it down, as vLLM does at its end, and returns its exit status. A `whole` end is Python's own too, which is slow."""
+        self._ask({"stop": {"whole": whole}})
+        return self.process.wait(60)
 
     def kill(self) -> None:
         """kill -9, and wait until it is gone. What it left in /dev/shm goes too, as vLLM leaves its primary tier there."""
         self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
+        for pipe in (self.asks, self.answers):
             pipe.close()
         Path(f"/dev/shm/vllm_offload_{self.name}.mmap").unlink(missing_ok=True)
 
@@ -127,8 +127,8 @@ class Engine:
         timer = threading.Timer(limit, self.process.kill)
         timer.start()
         try:
-            print(json.dumps(request), file=self.process.stdin, flush=True)
-            line = self.process.stdout.readline()
+            print(json.dumps(request), file=self.asks, flush=True)
+            line = self.answers.readline()
         except BrokenPipeError:
             line = ""
         finally:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine import BLOCK, ENVIRONMENT
+from template import template_of
 
 # Two engines start together, on two processors.
 START_LIMIT = 600.0
@@ -21,10 +22,17 @@ START_LIMIT = 600.0
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
+# Sockets that stay bound, so that the kernel offers their ports to no other. A server that sets SO_REUSEADDR, as ours
+# and vLLM's do, can still listen there.
+HELD: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    free = socket.socket()
+    free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    free.bind(("127.0.0.1", 0))
+    HELD.append(free)
+    return free.getsockname()[1]
 
 
 class Process:
@@ -36,14 +44,12 @@ class Process:
         self.port = port or free_port()
         self.health = health
         self.log = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, *arguments, "--port", str(self.port)],
-            env=os.environ | (environment or {}),
-            stdout=self.log,
-            stderr=self.log,
-            # What it starts goes with it.
-            start_new_session=True,
-        )
+        # In a process group of its own: what it starts goes with it.
+        self.process = self.start([*arguments, "--port", str(self.port)], os.environ | (environment or {}))
+
+    def start(self, arguments: list[str], environment: dict):
+        streams = {"stdout": self.log, "stderr": self.log}
+        return subprocess.Popen([sys.executable, *arguments], env=environment, start_new_session=True, **streams)
 
     def __enter__(self):
         until = time.monotonic() + START_LIMIT
@@ -118,11 +124,16 @@ class Server(Process):
         }
         texts = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
         super().__init__(
-            ["-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--skip-tokenizer-init", *texts],
+            ["--enforce-eager", "--skip-tokenizer-init", *texts],
             "/health",
             ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"} | (environment or {}),
             port,
         )
+
+    def start(self, arguments: list[str], environment: dict):
+        stdin = 0
+        streams = stdin, self.log.fileno(), self.log.fileno()
+        return template_of(environment).fork("vllm.entrypoints.openai.api_server", arguments, *streams)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all series of a metric that have these labels."""

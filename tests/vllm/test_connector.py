@@ -49,6 +49,7 @@ def test_what_the_engine_forgot_comes_from_below(model, said):
         assert engine.reset()
         assert len(probe(engine, "load_times", prompt=prompt(0, LENGTH), rounds=2)["ratios"]) == 2
         assert engine.generate(prompt(0, LENGTH)).said == [said[0]]
+        assert engine.stop(whole=True) == 0
 
 
 @pytest.mark.slow

@@ -105,7 +105,40 @@ pub struct Owner {
 }
 
 /// From which tier to which.
-pub type Route = (Tier, Tier);
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Route {
+    /// Where blocks are read.
+    pub from: Tier,
+    /// Where they are written.
+    pub to: Tier,
+}
+
+impl Route {
+    /// The route between two tiers.
+    pub const fn new(from: Tier, to: Tier) -> Self {
+        Self { from, to }
+    }
+
+    /// All routes, each tier's to itself too.
+    pub fn all() -> impl Iterator<Item = Self> {
+        Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| Self { from, to }))
+    }
+
+    /// The route, and the one back.
+    pub const fn both_ways(self) -> [Self; 2] {
+        [self, Self { from: self.to, to: self.from }]
+    }
+
+    /// The lower end, whose medium does the work.
+    pub fn lower(self) -> Tier {
+        self.from.max(self.to)
+    }
+
+    /// Whether an end of it is there.
+    pub fn touches(self, tier: Tier) -> bool {
+        self.from == tier || self.to == tier
+    }
+}
 
 /// Copy one block from one slot to another. Plain data: it can be sent to an executor in another
 /// process.
@@ -127,7 +160,7 @@ pub struct CopyOp {
 impl CopyOp {
     /// The tiers between which it moves.
     pub const fn route(&self) -> Route {
-        (self.from.tier, self.to.tier)
+        Route { from: self.from.tier, to: self.to.tier }
     }
 }
 

@@ -128,12 +128,7 @@ impl SegmentMap {
     /// strides must not be interleaved) or exceed the address space.
     pub fn new(slots: u32, parts: &[Part]) -> Result<Self, SetupError> {
         check_slots(slots)?;
-        let mut extents = Vec::with_capacity(parts.len());
-        for part in parts {
-            extents.push((part.extent(slots)?, *part));
-        }
-        extents.sort_unstable_by_key(|&((start, _), _)| start);
-        check_apart(&extents)?;
+        check_apart(slots, parts)?;
         let parts = joined(parts);
         if parts.is_empty() {
             return Err(SetupError::invalid("no parts: name the tensors that hold the blocks"));
@@ -248,8 +243,12 @@ fn check_slots(slots: u32) -> Result<(), SetupError> {
     Ok(())
 }
 
-/// `extents` are sorted by their start.
-fn check_apart(extents: &[((usize, usize), Part)]) -> Result<(), SetupError> {
+fn check_apart(slots: u32, parts: &[Part]) -> Result<(), SetupError> {
+    let mut extents = Vec::with_capacity(parts.len());
+    for part in parts {
+        extents.push((part.extent(slots)?, *part));
+    }
+    extents.sort_unstable_by_key(|&((start, _), _)| start);
     for (place, ((_, end), part)) in extents.iter().enumerate() {
         let reached = extents[place + 1..].iter().take_while(|((start, _), _)| start < end);
         for (_, other) in reached {

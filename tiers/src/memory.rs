@@ -182,13 +182,13 @@ impl CpuMemories {
     /// All ordered pairs of the tiers, each with itself too.
     pub(crate) fn routes(&self) -> Vec<Route> {
         let tiers = self.0.iter().flatten().map(MemoryPart::tier);
-        tiers.clone().flat_map(|from| tiers.clone().map(move |to| (from, to))).collect()
+        tiers.clone().flat_map(|from| tiers.clone().map(move |to| Route { from, to })).collect()
     }
 
     /// Whether both ends of a route are here.
     #[cfg(any(test, feature = "testing"))]
-    pub(crate) fn serves(&self, (from, to): Route) -> bool {
-        self.0[from.index()].is_some() && self.0[to.index()].is_some()
+    pub(crate) fn serves(&self, route: Route) -> bool {
+        self.0[route.from.index()].is_some() && self.0[route.to.index()].is_some()
     }
 
     fn checksums(&self, tier: Tier) -> Option<&Checksums> {

@@ -161,7 +161,7 @@ pub(crate) fn only_other_end<B: Backend>(backend: &B, ours: Tier) -> Result<Tier
 }
 
 /// Where such a route leads; `None`: it has both ends there, or none.
-pub(crate) fn other_end((from, to): Route, ours: Tier) -> Option<Tier> {
+pub(crate) fn other_end(Route { from, to }: Route, ours: Tier) -> Option<Tier> {
     match (from == ours, to == ours) {
         (true, false) => Some(to),
         (false, true) => Some(from),
@@ -287,8 +287,8 @@ mod tests {
         options, order, run, start,
     };
 
-    const OUT: Route = (Tier::Host, Tier::Disk);
-    const IN: Route = (Tier::Disk, Tier::Host);
+    const OUT: Route = Route::new(Tier::Host, Tier::Disk);
+    const IN: Route = Route::new(Tier::Disk, Tier::Host);
     const BLOCK: usize = 5000;
 
     /// Verified around faults around a store, one block stored in it.
@@ -416,7 +416,9 @@ mod tests {
         let save =
             FaultBackend::new(MemcpyBackend::new(regions.clone(), 1).unwrap(), regions).unwrap();
         let through = |fault: Option<Fault>| {
-            fault.into_iter().for_each(|fault| save.inject(fault, &[(Tier::Device, Tier::Host)]));
+            fault
+                .into_iter()
+                .for_each(|fault| save.inject(fault, &[Route::new(Tier::Device, Tier::Host)]));
             let orders = [
                 order(2, origin.slot_ref(), here[0].slot_ref()),
                 order(2, here[0].slot_ref(), there[0].slot_ref()),

@@ -17,9 +17,15 @@ use crate::output::{self, CommandFailure, with_causes};
 /// What lies in the directories.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct FoundFiles {
-    /// Indices with the files of slots that they tell of.
-    pub(super) pairs: Vec<(PathBuf, PathBuf)>,
+    pub(super) pairs: Vec<IndexFiles>,
     pub(super) without_index: Vec<PathBuf>,
+}
+
+/// An index, and the file of slots that it tells of.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct IndexFiles {
+    index: PathBuf,
+    slots: PathBuf,
 }
 
 /// Finds them by their names: an index is called as its slots are, and may lie in another
@@ -43,7 +49,7 @@ pub(super) fn find(dirs: &[PathBuf]) -> Result<FoundFiles, CommandFailure> {
     let with_slots = |index: PathBuf| {
         let slots = slots.remove(&index.file_stem().map(OsStr::to_owned));
         let missing = index.with_extension("blocks");
-        (index, slots.unwrap_or(missing))
+        IndexFiles { index, slots: slots.unwrap_or(missing) }
     };
     let pairs: Vec<_> = indices.into_iter().map(with_slots).collect();
     Ok(FoundFiles { pairs, without_index: slots.into_values().collect() })
@@ -96,11 +102,11 @@ struct CheckedIndex {
 /// Checks indices and their slots, and drops what is wrong if that is wanted. All are locked before
 /// any is changed.
 pub(super) fn check(
-    pairs: &[(PathBuf, PathBuf)],
+    pairs: &[IndexFiles],
     keys: Option<&Arc<KeyRing>>,
     repair: bool,
 ) -> Result<Vec<IndexFinding>, CommandFailure> {
-    let open = |(index, slots): &(PathBuf, PathBuf)| {
+    let open = |IndexFiles { index, slots }: &IndexFiles| {
         KeptIndex::open(index, slots, keys).map_err(|error| unusable(&error))
     };
     let kept = pairs.iter().map(open).collect::<Result<Vec<_>, _>>()?;
@@ -244,7 +250,10 @@ mod tests {
         let [index, blocks, other_index, memory, alone, ..] = paths;
         let dirs = [a.path().to_owned(), b.path().to_owned()];
         let expected = FoundFiles {
-            pairs: vec![(index, blocks), (other_index, memory)],
+            pairs: vec![
+                IndexFiles { index, slots: blocks },
+                IndexFiles { index: other_index, slots: memory },
+            ],
             without_index: vec![alone],
         };
         assert_eq!(find(&dirs).unwrap(), expected);

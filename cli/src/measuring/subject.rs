@@ -187,7 +187,7 @@ pub fn table_of_four_tiers(
             while effects.has_more {
                 effects = table.publish_more();
             }
-            table.end_plan(reserved.transfer, None);
+            table.end_plan(reserved.transfer);
             let _ = table.take_effects();
         }
     }

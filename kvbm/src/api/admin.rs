@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use kvbm_policies::RequestId;
-use kvbm_tiers::Tier;
+use kvbm_tiers::{Route, Tier};
 
 use super::manager::Manager;
 use crate::api::lease::Lease;
@@ -105,16 +105,14 @@ impl<'a> Admin<'a> {
 
     /// Bytes copied so far, on each route that has copied any.
     pub fn bytes(self) -> Vec<(Tier, Tier, u64)> {
-        let routes = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
         let bytes_of = |route| self.0.cores().map(|core| core.metrics().bytes(route)).sum();
-        let bytes = routes.map(|(from, to)| (from, to, bytes_of((from, to))));
+        let bytes = Route::all().map(|route| (route.from, route.to, bytes_of(route)));
         bytes.filter(|&(.., bytes)| bytes > 0).collect()
     }
 
     /// Copies that failed so far.
     pub fn failures(self) -> u64 {
-        let routes = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
-        routes
+        Route::all()
             .flat_map(|route| self.0.cores().map(move |core| core.metrics().failures(route)))
             .sum()
     }

@@ -63,8 +63,9 @@ impl<'a> FillingSlots<'a> {
     }
 
     /// Goes on with slots that were [taken out](Self::into_slots) and that the caller has written.
-    pub(crate) const fn go_on(core: &'a Arc<Core>, slots: (Reserved, Lease)) -> Self {
-        Self { core, memory: None, slots: Some(slots), filled: 0, lent: VecDeque::new() }
+    pub(crate) const fn go_on(core: &'a Arc<Core>, reserved: Reserved, lease: Lease) -> Self {
+        let slots = Some((reserved, lease));
+        Self { core, memory: None, slots, filled: 0, lent: VecDeque::new() }
     }
 
     /// The slots, none of which is filled, for a caller that keeps them longer than it borrows the

@@ -172,7 +172,8 @@ impl Drop for LayeredPut {
 impl Writing {
     /// Makes the blocks resident, if they are whole, or gives their slots back.
     fn publish(self, core: &Arc<Core>, is_whole: bool) -> Option<Transfer<Transferred>> {
-        let mut filling = FillingSlots::go_on(core, self.slots);
+        let (reserved, lease) = self.slots;
+        let mut filling = FillingSlots::go_on(core, reserved, lease);
         filling.return_frames(self.writer.finish());
         if is_whole {
             filling.keep_all();

@@ -13,7 +13,7 @@ use kvbm_tiers::ranks::{KeptSlots, Leader, SlotJournal};
 use kvbm_tiers::sealed::TenantKeys;
 use kvbm_tiers::{
     Checksums, CopyOp, DiskOptions, DramRegion, IndexEntry, IndexOptions, Memory, Mount, MountKind,
-    Recovered, SlotId, Tier, TierEpoch, TierIndex, clock, is_of_directory,
+    Recovered, SlotId, SlotRef, Tier, TierEpoch, TierIndex, clock, is_of_directory,
 };
 
 use super::{ObjectTier, OpenedRegions, setup};
@@ -366,9 +366,9 @@ impl BlockBytes {
     /// Tells all processes with a part of it what was made resident.
     fn adopt(&self, tier: Tier, entries: &[IndexEntry], table: &Table) {
         if let Self::InRanks(leader) = self {
-            let lives = entries
-                .iter()
-                .filter_map(|entry| Some((entry.slot, table.life(tier, entry.slot)?)));
+            let lives = entries.iter().filter_map(|&IndexEntry { slot, .. }| {
+                Some(SlotRef { tier, slot, generation: table.life(tier, slot)? })
+            });
             leader.adopt(tier, &lives.collect::<Vec<_>>());
         }
     }

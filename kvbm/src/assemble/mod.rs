@@ -36,7 +36,7 @@ use kvbm_tiers::ranks::{Leader, RankRegistry};
 use kvbm_tiers::sealed::{HostSeal, KeyRing, SEAL_BYTES, TenantKeys};
 use kvbm_tiers::{
     Backend, Checksums, DeviceRegion, DiskOptions, DiskRegion, DramOptions, DramRegion, Frame,
-    FramePool, Geometry, MediaLayer, MemcpyBackend, Memory, PersistOptions, SetupError,
+    FramePool, Geometry, MediaLayer, MemcpyBackend, Memory, PersistOptions, Route, SetupError,
     SetupErrorKind, ThreadsBackend, Tier, UringBackend, Verified, VerifiedOnce, numa,
 };
 use prometheus::Registry;
@@ -163,7 +163,10 @@ pub(crate) async fn open(
         fallbacks.into_iter().for_each(|wanted| metrics.fell_back(wanted));
         let directories =
             if settings.disk.capacity.is_some() { settings.disk.dirs.len() } else { 0 };
-        metrics.count_from_zero(routes.iter().map(|route| (route.from, route.to)), directories);
+        metrics.count_from_zero(
+            routes.iter().map(|route| Route::new(route.from, route.to)),
+            directories,
+        );
         let table = Table::new(specs);
         let table = fingerprint.into_iter().fold(table, Table::with_fingerprint);
         objects.iter().try_for_each(|objects| objects.export(&registry))?;
@@ -585,8 +588,7 @@ impl OpenedRegions {
 
     /// Around every backend with an end in memory that an earlier process may have left.
     fn connect(&mut self, backend: impl Backend + 'static) -> Result<()> {
-        let is_near_host =
-            backend.routes().iter().any(|&(from, to)| from == Tier::Host || to == Tier::Host);
+        let is_near_host = backend.routes().iter().any(|route| route.touches(Tier::Host));
         let kept = self.host.clone().filter(|host| is_near_host && host.persists().is_some());
         let backend: Arc<dyn Backend> = match kept {
             Some(host) => Arc::new(VerifiedOnce::new(backend, host).map_err(setup)?),
@@ -622,8 +624,8 @@ impl OpenedRegions {
         let engine = self.has_engine.then_some(Tier::Device);
         let tiers = || engine.into_iter().chain(self.specs.iter().map(|spec| spec.pool.tier()));
         let pairs = tiers()
-            .flat_map(|from| tiers().map(move |to| (from, to)))
-            .filter(|(from, to)| from != to);
+            .flat_map(|from| tiers().map(move |to| Route { from, to }))
+            .filter(|route| route.from != route.to);
         let name = |route| {
             let backend = self.executor.backend(route);
             backend.map_or_else(
@@ -632,7 +634,7 @@ impl OpenedRegions {
             )
         };
         pairs
-            .map(|route| RouteReport { from: route.0, to: route.1, backend: name(route) })
+            .map(|route| RouteReport { from: route.from, to: route.to, backend: name(route) })
             .collect()
     }
 }

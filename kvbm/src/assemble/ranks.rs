@@ -189,7 +189,7 @@ pub(crate) fn open_rank(
     // Ranks do not know a block's tokens, so there is nothing to compare these with.
     fingerprint.map_or(Ok(()), |fingerprint| fingerprint.validate(fingerprint.block_tokens))?;
     // Before tiers are opened, since that takes long.
-    let peers = RankListener::bind(settings, fingerprint, (rank, world))?;
+    let peers = RankListener::bind(settings, fingerprint, rank, world)?;
     // Ranks may share directories and stores: each has files and objects of its own there.
     let namespace = namespace(settings, fingerprint, suffix).part(&format!("rank{rank}of{world}"));
     // Epochs are in the names of blocks, which the leader has.
@@ -204,9 +204,8 @@ pub(crate) fn open_rank(
         return Err(leader_counts_on(&away));
     }
     let (kept, durable) = resume_rank(kept)?;
-    let routes = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
     let backend = |route: Route| Some((route, Arc::clone(executor.backend(route)?)));
-    let backends: HashMap<Route, Arc<dyn Backend>> = routes.filter_map(backend).collect();
+    let backends: HashMap<Route, Arc<dyn Backend>> = Route::all().filter_map(backend).collect();
     let member = Membership {
         rank,
         world,

@@ -183,11 +183,10 @@ impl OpenedRegions {
     }
 
     /// The name of a backend in reports.
-    pub(super) fn told_sealed(&self, (from, to): Route, backend: &str) -> String {
-        let is_sealed_memory =
-            [from, to].contains(&Tier::Host) && self.keys_of(Tier::Host).is_some();
+    pub(super) fn told_sealed(&self, route: Route, backend: &str) -> String {
+        let is_sealed_memory = route.touches(Tier::Host) && self.keys_of(Tier::Host).is_some();
         match &self.keys {
-            Some(keys) if from.max(to) >= Tier::Disk || is_sealed_memory => {
+            Some(keys) if route.lower() >= Tier::Disk || is_sealed_memory => {
                 format!("{backend}, encrypted with key {}", keys.current())
             }
             _ => backend.to_owned(),

@@ -70,7 +70,7 @@ pub(crate) enum FaultPlace {
 impl FaultPlace {
     pub(crate) fn name(self) -> String {
         match self {
-            Self::Route((from, to)) => format!("{from}>{to}"),
+            Self::Route(Route { from, to }) => format!("{from}>{to}"),
             Self::Tier(tier) => tier.to_string(),
             Self::Directory(dir) => format!("disk.dirs[{dir}]"),
             Self::Process => "process".to_owned(),

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 
 use kvbm_tiers::object::{Expense, RequestKind, RequestOutcome, Traffic};
 use kvbm_tiers::ranks::RankRegistry;
-use kvbm_tiers::{Done, Tier};
+use kvbm_tiers::{Done, Route, Tier};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{GaugeVec, IntCounterVec, IntGauge, IntGaugeVec, Opts};
@@ -157,9 +157,10 @@ impl StateGauges {
         for &tier in &present {
             self.update_tier(core, tier);
             for &to in present.iter().filter(|&&to| to != tier) {
-                let (waiting, in_flight) = core.traffic((tier, to));
-                let overdue = core.metrics().overdue_now((tier, to)) as i64;
-                let is_open = i64::from(core.is_left_alone((tier, to)));
+                let route = Route { from: tier, to };
+                let (waiting, in_flight) = core.traffic(route);
+                let overdue = core.metrics().overdue_now(route) as i64;
+                let is_open = i64::from(core.is_left_alone(route));
                 let values = [waiting as i64, in_flight as i64, overdue, is_open];
                 for (gauge, value) in self.of_route.iter().zip(values) {
                     gauge.with_label_values(&[tier.name(), to.name()]).set(value);

@@ -245,7 +245,7 @@ impl Metrics {
         routes: impl IntoIterator<Item = Route>,
         directories: usize,
     ) {
-        for (from, to) in routes {
+        for Route { from, to } in routes {
             let route = [from.name(), to.name()];
             for (kind, _) in FAILURES {
                 self.transfer_failures.with_label_values(&[route[0], route[1], kind]);
@@ -277,7 +277,7 @@ impl Metrics {
     }
 
     // Made with the first copy, not at the start: an unused route is not shown.
-    fn of_route(&self, (from, to): Route) -> &RouteCounters {
+    fn of_route(&self, Route { from, to }: Route) -> &RouteCounters {
         self.routes[from.index()][to.index()].get_or_init(|| {
             let labels = [from.name(), to.name()];
             RouteCounters {
@@ -292,10 +292,10 @@ impl Metrics {
     pub(crate) fn failed(&self, route: Route, kind: CopyErrorKind) {
         let named = FAILURES.iter().find(|(_, known)| *known == Some(kind));
         let name = named.map_or("refused", |(name, _)| name);
-        self.transfer_failures.with_label_values(&[route.0.name(), route.1.name(), name]).inc();
+        self.transfer_failures.with_label_values(&[route.from.name(), route.to.name(), name]).inc();
         self.faults.note(FaultKind::Copy(kind), FaultPlace::Route(route));
         if kind == CopyErrorKind::Corrupt {
-            self.checksum_failures.with_label_values(&[route.0.name()]).inc();
+            self.checksum_failures.with_label_values(&[route.from.name()]).inc();
         }
         self.upstream.failed(route);
     }
@@ -307,14 +307,16 @@ impl Metrics {
     }
 
     pub(crate) fn went_overdue(&self, route: Route, copies: u64) {
-        self.overdue_copies.with_label_values(&[route.0.name(), route.1.name()]).inc_by(copies);
+        self.overdue_copies.with_label_values(&[route.from.name(), route.to.name()]).inc_by(copies);
         // To the engine they have failed, even if they end after all.
         (0..copies).for_each(|_| self.failed(route, CopyErrorKind::TimedOut));
     }
 
     /// Copies that went overdue ended.
     pub(crate) fn came_back(&self, route: Route, copies: u64) {
-        self.returned_copies.with_label_values(&[route.0.name(), route.1.name()]).inc_by(copies);
+        self.returned_copies
+            .with_label_values(&[route.from.name(), route.to.name()])
+            .inc_by(copies);
     }
 
     /// Copies on a route that are overdue now.
@@ -426,13 +428,14 @@ impl Metrics {
 
 /// The sum of a route's counters over all other labels. Asking for a counter by its labels would
 /// make it appear.
-fn counted(counters: &IntCounterVec, (from, to): Route) -> u64 {
+fn counted(counters: &IntCounterVec, route: Route) -> u64 {
     let families = counters.collect();
     let has = |row: &Metric, name, value| {
         row.get_label().iter().any(|label| (label.name(), label.value()) == (name, value))
     };
     let rows = families.iter().flat_map(MetricFamily::get_metric);
-    let of_route = rows.filter(|row| has(row, "from", from.name()) && has(row, "to", to.name()));
+    let of_route =
+        rows.filter(|row| has(row, "from", route.from.name()) && has(row, "to", route.to.name()));
     // By its labels: other calls give a row's value if `prometheus` is compiled with protobuf.
     let labels = |row: &Metric| -> HashMap<String, String> {
         row.get_label()

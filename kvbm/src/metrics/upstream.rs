@@ -24,16 +24,16 @@ impl UpstreamMetrics {
         };
         Ok(Self {
             offload_blocks: [
-                blocks((Device, Host), "kvbm_offload_blocks_d2h")?,
+                blocks(Route::new(Device, Host), "kvbm_offload_blocks_d2h")?,
                 // `h2d` is host to disk here, and host to device below, as in NVIDIA's dashboards.
-                blocks((Host, Disk), "kvbm_offload_blocks_h2d")?,
-                blocks((Device, Disk), "kvbm_offload_blocks_d2d")?,
-                blocks((Device, Object), "kvbm_offload_blocks_d2o")?,
+                blocks(Route::new(Host, Disk), "kvbm_offload_blocks_h2d")?,
+                blocks(Route::new(Device, Disk), "kvbm_offload_blocks_d2d")?,
+                blocks(Route::new(Device, Object), "kvbm_offload_blocks_d2o")?,
             ],
             onboard_blocks: [
-                blocks((Host, Device), "kvbm_onboard_blocks_h2d")?,
-                blocks((Disk, Device), "kvbm_onboard_blocks_d2d")?,
-                blocks((Object, Device), "kvbm_onboard_blocks_o2d")?,
+                blocks(Route::new(Host, Device), "kvbm_onboard_blocks_h2d")?,
+                blocks(Route::new(Disk, Device), "kvbm_onboard_blocks_d2d")?,
+                blocks(Route::new(Object, Device), "kvbm_onboard_blocks_o2d")?,
             ],
             object_read_failures: b.counter(
                 "kvbm_object_read_failures",
@@ -53,10 +53,10 @@ impl UpstreamMetrics {
         counters.filter(|(of, _)| *of == route).for_each(|(_, counter)| counter.inc_by(blocks));
     }
 
-    pub(super) fn failed(&self, (from, to): Route) {
-        if from == Tier::Object {
+    pub(super) fn failed(&self, route: Route) {
+        if route.from == Tier::Object {
             self.object_read_failures.inc();
-        } else if to == Tier::Object {
+        } else if route.to == Tier::Object {
             self.object_write_failures.inc();
         }
     }

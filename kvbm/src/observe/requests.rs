@@ -125,6 +125,19 @@ pub struct FromPeer {
     pub why: Option<String>,
 }
 
+/// The first block of a chain that no tier had.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FirstMiss {
+    pub(crate) block: BlockHash,
+    pub(crate) miss: Miss,
+}
+
+impl FirstMiss {
+    pub(crate) fn behind(held: &Match, chain: Chain<'_>, miss: Option<Miss>) -> Option<Self> {
+        miss.map(|miss| Self { block: chain.hashes[held.longest()], miss })
+    }
+}
+
 /// What a request found when it leased its chain.
 #[derive(Clone, Debug)]
 pub(crate) struct RecentRequest {
@@ -132,8 +145,7 @@ pub(crate) struct RecentRequest {
     pub(crate) held: Match,
     /// Blocks of its chain.
     pub(crate) blocks: usize,
-    /// The first block that no tier had.
-    pub(crate) missing: Option<(BlockHash, Miss)>,
+    pub(crate) missing: Option<FirstMiss>,
     pub(crate) at: Instant,
     pub(crate) from_peer: Option<Box<FromPeer>>,
 }
@@ -150,7 +162,7 @@ impl RecentRequests {
         held: Match,
         miss: Option<Miss>,
     ) {
-        let missing = miss.map(|miss| (chain.hashes[held.longest()], miss));
+        let missing = FirstMiss::behind(&held, chain, miss);
         let (blocks, at, from_peer) = (chain.len(), clock::now(), None);
         let asked = RecentRequest { request, held, blocks, missing, at, from_peer };
         let mut requests = self.0.lock();

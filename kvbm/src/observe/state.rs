@@ -17,7 +17,7 @@ use crate::api::manager::RouteReport;
 use crate::assemble::SharedStore;
 use crate::metrics::Lookups as Counted;
 use crate::names::hash::{BlockHash, Chain};
-use crate::observe::requests::{FromPeer, RecentRequest};
+use crate::observe::requests::{FirstMiss, FromPeer, RecentRequest};
 use crate::peers::{PeerBook, PeersState};
 use crate::scheduler::Core;
 use crate::table::{Match, Miss, MissReason};
@@ -299,8 +299,8 @@ impl ObservedState {
             return Readiness { ready: false, degraded: vec![closed] };
         };
         let mut below = tiers(&core).filter(|&tier| tier > Tier::Device).peekable();
-        let is_of_use =
-            below.peek().is_none() || below.any(|tier| !core.is_left_alone((tier, Tier::Device)));
+        let is_of_use = below.peek().is_none()
+            || below.any(|tier| !core.is_left_alone(Route::new(tier, Tier::Device)));
         Readiness { ready: is_of_use, degraded: degraded(&core, &self.store) }
     }
 
@@ -308,7 +308,7 @@ impl ObservedState {
     pub(crate) fn why(&self, chain: Chain<'_>) -> Option<Why> {
         let core = self.core.upgrade()?;
         let (held, miss) = core.why(chain);
-        let missing = miss.map(|miss| (chain.hashes[held.longest()], miss));
+        let missing = FirstMiss::behind(&held, chain, miss);
         Some(self.explain(&core, &held, chain.len(), missing))
     }
 
@@ -330,15 +330,9 @@ impl ObservedState {
         }
     }
 
-    fn explain(
-        &self,
-        core: &Core,
-        held: &Match,
-        blocks: usize,
-        missing: Option<(BlockHash, Miss)>,
-    ) -> Why {
+    fn explain(&self, core: &Core, held: &Match, blocks: usize, missing: Option<FirstMiss>) -> Why {
         let found = tiers(core).map(|tier| Found { tier, blocks: held.blocks(tier) }).collect();
-        let next = missing.map(|(block, Miss { reason, tier, age_s })| Missing {
+        let next = missing.map(|FirstMiss { block, miss: Miss { reason, tier, age_s } }| Missing {
             block,
             position: held.longest(),
             reason: reason.name(),
@@ -400,7 +394,7 @@ fn tier_state(core: &Core, tier: Tier, counted: &Counted) -> TierState {
 
 fn route_state(core: &Core, route: &RouteReport) -> RouteState {
     let (from, to) = (route.from, route.to);
-    let (metrics, way): (_, Route) = (core.metrics(), (from, to));
+    let (metrics, way) = (core.metrics(), Route { from, to });
     RouteState {
         from,
         to,
@@ -424,11 +418,11 @@ fn degraded(core: &Core, store: &SharedStore) -> Vec<Degraded> {
             let why = "it neither gives nor takes anything until the next reset: too many of its blocks were wrong";
             note(tier.to_string(), why.to_owned());
         } else {
-            if is_left_alone((tier, Tier::Device)) {
+            if is_left_alone(Route::new(tier, Tier::Device)) {
                 let why = "it is not read: copies from it failed, and it is tried again";
                 note(tier.to_string(), why.to_owned());
             }
-            if is_left_alone((Tier::Device, tier)) {
+            if is_left_alone(Route::new(Tier::Device, tier)) {
                 let why = "it is not written: copies to it failed, and it is tried again";
                 note(tier.to_string(), why.to_owned());
             }

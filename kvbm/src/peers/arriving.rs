@@ -150,8 +150,10 @@ impl<'a, 'f> ConvertedSlots<'a, 'f> {
     /// Of the peer's blocks, each of `block_bytes`, the first `leased` may be read.
     pub(super) fn new(
         filling: &'a mut FillingSlots<'f>,
-        (conversion, saturated): (&'a Conversion, &'a mut u64),
-        (leased, block_bytes): (usize, usize),
+        conversion: &'a Conversion,
+        saturated: &'a mut u64,
+        leased: usize,
+        block_bytes: usize,
     ) -> Self {
         let kept = conversion.whole_there(filling.kept());
         let wanted = Some(filling.kept() + filling.left()).filter(|_| filling.left() > 0);

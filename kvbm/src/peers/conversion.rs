@@ -41,14 +41,14 @@ impl Conversion {
     /// ranks, or cannot be made so.
     pub(super) fn between(ours: &Member, theirs: &Member) -> Option<Self> {
         if ours.ranks == theirs.ranks {
-            return Self::of_shares((ours, HeadShare::WHOLE), (theirs, HeadShare::WHOLE));
+            return Self::of_shares(ours, HeadShare::WHOLE, theirs, HeadShare::WHOLE);
         }
         // As ranks convert the heads that two of them share. Leaders use only the numbers of blocks.
         let [few, many] = [ours.ranks.min(theirs.ranks), ours.ranks.max(theirs.ranks)];
         let part = HeadShare::new(0, many.checked_div(few)?)?;
         let is_cut = ours.ranks == many;
         let [into, give] = if is_cut { [HeadShare::WHOLE, part] } else { [part, HeadShare::WHOLE] };
-        Self::of_shares((ours, into), (&share_of(theirs, give)?, HeadShare::WHOLE))
+        Self::of_shares(ours, into, &share_of(theirs, give)?, HeadShare::WHOLE)
     }
 
     /// Of what one rank there sends: the share of its heads that is wanted.
@@ -57,7 +57,7 @@ impl Conversion {
         theirs: &Member,
         source: &PullSource,
     ) -> Option<Self> {
-        Self::of_shares((ours, source.into), (&share_of(theirs, source.give)?, HeadShare::WHOLE))
+        Self::of_shares(ours, source.into, &share_of(theirs, source.give)?, HeadShare::WHOLE)
     }
 
     /// Of that rank's whole slices, from which the share is taken here.
@@ -66,7 +66,7 @@ impl Conversion {
         theirs: &Member,
         source: &PullSource,
     ) -> Option<Self> {
-        Self::of_shares((ours, source.into), (theirs, source.give))
+        Self::of_shares(ours, source.into, theirs, source.give)
     }
 
     /// Whether blocks there have another type, other tokens or another order.
@@ -81,8 +81,10 @@ impl Conversion {
 
     /// From a share (`given`) of the heads there to a share of ours.
     fn of_shares(
-        (ours, share): (&Member, HeadShare),
-        (theirs, given): (&Member, HeadShare),
+        ours: &Member,
+        share: HeadShare,
+        theirs: &Member,
+        given: HeadShare,
     ) -> Option<Self> {
         let both = [ours, theirs];
         let [dtype, their_dtype] = both.map(|member| &*member.fingerprint.dtype);
@@ -699,9 +701,9 @@ pub(super) mod tests {
         }
     }
 
-    /// A worker whose numbers have this type; `of`: the number of its ranks, and which one it is.
-    fn typed(order: &str, tokens: usize, of: Option<(u16, u16)>, dtype: &str) -> Member {
-        let (world, rank) = of.unwrap_or((1, 0));
+    /// A worker whose numbers have this type; `of`: its share of the heads, where it is a rank.
+    fn typed(order: &str, tokens: usize, of: Option<HeadShare>, dtype: &str) -> Member {
+        let (rank, world) = of.unwrap_or(HeadShare::WHOLE).get();
         let mut extents = EXTENTS;
         extents[2].1 /= usize::from(world);
         let is_fp8 = dtype.starts_with("fp8");
@@ -749,8 +751,10 @@ pub(super) mod tests {
 
     /// What workers without ranks make of whole blocks, ranks make of slices, whatever they read.
     fn assert_typed_ranks_become(
-        (ours, world): (impl Fn(Option<(u16, u16)>) -> Member, u16),
-        (theirs, there): (impl Fn(Option<(u16, u16)>) -> Member, u16),
+        ours: impl Fn(Option<HeadShare>) -> Member,
+        world: u16,
+        theirs: impl Fn(Option<HeadShare>) -> Member,
+        there: u16,
     ) {
         let [whole, their_whole] = [ours(None), theirs(None)];
         let mut random = fastrand::Rng::with_seed(1);
@@ -762,7 +766,7 @@ pub(super) mod tests {
         let (mut count, of) = (0, world.max(there) / world.min(there));
         let share = |n| HeadShare::new(n, of).unwrap();
         for rank in 0..world {
-            let own = ours(Some((world, rank)));
+            let own = ours(HeadShare::new(rank, world));
             let sources: Vec<_> = if world >= there {
                 vec![(rank / of, share(rank % of), HeadShare::WHOLE)]
             } else {
@@ -770,7 +774,7 @@ pub(super) mod tests {
             };
             let mut made = blocks_of(&own);
             for (rank, give, into) in sources {
-                let from = theirs(Some((there, rank)));
+                let from = theirs(HeadShare::new(rank, there));
                 assert_eq!(difference(&own, &from, true), None);
                 assert!(difference(&own, &from, false).unwrap().contains("dtype"));
                 let source = PullSource { seat: PeerSeat { port: 1, incarnation: 1 }, give, into };
@@ -799,7 +803,7 @@ pub(super) mod tests {
             {
                 let ours = |of| typed(RANK_ORDERS[0], tokens, of, dtype);
                 let theirs = |of| typed(RANK_ORDERS[1], their_tokens, of, their_dtype);
-                assert_typed_ranks_become((ours, world), (theirs, there));
+                assert_typed_ranks_become(ours, world, theirs, there);
             }
         }
     }
@@ -808,11 +812,11 @@ pub(super) mod tests {
     #[test]
     fn scales_of_heads_do_not_convert_with_ranks() {
         let scaled = |world: u16| {
-            let mut member = typed(RANK_ORDERS[0], 16, Some((world, 0)), "fp8_e4m3");
+            let mut member = typed(RANK_ORDERS[0], 16, HeadShare::new(0, world), "fp8_e4m3");
             member.fingerprint.scales = vec![0.5; 6 * 8 / usize::from(world)];
             member
         };
-        let plain = typed(RANK_ORDERS[0], 16, Some((2, 0)), "bf16");
+        let plain = typed(RANK_ORDERS[0], 16, HeadShare::new(0, 2), "bf16");
         for world in [1, 2, 4] {
             assert!(difference(&plain, &scaled(world), true).unwrap().contains("dtype"));
             assert!(difference(&scaled(world), &plain, true).unwrap().contains("dtype"));

@@ -271,7 +271,7 @@ impl Holder {
             if !request.form.is_last && gap_behind(blocks, &lengths).is_some() {
                 return Ok((ToReader::Between(blocks as u32), None));
             }
-            return Ok(self.lease_layers(reader, (saved, blocks), request));
+            return Ok(self.lease_layers(reader, saved, blocks, request));
         }
         let Some(found) = found else { return Ok(self.nothing(request)) };
         if !request.form.is_last && gap_behind(found.blocks as usize, &lengths).is_some() {

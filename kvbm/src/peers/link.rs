@@ -329,7 +329,8 @@ impl PeerLink {
         &mut self,
         named: &NamedBlocks,
         until: Instant,
-        (filling, intake): (&mut FillingSlots<'_>, Option<Intake<'_>>),
+        filling: &mut FillingSlots<'_>,
+        intake: Option<Intake<'_>>,
         came: &mut ReadByNixl,
         cancelled: &CancellationToken,
     ) -> Result<(), PeerFault> {
@@ -340,7 +341,7 @@ impl PeerLink {
         }
         let (mut saturated, conversion) = (0, self.conversion.clone());
         let leased = named.before + named.checksums.len();
-        let blocks = (leased, self.holder.block_bytes as usize);
+        let bytes = self.holder.block_bytes as usize;
         let arriving = async {
             if let Some(layers) = named.layers {
                 return self.bring_layers(named, layers, filling, came).await;
@@ -348,8 +349,9 @@ impl PeerLink {
             match (conversion, intake) {
                 (Some(_), Some(_)) => Err(CopyError::refused(NOT_CONVERTED).into()),
                 (Some(conversion), None) => {
-                    let made = (&*conversion, &mut saturated);
-                    let slots = &mut ConvertedSlots::new(filling, made, blocks);
+                    let too_large = &mut saturated;
+                    let slots =
+                        &mut ConvertedSlots::new(filling, &conversion, too_large, leased, bytes);
                     self.bring_in_clear(named, until, slots, came).await
                 }
                 (None, Some(intake)) => {

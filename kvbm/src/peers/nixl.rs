@@ -344,7 +344,7 @@ pub(super) async fn read_converted(
     came: &mut ReadByNixl,
 ) -> Result<(), PeerFault> {
     let from = slots_of(named, &(slots.kept()..slots.kept() + slots.left()))?;
-    let (mut reading, before) = (ScratchReads::new(reads, from)?, slots.made());
+    let (mut reading, before) = (ScratchReads::new(reads, from.to_vec())?, slots.made());
     let taken = take_converted(&mut reading, named, until, slots).await;
     came.blocks += slots.made() - before;
     came.descriptors += reading.descriptors();
@@ -452,10 +452,11 @@ pub(super) async fn read_layers(
     reads: &HolderReads,
     layers: LayerBytes<'_>,
     until: Instant,
-    (filling, sums): (&mut FillingSlots<'_>, &mut Vec<u32>),
+    filling: &mut FillingSlots<'_>,
+    sums: &mut Vec<u32>,
     came: &mut ReadByNixl,
 ) -> Result<(), PeerFault> {
-    let brought = read_layer_parts(reads, layers, until, (&mut *filling, &*sums), came).await;
+    let brought = read_layer_parts(reads, layers, until, filling, sums, came).await;
     match brought {
         Ok(summed) => {
             *sums = summed;
@@ -469,7 +470,8 @@ async fn read_layer_parts(
     reads: &HolderReads,
     LayerBytes { bytes, slots, expected }: LayerBytes<'_>,
     until: Instant,
-    (filling, sums): (&mut FillingSlots<'_>, &[u32]),
+    filling: &mut FillingSlots<'_>,
+    sums: &[u32],
     came: &mut ReadByNixl,
 ) -> Result<Vec<u32>, PeerFault> {
     let mut parts = parts(0..sums.len(), (READ_BYTES / bytes.len().max(1)).max(1));

@@ -13,7 +13,7 @@
 
 use kvbm_tiers::ranks::{HeadShare, PeerSeat};
 use kvbm_tiers::sealed::RECORD_BYTES;
-use kvbm_tiers::{SlotId, SlotRef};
+use kvbm_tiers::{SlotId, SlotRef, Tier};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio_util::codec::LengthDelimitedCodec;
@@ -315,7 +315,7 @@ impl NamedKey {
     }
 }
 
-/// A slot, and the number of a life of it.
+/// A slot of the host tier, and the number of a life of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct SlotLife([u8; 4], [u8; 4]);
 
@@ -388,8 +388,9 @@ impl SlotLife {
         Self(slot.slot.0.to_le_bytes(), slot.generation.to_le_bytes())
     }
 
-    pub(super) const fn get(self) -> (SlotId, u32) {
-        (SlotId(u32::from_le_bytes(self.0)), u32::from_le_bytes(self.1))
+    pub(super) const fn get(self) -> SlotRef {
+        let [slot, generation] = [u32::from_le_bytes(self.0), u32::from_le_bytes(self.1)];
+        SlotRef { tier: Tier::Host, slot: SlotId(slot), generation }
     }
 }
 

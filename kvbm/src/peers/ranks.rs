@@ -72,7 +72,8 @@ impl RankListener {
     pub(crate) fn bind(
         settings: &Settings,
         fingerprint: Option<&Fingerprint>,
-        (rank, world): (u16, u16),
+        rank: u16,
+        world: u16,
     ) -> Result<Option<Self>> {
         let peers = &settings.peers;
         if !peers.enabled {

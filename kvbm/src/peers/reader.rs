@@ -257,7 +257,7 @@ impl Reader {
             }
             Err(fault) => {
                 counted.end = (&fault).into();
-                self.note_refusal(&peer, (&chain, &info), &fault);
+                self.note_refusal(&peer, &chain, &info, &fault);
                 let message = format!("the peer {peer} ({address}) gives no lease: {fault}");
                 // Leases of others end, so that it may be asked again.
                 let is_full = matches!(fault, PeerFault::Ended(LeaseEnd::Busy));
@@ -268,12 +268,7 @@ impl Reader {
     }
 
     /// For people: a peer gave no lease.
-    fn note_refusal(
-        &self,
-        peer: &str,
-        (chain, info): (&[BlockHash], &RequestInfo),
-        fault: &PeerFault,
-    ) {
+    fn note_refusal(&self, peer: &str, chain: &[BlockHash], info: &RequestInfo, fault: &PeerFault) {
         let why = fault.to_string();
         self.book.failed(peer, &why);
         if let Some(request) = info.request {
@@ -512,15 +507,16 @@ impl Reader {
     }
 
     /// Blocks are there once those before them are, which others may bring. An error says why that
-    /// is not waited for any longer. `lease`: others bring all that it names.
+    /// is not waited for any longer. `link`: others bring all that the peer `named`.
     async fn await_others(
         &self,
         published: Transfer<Transferred>,
-        lease: Option<(&mut PeerLink, &NamedBlocks)>,
+        link: Option<&mut PeerLink>,
+        named: &NamedBlocks,
         cancelled: &CancellationToken,
     ) -> Result<Result<Transferred>, PeerFault> {
         let patience = async {
-            if let Some((link, named)) = lease {
+            if let Some(link) = link {
                 // Layers take as long as the peer's engine does, and then they are here soon.
                 let _ = link.await_layers(named).await;
             }
@@ -556,17 +552,16 @@ impl Reader {
             match &self.host {
                 HostBytes::Here(..) => {
                     let (link, named) = (&mut lease.link, &lease.named);
-                    let of = (chain, lease.namespace);
-                    match self.intake(of, lease.info, named).await {
+                    match self.intake(chain, lease.namespace, lease.info, named).await {
                         Ok(intake) => {
-                            let into = (&mut filling, intake);
-                            link.bring(named, limit, into, &mut by_nixl, cancelled).await
+                            let (filling, by_nixl) = (&mut filling, &mut by_nixl);
+                            link.bring(named, limit, filling, intake, by_nixl, cancelled).await
                         }
                         Err(error) => Err(error.into()),
                     }
                 }
                 HostBytes::InRanks(leader) => {
-                    let entered = self.entered((chain, lease.namespace), lease.info);
+                    let entered = self.entered(chain, lease.namespace, lease.info);
                     let (chain, owner) = entered.ok_or_else(Error::stale)?;
                     let conversion = lease.link.conversion.as_deref();
                     let block_tokens = lease.link.holder.fingerprint.block_tokens;
@@ -595,8 +590,8 @@ impl Reader {
             nixl.look_back(&mut lease.link, brought.as_ref().err()).await;
         }
         let published = filling.publish().ok_or_else(Error::closed)?;
-        let of_others = (brought.is_ok() && copied == 0).then_some((&mut lease.link, &lease.named));
-        match self.await_others(published, of_others, cancelled).await {
+        let of_others = (brought.is_ok() && copied == 0).then_some(&mut lease.link);
+        match self.await_others(published, of_others, &lease.named, cancelled).await {
             Ok(told) => {
                 let Transferred { lease: held, blocks, .. } = told?;
                 Ok(PulledPart { held, blocks, copied, fault: brought.err() })
@@ -612,7 +607,8 @@ impl Reader {
     /// How blocks become blocks of the host tier here, if they come sealed or are to lie sealed.
     async fn intake<'a>(
         &'a self,
-        of: (Chain<'a>, NamespaceId),
+        chain: Chain<'a>,
+        namespace: NamespaceId,
         info: RequestInfo,
         named: &'a NamedBlocks,
     ) -> Result<Option<Intake<'a>>, CopyError> {
@@ -621,7 +617,7 @@ impl Reader {
             return Ok(None);
         }
         let reset = || CopyError::refused("a reset came meanwhile");
-        let (chain, owner) = self.entered(of, info).ok_or_else(reset)?;
+        let (chain, owner) = self.entered(chain, namespace, info).ok_or_else(reset)?;
         sealed::prepare(seal, owner).await?;
         Ok(Some(Intake { seal, other: named.seal.as_ref(), chain, owner }))
     }
@@ -630,7 +626,8 @@ impl Reader {
     /// meanwhile.
     fn entered<'a>(
         &self,
-        (chain, namespace): (Chain<'a>, NamespaceId),
+        chain: Chain<'a>,
+        namespace: NamespaceId,
         info: RequestInfo,
     ) -> Option<(Chain<'a>, Option<Owner>)> {
         let table = self.core.table();

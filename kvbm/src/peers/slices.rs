@@ -131,7 +131,7 @@ pub(super) async fn bring(
                     back(frames, Ok(Vec::new()));
                     return Err(gone("its leader does not say where a block lies"));
                 };
-                let pulled = PulledPart::new((frames, back), copies, Arc::clone(&why));
+                let pulled = PulledPart::new(frames, back, copies, Arc::clone(&why));
                 leader.pull(&from, &ops, pulled.done());
             }
             if filling.lent() == 0 {
@@ -214,13 +214,14 @@ struct PartState {
 
 impl PulledPart {
     fn new(
-        back: (Vec<Frame>, FramesBack),
+        frames: Vec<Frame>,
+        back: FramesBack,
         copies: usize,
         why: Arc<Mutex<Option<CopyError>>>,
     ) -> Self {
-        let blocks = back.0.len();
+        let blocks = frames.len();
         let (came, left) = (vec![Some(0); blocks], blocks * copies);
-        let state = PartState { came, copies, left, back: Some(back) };
+        let state = PartState { came, copies, left, back: Some((frames, back)) };
         Self { state: Arc::new(Mutex::new(state)), why }
     }
 

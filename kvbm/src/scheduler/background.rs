@@ -6,7 +6,7 @@ use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
 use kvbm_policies::Trigger;
-use kvbm_tiers::Tier;
+use kvbm_tiers::{Route, Tier};
 
 use super::batch::TaskBatch;
 use super::breaker::RoutePassage;
@@ -233,11 +233,11 @@ impl Core {
     fn flush(self: &Arc<Self>, from: Tier, all: bool) {
         let Some(to) = self.table().flushes_to(from) else { return };
         // Without a route down every copy would fail at once, and be retried without end.
-        if !self.sending.executor.legs((from, to)).all(|leg| self.sending.executor.connects(leg)) {
+        let legs = || self.sending.executor.legs(Route { from, to });
+        if !legs().all(|leg| self.sending.executor.connects(leg)) {
             return;
         }
-        let is_blocked =
-            self.sending.executor.legs((from, to)).any(|leg| self.health.breakers.is_open(leg));
+        let is_blocked = legs().any(|leg| self.health.breakers.is_open(leg));
         self.table().block_flushes(from, is_blocked);
         if is_blocked {
             return self.probe_flush(from, to);
@@ -262,7 +262,7 @@ impl Core {
     /// are well again. In a tier whose blocks go down only when they leave, sends the next to
     /// leave, with the ancestors that the tier below lacks.
     fn probe_flush(self: &Arc<Self>, from: Tier, to: Tier) {
-        if self.health.pass((from, to)) == RoutePassage::Blocked {
+        if self.health.pass(Route { from, to }) == RoutePassage::Blocked {
             return;
         }
         // A block whose flush failed may be the only one to test with.
@@ -285,8 +285,8 @@ impl Core {
         // A probe tests a medium that a copy touches: a block that also lies in DRAM is not read
         // from disk.
         if !effects.tasks.iter().any(|task| task.from.tier == from) {
-            self.health
-                .retract_probe((from, if effects.tasks.is_empty() { to } else { Tier::Host }));
+            let to = if effects.tasks.is_empty() { to } else { Tier::Host };
+            self.health.retract_probe(Route { from, to });
         }
         effects.tasks.iter_mut().for_each(|task| task.is_probe = true);
         self.start_flushes(to, effects);
@@ -457,7 +457,7 @@ impl Core {
     fn give_up_all(self: &Arc<Self>, overdue: Vec<Arc<TaskBatch>>, now: Duration) {
         // If handling a completion panicked, its batch is never done, and works on nothing.
         for batch in overdue.into_iter().filter(|batch| batch.is_working()) {
-            tracing::error!(from = %batch.route.0, to = %batch.route.1, "copies are overdue: no request waits for them");
+            tracing::error!(from = %batch.route.from, to = %batch.route.to, "copies are overdue: no request waits for them");
             self.health.judge_overdue(&batch, now);
             self.give_up(&batch);
         }
@@ -501,7 +501,7 @@ mod tests {
             flush_to,
             admission: None,
         };
-        let route = (Tier::Host, Tier::Disk);
+        let route = Route::new(Tier::Host, Tier::Disk);
         let core =
             core_of(Table::new([spec(Tier::Host, Some(Tier::Disk)), spec(Tier::Disk, None)]));
         let left: Arc<Mutex<Vec<Tier>>> = Arc::default();

@@ -134,7 +134,7 @@ impl TaskBatch {
 
     /// The tier whose medium does the work: the lower one.
     fn medium(&self) -> Tier {
-        self.route.0.max(self.route.1)
+        self.route.lower()
     }
 }
 
@@ -275,8 +275,8 @@ impl BatchesInFlight {
 mod tests {
     use super::*;
 
-    const READ: Route = (Tier::Disk, Tier::Host);
-    const WRITE: Route = (Tier::Host, Tier::Disk);
+    const READ: Route = Route::new(Tier::Disk, Tier::Host);
+    const WRITE: Route = Route::new(Tier::Host, Tier::Disk);
 
     const fn at(ms: u64) -> Duration {
         Duration::from_millis(ms)
@@ -307,7 +307,7 @@ mod tests {
         let batches = BatchesInFlight::default();
         let first = start(&batches, READ, 0);
         let _second = start(&batches, WRITE, 50);
-        let _elsewhere = start(&batches, (Tier::Host, Tier::Device), 120);
+        let _elsewhere = start(&batches, Route::new(Tier::Host, Tier::Device), 120);
         batches.progressed(&first, at(60));
         assert_eq!(overdue(&batches, 160), [0; 0]);
         assert_eq!(overdue(&batches, 161), [0, 1]);

@@ -135,11 +135,11 @@ impl Breakers {
     }
 
     /// The lower tier of a route is the one that may be away or full.
-    fn of(&self, (from, to): Route) -> &MediumBreaker {
+    fn of(&self, Route { from, to }: Route) -> &MediumBreaker {
         if to > from { &self.writes[to.index()] } else { &self.reads[from.index()] }
     }
 
-    fn opposite(&self, (from, to): Route) -> &MediumBreaker {
+    fn opposite(&self, Route { from, to }: Route) -> &MediumBreaker {
         if to > from { &self.reads[to.index()] } else { &self.writes[from.index()] }
     }
 }
@@ -209,8 +209,8 @@ impl BreakerState {
 mod tests {
     use super::*;
 
-    const READ: Route = (Tier::Disk, Tier::Host);
-    const WRITE: Route = (Tier::Host, Tier::Disk);
+    const READ: Route = Route::new(Tier::Disk, Tier::Host);
+    const WRITE: Route = Route::new(Tier::Host, Tier::Disk);
     const VERDICT: Duration = Duration::from_secs(5);
 
     fn breakers() -> Breakers {
@@ -227,7 +227,8 @@ mod tests {
         breakers.failed(WRITE, CopyErrorKind::NoSpace, true, at(0));
         assert_eq!(breakers.pass(WRITE, VERDICT, at(1)), RoutePassage::Blocked);
         assert_eq!(breakers.pass(READ, VERDICT, at(1)), RoutePassage::Free);
-        let (get, put) = ((Tier::Object, Tier::Host), (Tier::Host, Tier::Object));
+        let (get, put) =
+            (Route::new(Tier::Object, Tier::Host), Route::new(Tier::Host, Tier::Object));
         breakers.failed(get, CopyErrorKind::Unavailable, true, at(0));
         assert!(breakers.is_open(get) && breakers.is_open(put));
         breakers.failed(READ, CopyErrorKind::Corrupt, true, at(0));

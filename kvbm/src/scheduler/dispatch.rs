@@ -90,7 +90,8 @@ impl Core {
         let mut queues = self.sending.queues.lock();
         // Straight into the queues: a task is moved often enough.
         let in_vain = self.engine.orders.lock().let_through(tasks, |task, order| {
-            let is_direct = self.sending.executor.connects((task.from.tier, task.to.tier));
+            let is_direct =
+                self.sending.executor.connects(Route::new(task.from.tier, task.to.tier));
             queues.push(RoutedTask::new(task, is_direct, order));
         });
         drop(queues);
@@ -145,10 +146,10 @@ impl Core {
             if catch_unwind(AssertUnwindSafe(|| executor.submit(route, ops, fences, &done)))
                 .is_err()
             {
-                tracing::error!(from = %route.0, to = %route.1, "a backend panicked when it was given a batch");
+                tracing::error!(from = %route.from, to = %route.to, "a backend panicked when it was given a batch");
             }
         };
-        match &self.sending.journals[route.1.index()] {
+        match &self.sending.journals[route.to.index()] {
             Some(journal) => journal.after_removals(submit),
             None => submit(),
         }
@@ -245,14 +246,14 @@ pub struct Executor {
 impl Executor {
     /// Lets `backend` serve those of its routes that no other backend serves yet.
     pub fn add(&mut self, backend: &Arc<dyn Backend>) {
-        for &(from, to) in backend.routes() {
+        for &Route { from, to } in backend.routes() {
             self.routes[from.index()][to.index()].get_or_insert_with(|| Arc::clone(backend));
         }
     }
 
     /// The backend of a route.
-    pub fn backend(&self, (from, to): Route) -> Option<&Arc<dyn Backend>> {
-        self.routes[from.index()][to.index()].as_ref()
+    pub fn backend(&self, route: Route) -> Option<&Arc<dyn Backend>> {
+        self.routes[route.from.index()][route.to.index()].as_ref()
     }
 
     /// Whether a backend serves this route, so that blocks need not bounce.
@@ -261,11 +262,11 @@ impl Executor {
     }
 
     /// The routes that a block takes from one tier to another.
-    pub(super) fn legs(&self, (from, to): Route) -> impl Iterator<Item = Route> + use<> {
-        let legs = if self.connects((from, to)) {
-            [Some((from, to)), None]
+    pub(super) fn legs(&self, route: Route) -> impl Iterator<Item = Route> + use<> {
+        let legs = if self.connects(route) {
+            [Some(route), None]
         } else {
-            [Some((from, Tier::Host)), Some((Tier::Host, to))]
+            [Some(Route { to: Tier::Host, ..route }), Some(Route { from: Tier::Host, ..route })]
         };
         legs.into_iter().flatten()
     }
@@ -276,7 +277,7 @@ impl Executor {
             return submit(backend, batch, fences, done.clone());
         }
         // Answers anyway: a task that is never completed would hold its slots for ever.
-        done.refuse(0..batch.len(), &format!("no backend copies {} to {}", route.0, route.1));
+        done.refuse(0..batch.len(), &format!("no backend copies {} to {}", route.from, route.to));
     }
 }
 
@@ -312,8 +313,7 @@ impl RoutedTask {
     /// The order that the next copy keeps. One that does not touch the engine's memory need not
     /// wait for it.
     pub(super) fn order(&self) -> Option<&Arc<EngineOrder>> {
-        let touches_engine = |(from, to): Route| from == Tier::Device || to == Tier::Device;
-        self.order.as_ref().filter(|_| touches_engine(self.route()))
+        self.order.as_ref().filter(|_| self.route().touches(Tier::Device))
     }
 
     /// The next copy to make. The staging slot must have been taken by now.
@@ -337,17 +337,17 @@ impl RoutedTask {
         // A staging slot lies in the host's memory: to a backend both kinds of stop are the host
         // tier.
         match self.stop {
-            None => (from.tier, to.tier),
-            Some(_) if self.halfway => (Tier::Host, to.tier),
-            Some(_) => (from.tier, Tier::Host),
+            None => Route::new(from.tier, to.tier),
+            Some(_) if self.halfway => Route::new(Tier::Host, to.tier),
+            Some(_) => Route::new(from.tier, Tier::Host),
         }
     }
 
     /// The slot on disk that the next copy reads or writes.
     pub(super) const fn slot_on_disk(&self) -> Option<SlotRef> {
         match self.route() {
-            (Tier::Disk, _) => Some(self.task.from),
-            (_, Tier::Disk) => Some(self.task.to),
+            Route { from: Tier::Disk, .. } => Some(self.task.from),
+            Route { to: Tier::Disk, .. } => Some(self.task.to),
             _ => None,
         }
     }

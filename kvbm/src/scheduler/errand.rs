@@ -80,7 +80,7 @@ impl Core {
             }
             CopyState::Overdue(purpose, staging) => self.errand_came_back(batch, purpose, staging),
             CopyState::Ended => {
-                tracing::error!(route = ?batch.route, "a backend reported a copy twice");
+                tracing::error!(route = ?(batch.route.from, batch.route.to), "a backend reported a copy twice");
             }
         }
     }

@@ -100,6 +100,7 @@ impl MediaHealth {
         error: &CopyError,
         now: Duration,
     ) {
+        tracing::warn!(op = ?task.op(), %error, "a copy failed; the block counts as a miss");
         self.metrics.failed(batch.route, error.kind());
         let is_a_directory = match error.kind() {
             CopyErrorKind::Io => self.directory_failed(&task.op(), now),
@@ -167,7 +168,7 @@ mod tests {
     use crate::table::Table;
     use crate::task::{Class, CopyTask, TaskId, TransferId};
 
-    const WRITE: Route = (Tier::Host, Tier::Object);
+    const WRITE: Route = Route::new(Tier::Host, Tier::Object);
 
     fn task(block: u32) -> RoutedTask {
         let slot = |tier| SlotRef { tier, slot: SlotId(block), generation: 0 };
@@ -177,8 +178,8 @@ mod tests {
             block: BlockKey { hash: u128::from(block) + 1, group: 0 },
             parent: None,
             owner: None,
-            from: slot(WRITE.0),
-            to: slot(WRITE.1),
+            from: slot(WRITE.from),
+            to: slot(WRITE.to),
             via: None,
             is_probe: false,
         };

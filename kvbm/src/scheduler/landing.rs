@@ -24,7 +24,7 @@ impl Core {
         self.health.batches.progressed(batch, now);
         let ReportedTasks { mut tasks, overdue, twice } = batch.take(completions);
         if !twice.is_empty() {
-            tracing::error!(route = ?batch.route, ops = ?twice, "a backend reported copies twice");
+            tracing::error!(route = ?(batch.route.from, batch.route.to), ops = ?twice, "a backend reported copies twice");
         }
         self.health.judge(batch, &tasks, now);
         let left = tasks.len();
@@ -34,13 +34,12 @@ impl Core {
         let going_on = tasks.extract_if(.., goes_on);
         let going_on = going_on.map(|(task, _)| RoutedTask { halfway: true, ..task }).collect();
         self.came_back(batch, overdue);
-        let ended = tasks.iter_mut().map(|(task, result)| {
+        self.free_held(tasks.iter_mut().map(|(task, _)| task));
+        self.land_all(tasks.iter().map(|(task, result)| {
             let broken = result.as_ref().err().map(|error| why_broken(task, error));
-            (task, broken.unwrap_or(Outcome::Arrived))
-        });
-        let results = self.outcomes(ended);
+            task.task.ended(broken.unwrap_or(Outcome::Arrived))
+        }));
         drop(tasks);
-        self.land_all(&results);
         self.tasks_left(batch, left, going_on);
     }
 
@@ -63,39 +62,33 @@ impl Core {
         self.pump();
     }
 
-    /// Outcomes of tasks that no medium has any more; frees their staging slots.
-    fn outcomes<'a>(
-        &self,
-        ended: impl Iterator<Item = (&'a mut RoutedTask, Outcome)>,
-    ) -> Vec<TaskResult> {
-        let mut frames = Vec::new();
-        let outcome = |(task, outcome): (&mut RoutedTask, Outcome)| {
-            frames.extend(task.take_staging());
-            task.task.ended(outcome)
-        };
-        let results = ended.map(outcome).collect();
+    /// Frees what tasks hold that no medium has any more.
+    fn free_held<'a>(&self, tasks: impl Iterator<Item = &'a mut RoutedTask>) {
+        let held = tasks.filter_map(|task| {
+            task.order = None;
+            task.take_staging()
+        });
+        let frames: Vec<_> = held.collect();
         if !frames.is_empty() {
             self.sending.staging.lock().give_back(frames);
         }
-        results
     }
 
     /// Drops tasks before their first or second leg.
     pub(super) fn drop_tasks(self: &Arc<Self>, mut tasks: Vec<RoutedTask>) {
         if !tasks.is_empty() {
-            let dropped = tasks.iter_mut().map(|task| {
-                let halfway = task.halfway;
-                (task, Outcome::Failed { halfway, defect: None })
-            });
-            let results = self.outcomes(dropped);
-            drop(tasks);
-            self.land_all(&results);
+            self.free_held(tasks.iter_mut());
+            self.land_all(tasks.iter().map(|&RoutedTask { ref task, halfway, .. }| {
+                task.ended(Outcome::Failed { halfway, defect: None })
+            }));
         }
     }
 
     /// A prompt of thousands of blocks may end at once: others get the table in between steps.
-    fn land_all(self: &Arc<Self>, results: &[TaskResult]) {
-        results.chunks(MAX_LANDED).for_each(|results| self.land(results));
+    fn land_all(self: &Arc<Self>, mut results: impl ExactSizeIterator<Item = TaskResult>) {
+        while results.len() > 0 {
+            self.land(results.by_ref().take(MAX_LANDED));
+        }
     }
 
     /// Gives the batch's copies up. They keep what the medium may still touch.
@@ -131,8 +124,7 @@ impl Core {
             self.health.directory_came_back([task.from, task.to]);
         });
         self.metrics.came_back(batch.route, overdue.len() as u64);
-        let returned = overdue.iter().map(|RoutedTask { task, .. }| task.ended(Outcome::Returned));
-        self.land_all(&returned.collect::<Vec<_>>());
+        self.land_all(overdue.iter().map(|overdue| overdue.task.ended(Outcome::Returned)));
         let mut staging = self.sending.staging.lock();
         overdue
             .into_iter()
@@ -147,10 +139,10 @@ impl Core {
     }
 
     /// Tells the table the results of copies, and does what follows.
-    fn land(self: &Arc<Self>, results: &[TaskResult]) {
+    fn land(self: &Arc<Self>, results: impl Iterator<Item = TaskResult>) {
         let now = self.clock.uptime();
         let mut table = self.table.lock();
-        let effects = table.land(results.iter().copied(), now);
+        let effects = table.land(results, now);
         // Checked while the lock is held anyway: arrivals may have made a tier dirty enough.
         let is_due = table.is_dropping()
             || Tier::ALL.into_iter().any(|tier| self.flush_is_due(&table, tier));
@@ -241,7 +233,6 @@ impl Core {
 
 /// A copy failed, and nothing touches its slots any more.
 fn why_broken(task: &RoutedTask, error: &CopyError) -> Outcome {
-    tracing::warn!(op = ?task.op(), %error, "a copy failed; the block counts as a miss");
     // Tiers below DRAM lose single blocks, and so does memory that an earlier process left: any
     // other error on a route within memory is about the device, not the block.
     let can_lose = match task.task.from.tier {

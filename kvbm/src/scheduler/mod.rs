@@ -122,8 +122,8 @@ pub struct Tuning {
 
 impl Tuning {
     /// How long the medium of `route` may complete nothing.
-    fn limit(&self, (from, to): Route) -> Duration {
-        let is_object = from == Tier::Object || to == Tier::Object;
+    fn limit(&self, route: Route) -> Duration {
+        let is_object = route.touches(Tier::Object);
         if is_object { self.timeout.max(self.object_timeout) } else { self.timeout }
     }
 }
@@ -282,16 +282,11 @@ impl Core {
         self.table().note_left_blocks();
     }
 
-    /// Lets chains leave, each named by its last block: see [`Table::let_go`].
-    pub(crate) fn let_go<'a>(
-        self: &Arc<Self>,
-        chains: impl Iterator<Item = (Tier, Chain<'a>, bool)>,
-    ) {
-        for (tier, last, go_unflushed) in chains {
-            let mut next = self.hold(|table, _| table.has(tier).then(|| table.enter(last).key(0)));
-            while let Some(block) = next {
-                next = self.hold(|table, hold| table.let_go(tier, block, go_unflushed, hold));
-            }
+    /// Lets a chain leave, named by its last block: see [`Table::let_go`].
+    pub(crate) fn let_go(self: &Arc<Self>, tier: Tier, last: Chain<'_>, go_unflushed: bool) {
+        let mut next = self.hold(|table, _| table.has(tier).then(|| table.enter(last).key(0)));
+        while let Some(block) = next {
+            next = self.hold(|table, hold| table.let_go(tier, block, go_unflushed, hold));
         }
     }
 
@@ -504,7 +499,7 @@ impl Core {
     pub fn abandon(self: &Arc<Self>, mut reserved: Reserved) {
         self.give_back(&mut reserved, 0);
         let mut table = self.table();
-        table.end_plan(reserved.transfer, None);
+        table.end_plan(reserved.transfer);
         let effects = table.take_effects();
         drop(table);
         self.apply(effects);
@@ -585,8 +580,7 @@ impl Core {
 
     /// Copies that are overdue now, on all routes.
     pub(crate) fn overdue_in_all(&self) -> u64 {
-        let routes = Tier::ALL.into_iter().flat_map(|from| Tier::ALL.map(|to| (from, to)));
-        routes.map(|route| self.overdue(route)).sum()
+        Route::all().map(|route| self.overdue(route)).sum()
     }
 
     pub(crate) fn is_closed(&self) -> bool {

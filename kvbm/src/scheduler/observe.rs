@@ -111,7 +111,7 @@ impl Core {
     /// Whether the tier at the lower end of a route is left alone in this direction: its medium
     /// fails, or it is [withdrawn](Self::is_withdrawn).
     pub(crate) fn is_left_alone(&self, route: Route) -> bool {
-        self.health.breakers.is_open(route) || self.is_withdrawn(route.0.max(route.1))
+        self.health.breakers.is_open(route) || self.is_withdrawn(route.lower())
     }
 
     /// Whether a tier is withdrawn: it gave wrong blocks.

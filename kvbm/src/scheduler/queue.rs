@@ -79,8 +79,8 @@ impl RouteQueues {
         Self { queues: Default::default(), limits }
     }
 
-    fn queue(&mut self, (from, to): Route) -> &mut RouteQueue {
-        &mut self.queues[from.index()][to.index()]
+    fn queue(&mut self, route: Route) -> &mut RouteQueue {
+        &mut self.queues[route.from.index()][route.to.index()]
     }
 
     pub(super) fn push(&mut self, task: RoutedTask) {
@@ -88,13 +88,13 @@ impl RouteQueues {
     }
 
     /// Blocks that wait on a route.
-    pub(super) fn waiting(&self, (from, to): Route) -> usize {
-        self.queues[from.index()][to.index()].by_class.iter().map(VecDeque::len).sum()
+    pub(super) fn waiting(&self, route: Route) -> usize {
+        self.queues[route.from.index()][route.to.index()].by_class.iter().map(VecDeque::len).sum()
     }
 
     /// Batches that the hardware is working on.
-    pub(super) fn in_flight(&self, (from, to): Route) -> usize {
-        self.queues[from.index()][to.index()].batches()
+    pub(super) fn in_flight(&self, route: Route) -> usize {
+        self.queues[route.from.index()][route.to.index()].batches()
     }
 
     /// Makes the prefetches of these blocks loads: an engine waits for them now.
@@ -148,7 +148,7 @@ impl RouteQueues {
             // One batch of flushes still goes while a tier is loaded from: else a busy disk would
             // never get flushes.
             let yields =
-                class > Class::Save && (loading[route.0.index()] || loading[route.1.index()]);
+                class > Class::Save && (loading[route.from.index()] || loading[route.to.index()]);
             if yields && queue.batches() > 0 {
                 continue;
             }
@@ -164,19 +164,22 @@ impl RouteQueues {
                 (Some(order), Some(other)) => Arc::ptr_eq(order, other),
                 (order, other) => order.is_none() && other.is_none(),
             };
-            let mut tasks = Vec::with_capacity(limit.min(waiting.len()));
-            let mut dropped = Vec::new();
-            while tasks.len() < limit {
-                let taken = match waiting.front_mut().filter(is_of_batch).map(&mut turn) {
-                    Some(TaskTurn::Send) => &mut tasks,
-                    Some(TaskTurn::Drop) => &mut dropped,
+            let (mut sent, mut drops) = (0, Vec::new());
+            while sent < limit {
+                let at = sent + drops.len();
+                match waiting.get_mut(at).filter(is_of_batch).map(&mut turn) {
+                    Some(TaskTurn::Send) => sent += 1,
+                    Some(TaskTurn::Drop) => drops.push(at),
                     Some(TaskTurn::Wait) | None => break,
-                };
-                // Pushed, not chained: a task is large, and would be moved once more.
-                if let Some(task) = waiting.pop_front() {
-                    taken.push(task);
                 }
             }
+            // All at once: a task is large, and would be moved more often.
+            let mut tasks: Vec<_> = waiting.drain(..sent + drops.len()).collect();
+            let mut places = 0..tasks.len();
+            let is_dropped = |_: &mut RoutedTask| {
+                places.next().is_some_and(|at| drops.binary_search(&at).is_ok())
+            };
+            let dropped: Vec<_> = tasks.extract_if(.., is_dropped).collect();
             // If all were dropped nothing is in flight, and nothing would end the batch.
             if !tasks.is_empty() {
                 queue.batches[class as usize] += 1;
@@ -190,9 +193,11 @@ impl RouteQueues {
 
     fn batch_limit(&self, route: Route) -> usize {
         match route {
-            (_, Tier::Object) => self.limits.segment_blocks,
+            Route { to: Tier::Object, .. } => self.limits.segment_blocks,
             // Neighbours in a segment are fetched with one request, for any number of blocks.
-            (Tier::Object, _) => self.limits.segment_blocks.max(self.limits.batch_blocks),
+            Route { from: Tier::Object, .. } => {
+                self.limits.segment_blocks.max(self.limits.batch_blocks)
+            }
             _ => self.limits.batch_blocks,
         }
     }
@@ -211,7 +216,7 @@ impl RouteQueues {
 
 /// All routes, those that an engine waits for first: towards the device, then out of it.
 fn routes() -> impl Iterator<Item = Route> {
-    Tier::ALL.into_iter().flat_map(|to| Tier::ALL.into_iter().map(move |from| (from, to)))
+    Tier::ALL.into_iter().flat_map(|to| Tier::ALL.into_iter().map(move |from| Route { from, to }))
 }
 
 #[cfg(test)]
@@ -262,8 +267,38 @@ mod tests {
         queues.push(task(&other));
         assert_eq!(next(&mut queues), None);
         for _ in 0..2 {
-            queues.ended((Tier::Host, Tier::Device), Class::Load);
+            queues.ended(Route::new(Tier::Host, Tier::Device), Class::Load);
         }
         assert_eq!(next(&mut queues), Some(false));
+    }
+
+    #[test]
+    fn a_batch_has_what_is_sent_and_leaves_what_is_dropped_out() {
+        let limits = QueueLimits { batches: 1, batch_blocks: 3, segment_blocks: 3 };
+        let mut queues = RouteQueues::new(limits);
+        let order = order();
+        for block in 0..7 {
+            let mut task = task(&order);
+            task.order = None;
+            task.task.id.block = block;
+            queues.push(task);
+        }
+        let blocks = |tasks: &[RoutedTask]| -> Vec<u32> {
+            tasks.iter().map(|task| task.task.id.block).collect()
+        };
+        let next = queues.next_batch(|task| match task.task.id.block {
+            0 | 2 | 3 => TaskTurn::Drop,
+            6 => TaskTurn::Wait,
+            _ => TaskTurn::Send,
+        });
+        let next = next.expect("there is one");
+        assert_eq!(blocks(&next.tasks), [1, 4, 5]);
+        assert_eq!(blocks(&next.dropped), [0, 2, 3]);
+
+        let route = next.route;
+        queues.ended(route, Class::Load);
+        let next = queues.next_batch(|_| TaskTurn::Drop).expect("all of it is dropped");
+        assert_eq!((blocks(&next.tasks), blocks(&next.dropped)), (vec![], vec![6]));
+        assert!(queues.next_batch(|_| TaskTurn::Send).is_none());
     }
 }

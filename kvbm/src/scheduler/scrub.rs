@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm_tiers::checksum::checksum;
-use kvbm_tiers::{CopyError, CopyErrorKind, CopyOp, DramRegion, Frame, Memory, Tier};
+use kvbm_tiers::{CopyError, CopyErrorKind, CopyOp, DramRegion, Frame, Memory, Route, Tier};
 
 use super::Core;
 use super::errand::CopyPurpose;
@@ -114,10 +114,10 @@ impl Core {
     /// Returns whether there was a block. Nothing is read while the disk has other reads, or is
     /// left alone.
     fn scrub_disk(self: &Arc<Self>) -> bool {
-        let route = (Tier::Disk, Tier::Host);
+        let route = Route::new(Tier::Disk, Tier::Host);
         let is_busy = [Tier::Device, Tier::Host]
             .into_iter()
-            .any(|to| self.traffic((Tier::Disk, to)) != (0, 0));
+            .any(|to| self.traffic(Route::new(Tier::Disk, to)) != (0, 0));
         if is_busy
             || self.is_closed()
             || !self.sending.executor.connects(route)

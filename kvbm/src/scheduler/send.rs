@@ -163,7 +163,11 @@ impl Core {
             plan.mark_probe();
         }
         let indirect = |tiers: TierSet, &from: &Tier| {
-            if self.sending.executor.connects((from, to)) { tiers } else { tiers.with(from) }
+            if self.sending.executor.connects(Route { from, to }) {
+                tiers
+            } else {
+                tiers.with(from)
+            }
         };
         plan.pass_host_from(Tier::ALL.iter().fold(TierSet::default(), indirect));
         probe
@@ -178,7 +182,7 @@ impl Core {
             if self.health.directories.is_left_alone(from) {
                 return (at, None);
             }
-            let route = (from.tier, to);
+            let route = Route::new(from.tier, to);
             match *passages[from.tier.index()].get_or_insert_with(|| self.health.pass(route)) {
                 RoutePassage::Free => open = at + 1,
                 // One block, and none behind it: no more than that waits for a medium that may
@@ -193,8 +197,10 @@ impl Core {
     /// How many of the leading blocks the queues of their routes have room for.
     fn room_in_queues(&self, to: Tier, sources: impl Iterator<Item = SlotRef>) -> usize {
         let queues = self.sending.queues.lock();
-        let first_leg =
-            |from: Tier| self.sending.executor.legs((from, to)).next().unwrap_or((from, to));
+        let first_leg = |from: Tier| {
+            let route = Route { from, to };
+            self.sending.executor.legs(route).next().unwrap_or(route)
+        };
         let mut room = Tier::ALL
             .map(|from| self.tuning.queue_blocks.saturating_sub(queues.waiting(first_leg(from))));
         let has_room = |from: &SlotRef| {

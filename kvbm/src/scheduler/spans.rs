@@ -65,8 +65,8 @@ pub(super) fn found(span: &Span, held: &Match) {
 
 /// A batch given to a backend, for timelines that show what overlaps. It may be of several
 /// requests, so it has no parent.
-pub(super) fn of_batch(class: Class, (from, to): Route, backend: &str, blocks: usize) -> Span {
-    let (class, from, to) = (class.name(), from.name(), to.name());
+pub(super) fn of_batch(class: Class, route: Route, backend: &str, blocks: usize) -> Span {
+    let (class, from, to) = (class.name(), route.from.name(), route.to.name());
     tracing::trace_span!(parent: None, "copy", class, from, to, backend, blocks)
 }
 

@@ -164,7 +164,7 @@ mod tests {
             drop(publish_all(table, effects));
             first += step;
         }
-        table.end_plan(reserved.transfer, None);
+        table.end_plan(reserved.transfer);
         drop(table.take_effects());
         table.matches(Chain::from(hashes)).blocks(tier)
     }
@@ -512,7 +512,7 @@ mod tests {
             let all = reserved.frames.drain(..);
             let effects = table.abandon(reserved.transfer, 0, all);
             drop(publish_all(&mut table, effects));
-            table.end_plan(reserved.transfer, None);
+            table.end_plan(reserved.transfer);
             drop(table.take_effects());
         }
         assert_eq!(table.counts(Tier::Host).free, SLOTS);

@@ -4,7 +4,7 @@
 //! off the requests' path, until a few slots are free or will be.
 
 use kvbm_policies::{BlockId, Candidates, Trigger};
-use kvbm_tiers::{SlotId, SlotRef, Tier};
+use kvbm_tiers::{Route, SlotId, SlotRef, Tier};
 
 use super::budget::Budget;
 use super::flush::FlushGroup;
@@ -88,7 +88,7 @@ impl Table {
             let first = blocks.first().copied();
             let info = self.tier(tier).last_user(leaf, &self.records);
             let mut group = FlushGroup { blocks, info, ..FlushGroup::default() };
-            if !self.launch((tier, to), &mut group, budget).is_empty() {
+            if !self.launch(Route { from: tier, to }, &mut group, budget).is_empty() {
                 return if budget.is_spent() { DemotionStep::Later } else { DemotionStep::Stuck };
             }
             if !is_whole && first.is_some_and(|first| self.records.at(first).has_or_awaits(to)) {

@@ -171,8 +171,8 @@ impl World {
 
     fn take(&mut self, step: &Step) {
         match *step {
-            Step::Save { chain, skip, first, blocks } => self.save(chain, skip, (first, blocks)),
-            Step::Load { chain, skip, first, blocks } => self.load(chain, skip, (first, blocks)),
+            Step::Save { chain, skip, first, blocks } => self.save(chain, skip, first, blocks),
+            Step::Load { chain, skip, first, blocks } => self.load(chain, skip, first, blocks),
             Step::Bring { chain, to } => self.bring(chain, TIERS[to].0),
             Step::Plan(which) => self.step_plan(which),
             Step::Land { which, outcome } => self.land(which, outcome),
@@ -275,7 +275,7 @@ impl World {
         self.table.lease(Chain::from(hashes), Self::info(n))
     }
 
-    fn save(&mut self, n: u8, skip: usize, (first, blocks): (usize, usize)) {
+    fn save(&mut self, n: u8, skip: usize, first: usize, blocks: usize) {
         let hashes = chain(n)[skip..].to_vec();
         let pins = self.lease(n, &hashes);
         let chain = self.table.enter(Chain::from(&hashes));
@@ -285,7 +285,7 @@ impl World {
         self.plans.push(OpenPlan { plan, is_traced: true, wanted: Vec::new() });
     }
 
-    fn load(&mut self, n: u8, skip: usize, (first, blocks): (usize, usize)) {
+    fn load(&mut self, n: u8, skip: usize, first: usize, blocks: usize) {
         let hashes = chain(n)[skip..].to_vec();
         let pins = self.lease(n, &hashes);
         let chain = self.table.enter(Chain::from(&hashes));
@@ -477,7 +477,7 @@ impl World {
 /// A tenant's chain in the host tier, traced to be copied to disk.
 fn traced() -> (World, Vec<BlockHash>) {
     let (mut world, n) = (World::new(), 1);
-    world.save(n, 0, (0, usize::MAX));
+    world.save(n, 0, 0, usize::MAX);
     world.finish_plans();
     world.bring(n, Tier::Disk);
     while !world.plans[0].is_traced {
@@ -527,7 +527,7 @@ fn a_block_found_wrong_before_its_copy_stays_gone() {
 fn saved_twice(n: u8) -> (World, Vec<BlockHash>) {
     let mut world = World::new();
     for _ in 0..2 {
-        world.save(n, 0, (0, usize::MAX));
+        world.save(n, 0, 0, usize::MAX);
         world.plan_all();
     }
     let hashes = chain(n);
@@ -552,8 +552,8 @@ fn a_save_relying_on_a_failed_copy_stores_its_own() {
 /// One engine saves the leading `blocks` of a chain, then another saves all of it.
 fn saved_in_part(blocks: usize) -> (World, Vec<BlockHash>) {
     let mut world = World::new();
-    for wanted in [(0, blocks), (0, usize::MAX)] {
-        world.save(0, 0, wanted);
+    for (first, blocks) in [(0, blocks), (0, usize::MAX)] {
+        world.save(0, 0, first, blocks);
         world.plan_all();
     }
     (world, chain(0))
@@ -588,8 +588,8 @@ fn a_late_cancellation_spares_the_copies_of_a_new_plan() {
 #[test]
 fn all_chunks_of_a_save_let_down_are_stored() {
     let mut world = World::new();
-    for wanted in [(0, 3), (0, 3), (3, usize::MAX)] {
-        world.save(0, 0, wanted);
+    for (first, blocks) in [(0, 3), (0, 3), (3, usize::MAX)] {
+        world.save(0, 0, first, blocks);
         world.plan_all();
     }
     world.land(0, 0);
@@ -634,7 +634,7 @@ fn what_is_forgotten_on_its_way_comes_from_nobody() {
 fn loading() -> (World, Vec<BlockHash>, TransferId) {
     let (mut world, hashes) = traced();
     world.finish_plans();
-    world.load(1, 0, (0, 4));
+    world.load(1, 0, 0, 4);
     while !world.plans.is_empty() {
         world.step_plan(0);
         world.apply_all();
@@ -679,7 +679,7 @@ fn a_load_ends_although_its_blocks_leave_meanwhile() {
 #[test]
 fn a_lease_of_more_than_there_is_gives_nothing() {
     let mut world = World::new();
-    world.save(0, 0, (0, 4));
+    world.save(0, 0, 0, 4);
     world.finish_plans();
     let hashes = chain(0);
     let mut pins = world.lease(0, &hashes);
@@ -722,7 +722,7 @@ fn a_long_chain_without_its_beginning_is_not_whole() {
     let hashes = chain(6);
     for skip in 1..hashes.len() {
         let mut world = World::new();
-        world.save(6, skip, (0, usize::MAX));
+        world.save(6, skip, 0, usize::MAX);
         world.finish_plans();
         assert_eq!(world.held(&hashes), 0);
         assert_eq!(world.held(&hashes[skip..]), hashes.len() - skip);
@@ -735,7 +735,7 @@ fn a_long_chain_without_its_beginning_is_not_whole() {
         }
         // And then the beginning is saved: it is new, and the rest is of another chain until that
         // leaves.
-        world.save(6, 0, (0, skip));
+        world.save(6, 0, 0, skip);
         world.finish_plans();
         assert_eq!(world.held(&hashes), skip);
         world.end();

@@ -15,7 +15,7 @@ use kvbm_tiers::{BlockKey, Frame, SlotId, Tier};
 
 use super::budget::Budget;
 use super::flush_queue::DirtyBlock;
-use super::index::RecordId;
+use super::index::{KeyHash, RecordId};
 use super::record::BlockRecords;
 use super::tier::{TierSlot, TierTable};
 use super::{MissReason, RequestContext, Table};
@@ -189,11 +189,13 @@ impl Table {
         record: RecordId,
         reason: RemoveReason,
     ) {
-        self.records.at_mut(record).leave(tier);
-        self.note_residence(record);
-        let exposed = self.lose_child(tier, self.records.at(record).parent());
-        let (held, records) = self.tier_and_records(tier);
-        held.forget(slot, exposed, records);
+        let known = self.records.at_mut(record);
+        known.leave(tier);
+        let (key, parent, resident) = (known.key(), known.parent(), known.resident());
+        self.index.note(KeyHash::of(key), record, resident);
+        let exposed = self.lose_child(tier, parent);
+        let held = self.tier_mut(tier);
+        held.forget(slot, key, exposed);
         held.flushes.remove(slot);
         if held.is_forgotten(slot) {
             held.forgotten.blocks -= 1;

@@ -141,6 +141,7 @@ impl Table {
         budget: &mut Budget,
     ) -> FlushStep {
         let Some(to) = self.flushes_to(tier) else { return FlushStep::Done };
+        let route = Route { from: tier, to };
         let (mut taken, mut step) = (0, FlushStep::Done);
         while taken < blocks {
             if !budget.look() {
@@ -155,7 +156,7 @@ impl Table {
             taken += 1;
             let continues = group.blocks.last().copied() == self.records.at(next.record).parent();
             if group.blocks.is_empty() || !continues {
-                if !self.launch_admitted((tier, to), &mut group, trigger, budget) {
+                if !self.launch_admitted(route, &mut group, trigger, budget) {
                     self.tier_mut(tier).flushes.push_first(next);
                     return FlushStep::without_room(budget);
                 }
@@ -166,7 +167,7 @@ impl Table {
                 match self.missing_path(to, next.record, self.turned_away(tier), budget) {
                     // Else a long prompt would be asked about once for each of its blocks.
                     Ok(path) if path.is_empty() => {
-                        self.turn_away_follower((tier, to), next.record);
+                        self.turn_away_follower(route, next.record);
                         budget.change();
                         continue;
                     }
@@ -189,10 +190,10 @@ impl Table {
             }
             group.info = next.info;
             if group.blocks.len() > MAX_SENT {
-                return self.launch_first((tier, to), &mut group, next, trigger, budget);
+                return self.launch_first(route, &mut group, next, trigger, budget);
             }
         }
-        let is_launched = self.launch_admitted((tier, to), &mut group, trigger, budget);
+        let is_launched = self.launch_admitted(route, &mut group, trigger, budget);
         if is_launched && self.tier(tier).flushes.waiting() == 0 {
             self.tier_mut(tier).pressed = false;
         }
@@ -202,16 +203,16 @@ impl Table {
     /// Sends the first blocks of a long group down, and leaves the rest to the next hold.
     fn launch_first(
         &mut self,
-        (tier, to): Route,
+        route: Route,
         group: &mut FlushGroup,
         last: DirtyBlock,
         trigger: Trigger,
         budget: &mut Budget,
     ) -> FlushStep {
         group.blocks.truncate(MAX_SENT);
-        let is_launched = self.launch_admitted((tier, to), group, trigger, budget);
+        let is_launched = self.launch_admitted(route, group, trigger, budget);
         // If the beginning was turned away, so is this.
-        self.tier_mut(tier).flushes.push_first(last);
+        self.tier_mut(route.from).flushes.push_first(last);
         if is_launched { FlushStep::HasMore } else { FlushStep::without_room(budget) }
     }
 
@@ -219,11 +220,12 @@ impl Table {
     /// refuses now.
     fn launch_admitted(
         &mut self,
-        (tier, to): Route,
+        route: Route,
         group: &mut FlushGroup,
         trigger: Trigger,
         budget: &mut Budget,
     ) -> bool {
+        let tier = route.from;
         if self.tier(tier).policies.has_admission() {
             let path = std::mem::take(&mut group.blocks);
             let (asked, last) = (path.len(), path.last().copied());
@@ -233,7 +235,7 @@ impl Table {
             }
         }
         let info = group.info;
-        let left = self.launch((tier, to), group, budget);
+        let left = self.launch(route, group, budget);
         self.requeue(tier, &left, info);
         left.is_empty()
     }
@@ -318,19 +320,19 @@ impl Table {
     }
 
     /// The same for a block that hangs on one that was turned away.
-    fn turn_away_follower(&mut self, (tier, to): Route, record: RecordId) {
-        if !self.tier(tier).policies.has_admission() {
+    fn turn_away_follower(&mut self, Route { from, to }: Route, record: RecordId) {
+        if !self.tier(from).policies.has_admission() {
             // No rule is asked about it when it leaves: it may leave now.
             self.skip_flush_above(to, record);
         }
-        self.turn_away(tier, record);
+        self.turn_away(from, record);
     }
 
     /// Sends a group of successive blocks down. Returns those without room below now, or for which
     /// the hold was too short.
     pub(super) fn launch(
         &mut self,
-        (tier, to): Route,
+        Route { from: tier, to }: Route,
         group: &mut FlushGroup,
         budget: &mut Budget,
     ) -> Vec<RecordId> {
@@ -366,7 +368,8 @@ impl Table {
             self.tier_mut(tier).refund(group.len() + rest.len());
             return [taken, &rest].concat();
         }
-        let placed = self.send_down((source, to), taken, parent, pins, is_probe, budget);
+        let placed =
+            self.send_down(Route { from: source, to }, taken, parent, pins, is_probe, budget);
         self.tier_mut(tier).refund(group.len() + rest.len() - placed);
         [&taken[placed..], &rest].concat()
     }

@@ -256,12 +256,6 @@ impl Table {
         Some(record)
     }
 
-    /// Brings the index up to date with a record's residence.
-    fn note_residence(&mut self, record: RecordId) {
-        let known = self.records.at(record);
-        self.index.note(KeyHash::of(known.key()), record, known.resident());
-    }
-
     /// Drops the record of a block that no tier has any more, noting why it left the last one.
     fn forget_if_nowhere(&mut self, record: RecordId, reason: MissReason, tier: Tier) {
         if self.records.at(record).is_nowhere() {

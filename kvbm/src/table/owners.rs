@@ -222,7 +222,7 @@ mod tests {
             let hashes = vec![BlockHash::from_u128(u128::from(tenant) + 1)];
             let reserved = table.reserve(Tier::Host, Chain::from(&hashes), info);
             let _ = table.fill(reserved.transfer, 0, reserved.frames);
-            table.end_plan(reserved.transfer, None);
+            table.end_plan(reserved.transfer);
             let _ = table.take_effects();
             let owner = table
                 .find(table.enter(Chain::from(&hashes)).key(0))

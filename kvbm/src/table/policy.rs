@@ -86,16 +86,9 @@ impl TierTable {
         policies.touch(&access, &structure);
     }
 
-    /// Reports to the policies that a block left.
-    pub(super) fn forget(
-        &mut self,
-        slot: SlotId,
-        exposed: Option<BlockId>,
-        records: &BlockRecords,
-    ) {
-        // While the record still has the name: the model keeps a tag of it for the ghost.
-        let key = records.at(self.at(slot).record).key().folded();
-        self.policies.removed(BlockId(slot.0), key, exposed);
+    /// Reports to the policies that a block left. The model keeps a tag of its name for the ghost.
+    pub(super) fn forget(&mut self, slot: SlotId, block: BlockKey, exposed: Option<BlockId>) {
+        self.policies.removed(BlockId(slot.0), block.folded(), exposed);
     }
 
     /// Reports to the policies that a request has ended.
@@ -340,7 +333,7 @@ mod tests {
         let hashes: Vec<_> = (1..5).map(BlockHash::from_u128).collect();
         let reserved = table.reserve(Tier::Host, Chain::from(&hashes[..]), info);
         let _ = table.fill(reserved.transfer, 0, reserved.frames);
-        table.end_plan(reserved.transfer, None);
+        table.end_plan(reserved.transfer);
         table.make_headroom(Tier::Host, 1, 8, &mut Budget::of_a_hold());
         let down = table.take_effects().tasks;
         let slot = down.first().expect("a block goes down").to.slot;

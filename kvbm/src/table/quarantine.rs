@@ -83,6 +83,13 @@ pub(super) struct TierQuarantines {
     reopened: Vec<DirectoryWalk>,
 }
 
+/// A block that a quarantine drops.
+#[derive(Clone, Copy, Debug)]
+struct DoomedBlock {
+    slot: SlotId,
+    record: RecordId,
+}
+
 /// A walk over a tier's directory, in steps.
 #[derive(Clone, Copy, Debug)]
 struct DirectoryWalk {
@@ -377,8 +384,8 @@ impl Table {
             Defect::Forgotten => {}
         }
         self.quarantines.so_far += 1;
-        let slots_of_doomed: HashSet<_> = doomed.iter().map(|&(slot, _)| slot).collect();
-        let pins = doomed.iter().map(|&(slot, _)| self.tier(tier).pins(slot)).sum();
+        let slots_of_doomed: HashSet<_> = doomed.iter().map(|block| block.slot).collect();
+        let pins = doomed.iter().map(|block| self.tier(tier).pins(block.slot)).sum();
         let anchor = if pins > 0 { self.pin_parent_of(tier, bad) } else { None };
         // While they are linked: afterwards their depth cannot be found.
         let slots = self.depths_below(tier, bad, &doomed);
@@ -416,12 +423,12 @@ impl Table {
         &self,
         tier: Tier,
         top: RecordId,
-        doomed: &[(SlotId, RecordId)],
+        doomed: &[DoomedBlock],
     ) -> HashMap<SlotId, u32> {
         let mut depths = HashMap::from([(self.records.at(top).slot(tier), 1)]);
         let mut path = Vec::new();
-        for &(_, record) in doomed {
-            let mut at = record;
+        for block in doomed {
+            let mut at = block.record;
             let above = loop {
                 let slot = self.records.at(at).slot(tier);
                 match (depths.get(&slot), self.records.at(at).parent()) {
@@ -448,13 +455,13 @@ impl Table {
     }
 
     /// Ends the residency of a block with all its descendants, leaves first.
-    fn unlink_all(&mut self, tier: Tier, doomed: Vec<(SlotId, RecordId)>, defect: Defect) {
-        let slots: HashSet<_> = doomed.iter().map(|&(slot, _)| slot).collect();
+    fn unlink_all(&mut self, tier: Tier, doomed: Vec<DoomedBlock>, defect: Defect) {
+        let slots: HashSet<_> = doomed.iter().map(|block| block.slot).collect();
         let mut leaves: Vec<_> =
-            doomed.into_iter().filter(|&(slot, _)| self.tier(tier).at(slot).is_leaf()).collect();
-        while let Some((slot, record)) = leaves.pop() {
+            doomed.into_iter().filter(|block| self.tier(tier).at(block.slot).is_leaf()).collect();
+        while let Some(DoomedBlock { slot, record }) = leaves.pop() {
             let parent = self.records.at(record).parent();
-            let above = parent.map(|parent| (self.records.at(parent).slot(tier), parent));
+            let above = parent.map(|parent| self.doomed(tier, parent));
             self.unlink_leaf(tier, slot, record, defect.remove_reason());
             self.tier_mut(tier).at_mut(slot).set_quarantined();
             // A block dropped by its name is bad above too.
@@ -462,22 +469,26 @@ impl Table {
                 self.flush_again(tier, record);
             }
             self.forget_if_nowhere(record, defect.miss_reason(), tier);
-            let is_next = |&(above, _): &(SlotId, _)| {
-                slots.contains(&above) && self.tier(tier).at(above).is_leaf()
+            let is_next = |above: &DoomedBlock| {
+                slots.contains(&above.slot) && self.tier(tier).at(above.slot).is_leaf()
             };
             leaves.extend(above.filter(is_next));
         }
     }
 
     /// `bad` and every resident block below it.
-    fn descendants(&self, tier: Tier, bad: RecordId) -> Vec<(SlotId, RecordId)> {
+    fn descendants(&self, tier: Tier, bad: RecordId) -> Vec<DoomedBlock> {
         let mut doomed = vec![bad];
         let mut looked_at = 0;
         while let Some(&above) = doomed.get(looked_at) {
             doomed.extend(self.resident_children(tier, above));
             looked_at += 1;
         }
-        doomed.into_iter().map(|record| (self.records.at(record).slot(tier), record)).collect()
+        doomed.into_iter().map(|record| self.doomed(tier, record)).collect()
+    }
+
+    fn doomed(&self, tier: Tier, record: RecordId) -> DoomedBlock {
+        DoomedBlock { slot: self.records.at(record).slot(tier), record }
     }
 
     /// Transfers that hang on a doomed block will never be published.

@@ -201,8 +201,6 @@ mod timed {
 
     #[cfg(test)]
     mod tests {
-        use std::time::Instant;
-
         use super::*;
         use crate::sync::Mutex;
 
@@ -211,8 +209,8 @@ mod timed {
             let table = Mutex::new(Table::new([]));
             let spin = |ms| {
                 let _held = watch(table.lock());
-                let began = Instant::now();
-                while began.elapsed() < Duration::from_millis(ms) {}
+                let until = thread_time() + Duration::from_millis(ms);
+                while thread_time() < until {}
             };
             let sleep = || {
                 let _held = watch(table.lock());

@@ -228,7 +228,7 @@ impl History {
 
     fn end_if_filled(&mut self, id: TransferId) {
         if self.filling.iter().all(|&(other, ..)| other != id) {
-            self.table.end_plan(id, None);
+            self.table.end_plan(id);
         }
         self.apply_now();
     }
@@ -392,7 +392,7 @@ fn a_full_tier_declines_blocks_worth_less_than_its_own() {
     let reserved = table.reserve(tier, Chain::from(&insertion), parting);
     assert!(reserved.frames.is_empty(), "{reserved:?}");
     assert_eq!((reserved.declined, reserved.refused), (insertion.len(), 0));
-    table.end_plan(reserved.transfer, None);
+    table.end_plan(reserved.transfer);
     assert_eq!(table.counts(tier).resident, before);
     let miss = table.miss(Chain::from(&insertion), &Match::default());
     assert_eq!(miss.map(|miss| miss.reason), Some(MissReason::Admission));
@@ -419,7 +419,7 @@ fn fill(table: &mut Table, tier: Tier, hashes: &Vec<BlockHash>) -> usize {
     while effects.has_more {
         effects = table.publish_more();
     }
-    table.end_plan(reserved.transfer, None);
+    table.end_plan(reserved.transfer);
     let _ = table.take_effects();
     reserved.refused
 }
@@ -878,7 +878,7 @@ fn a_withdrawn_tier_seems_absent_until_a_reset() {
     let early = table.lease(chain, RequestInfo::default());
     let reserved = table.reserve(Tier::Device, chain, RequestInfo::default());
     let _ = table.withdraw(Tier::Host);
-    table.end_plan(reserved.transfer, None);
+    table.end_plan(reserved.transfer);
     let key = chain.key(0);
     assert!(table.lend(Tier::Host, key).is_none() && table.pin_resident(Tier::Host, key).is_none());
     assert!(table.scrub_next(Tier::Host, 0).0.is_none());
@@ -892,7 +892,7 @@ fn a_withdrawn_tier_seems_absent_until_a_reset() {
     );
     let refused = table.reserve(Tier::Host, chain, RequestInfo::default());
     assert_eq!((refused.frames.len(), refused.refused), (0, 7));
-    table.end_plan(refused.transfer, None);
+    table.end_plan(refused.transfer);
     let mut plan = TransferPlan::copying(Class::Load, Tier::Device, early);
     while !table.trace(&mut plan) {}
     assert!(plan.sources().all(|from| from.tier == Tier::Disk));

@@ -96,10 +96,7 @@ fn rule() -> impl Strategy<Value = (AdmissionKind, Option<Budget>)> {
     (prop::sample::select(&AdmissionKind::ALL), budget)
 }
 
-fn decisions(
-    requests: &[Request],
-    (kind, budget): (AdmissionKind, Option<Budget>),
-) -> Vec<Decision> {
+fn decisions(requests: &[Request], kind: AdmissionKind, budget: Option<Budget>) -> Vec<Decision> {
     let seen = Arc::new(Mutex::new(Vec::new()));
     let inner = match budget {
         Some(budget) => Box::new(Budgeted::new(kind.build(&EDGE), budget, 1)),
@@ -119,19 +116,19 @@ fn decisions(
 proptest! {
     #[test]
     fn the_same_history_gives_the_same_decisions(requests in requests(), rule in rule()) {
-        prop_assert_eq!(decisions(&requests, rule), decisions(&requests, rule));
+        prop_assert_eq!(decisions(&requests, rule.0, rule.1), decisions(&requests, rule.0, rule.1));
     }
 
     #[test]
     fn the_future_changes_no_decision(requests in requests(), rule in rule(), cut in 0_usize..120) {
-        let all = decisions(&requests, rule);
-        let before = decisions(&requests[..cut.min(requests.len())], rule);
+        let all = decisions(&requests, rule.0, rule.1);
+        let before = decisions(&requests[..cut.min(requests.len())], rule.0, rule.1);
         prop_assert_eq!(&all[..before.len()], before);
     }
 
     #[test]
     fn a_budget_is_kept(requests in requests(), kind in prop::sample::select(&AdmissionKind::ALL), bytes_per_day in 0_u64..500) {
-        let all = decisions(&requests, (kind, Some(Budget { bytes_per_day })));
+        let all = decisions(&requests, kind, Some(Budget { bytes_per_day }));
         for (first, &(.., begin_ms, _)) in all.iter().enumerate() {
             let day = all[first..].iter().take_while(|(.., at_ms, _)| at_ms - begin_ms < 86_400_000);
             prop_assert!(day.map(|&(.., blocks)| u64::from(blocks)).sum::<u64>() <= bytes_per_day);
@@ -155,7 +152,7 @@ fn what_never_returns_is_refused_in_the_end() {
         requests
             .extend((0..4).map(|at| request(now_ms + at * 1_200, 2 * (turn / 4 * 4 + at) + 1, 2)));
     }
-    let all = decisions(&requests, (AdmissionKind::Selective, None));
+    let all = decisions(&requests, AdmissionKind::Selective, None);
     let refused = |part: &[Decision]| {
         part.iter().filter(|(_, trigger, _, n)| *trigger == Trigger::Leaving && *n == 0).count()
     };

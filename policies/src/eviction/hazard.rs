@@ -38,7 +38,7 @@ impl Hazard {
     /// Ranks the tail of `path` and puts it into the queue.
     fn enqueue(&mut self, path: PathId, reuse: &ReuseModel) {
         if let Some(rank) = reuse.tail_rank(path) {
-            self.queue.set(path.0, rank.0);
+            self.queue.set(path.number(), rank.0);
         }
     }
 
@@ -61,7 +61,7 @@ impl Hazard {
                 if !may_rank(forest) {
                     return;
                 }
-                self.enqueue(PathId(self.cursor as u32), reuse);
+                self.enqueue(PathId::new(self.cursor as u32), reuse);
             }
         }
         self.due %= resident;
@@ -80,7 +80,7 @@ impl Eviction for Hazard {
     fn removed(&mut self, _block: BlockId, exposed: Option<BlockId>, reuse: &ReuseModel) {
         // As a rule the new tail is of the same segment as the old one, and has its rank.
         if let Some(path) = exposed.and_then(|parent| reuse.path_of(parent))
-            && (reuse.changed().contains(&path) || !self.queue.contains(path.0))
+            && (reuse.changed().contains(&path) || !self.queue.contains(path.number()))
         {
             self.enqueue(path, reuse);
         }
@@ -90,7 +90,7 @@ impl Eviction for Hazard {
         self.rerank_some(forest, reuse);
         let mut learned = 0;
         while let Some((rank, path)) = self.queue.first().filter(|_| forest.may_look()) {
-            let path = PathId(path);
+            let path = PathId::new(path);
             if reuse.may_rank_better(TailRank(rank)) && learned < MAX_RERANKS && may_rank(forest) {
                 learned += 1;
                 self.queue.remove_first();
@@ -110,7 +110,7 @@ impl Eviction for Hazard {
 
     fn released(&mut self, block: BlockId, reuse: &ReuseModel) {
         if let Some(path) = reuse.path_of(block)
-            && !self.queue.contains(path.0)
+            && !self.queue.contains(path.number())
         {
             self.enqueue(path, reuse);
         }

@@ -26,8 +26,6 @@ const GAP_WEIGHT: f32 = 0.4;
 // Two instead of one gained 0.2 points over ten cells (docs/policies.md).
 const REWRITTEN: u32 = 2;
 
-const NOWHERE: PathId = PathId(u32::MAX);
-
 /// What is known of a resident block.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BlockState {
@@ -62,8 +60,8 @@ pub(super) struct KnownBlocks {
     paths: ChunkedVec<RadixPath>,
     free_paths: Vec<PathId>,
     uses: UseCounts,
-    /// By resident block: its path.
-    home: ChunkedVec<PathId>,
+    /// By block: the path of a resident one.
+    home: ChunkedVec<Option<PathId>>,
     ghosts: PathGhosts,
     resident: usize,
     now_ms: u64,
@@ -160,7 +158,7 @@ impl KnownBlocks {
         let end = self.append(known, inserted, used);
         let now = self.uses.at_mut(used);
         now.reached = now.reached.max(depth);
-        now.end = end;
+        now.end = Some(end);
         self.uses.leave(used);
         let left = known.map_or(end, |node| node.path);
         Some(TouchedPath { paths: [left, end], is_new })
@@ -189,31 +187,54 @@ impl KnownBlocks {
         forest: &dyn Forest,
     ) -> (Option<NodeId>, usize, u32) {
         let mut known = node;
-        let mut returned = 0;
-        for (revived, &block) in inserted.iter().enumerate() {
-            let tag = tag(forest.key(block));
-            let Some((ghost, last)) = self.ghost_below(known, tag) else {
-                return (known, revived, returned);
-            };
+        let (mut revived, mut returned) = (0, 0);
+        while let Some(&block) = inserted.get(revived)
+            && let Some((ghost, segment)) = self.ghost_below(known, tag(forest.key(block)))
+        {
+            let blocks = self.revive_segment(ghost, segment.end, &inserted[revived..], forest);
             // What this request itself used last has left and come back meanwhile: that is no
             // return.
-            returned += u32::from(own != Some(last));
-            let path = self.path_mut(ghost.path);
-            let is_first = path.resident == 0;
-            path.revive(block);
-            self.ghosts.revive(is_first.then_some(tag));
-            self.place(block, ghost.path);
-            known = Some(ghost);
+            returned += if own == Some(segment.used) { 0 } else { blocks };
+            revived += blocks as usize;
+            known = Some(NodeId { depth: ghost.depth + blocks - 1, ..ghost });
         }
-        (known, inserted.len(), returned)
+        (known, revived, returned)
+    }
+
+    /// Makes `ghost` resident, the first of its path's, as the first one of `inserted`; and those
+    /// behind it, up to depth `end`, that are next there too. Returns how many.
+    fn revive_segment(
+        &mut self,
+        ghost: NodeId,
+        end: u32,
+        inserted: &[BlockId],
+        forest: &dyn Forest,
+    ) -> u32 {
+        let path = &mut self.paths[ghost.path.number() as usize];
+        let first = path.first_ghost().filter(|_| path.resident == 0);
+        let mut blocks = 0;
+        for &block in &inserted[..inserted.len().min((end - ghost.depth) as usize)] {
+            // The first one's tag has been compared.
+            if blocks > 0
+                && path.first_ghost() != Some((ghost.depth + blocks, tag(forest.key(block))))
+            {
+                break;
+            }
+            path.revive(block);
+            *self.home.reach(block.0 as usize, None) = Some(ghost.path);
+            blocks += 1;
+        }
+        self.resident += blocks as usize;
+        self.ghosts.revive(blocks as usize, first.map(|(_, tag)| tag));
+        blocks
     }
 
     /// The ghost of this tag that is next below `node`, the first of its path's, and not old enough
-    /// to be forgotten; and whose use of it was the last.
-    fn ghost_below(&self, node: Option<NodeId>, tag: u32) -> Option<(NodeId, UseId)> {
+    /// to be forgotten; and its segment.
+    fn ghost_below(&self, node: Option<NodeId>, tag: u32) -> Option<(NodeId, PathSegment)> {
         let fresh = |ghost: NodeId| {
             let (_, segment) = self.segment(ghost)?;
-            (self.age_ms(&segment) <= GHOST_MS).then_some((ghost, segment.used))
+            (self.age_ms(&segment) <= GHOST_MS).then_some((ghost, segment))
         };
         let below = node.map(|node| NodeId { depth: node.depth + 1, ..node });
         let in_its_path =
@@ -223,7 +244,7 @@ impl KnownBlocks {
     }
 
     fn place(&mut self, block: BlockId, path: PathId) {
-        *self.home.reach(block.0 as usize, NOWHERE) = path;
+        *self.home.reach(block.0 as usize, None) = Some(path);
         self.resident += 1;
     }
 
@@ -254,7 +275,7 @@ impl KnownBlocks {
             }
             return (id, false);
         }
-        let mut used = RequestUse::new(access, self.now_ms, gap, NOWHERE);
+        let mut used = RequestUse::new(access, self.now_ms, gap);
         used.known = known.map_or(0, |node| node.depth + 1);
         (self.uses.add(used), true)
     }
@@ -286,7 +307,7 @@ impl KnownBlocks {
         let used = self.uses.at_mut(id);
         used.output = factors::output(ended.output_tokens);
         used.hints.will_not_return |= ended.will_not_return;
-        let end = used.end;
+        let end = used.end?;
         self.path(end).segments.iter().any(|segment| segment.used == id).then_some(end)
     }
 
@@ -319,7 +340,7 @@ impl KnownBlocks {
             }
             start = segment.end;
         }
-        let path = &mut self.paths[id.0 as usize];
+        let path = &mut self.paths[id.number() as usize];
         let mut end = from;
         let segments =
             path.counts.classes(from - path.start, to - path.start).map(|(blocks, count)| {
@@ -430,7 +451,7 @@ impl KnownBlocks {
         }
         let id = self.free_paths.pop().unwrap_or_else(|| {
             self.paths.push(RadixPath::default());
-            PathId(self.paths.len() as u32 - 1)
+            PathId::new(self.paths.len() as u32 - 1)
         });
         let path = self.path_mut(id);
         path.parent = parent;
@@ -442,7 +463,7 @@ impl KnownBlocks {
     /// path whose last resident block is of another segment now.
     pub(super) fn remove(&mut self, block: BlockId, key: u64) -> Option<PathId> {
         let id = self.path_of(block)?;
-        self.home[block.0 as usize] = NOWHERE;
+        self.home[block.0 as usize] = None;
         debug_assert_eq!(self.last_block(id), Some(block), "only leaves leave");
         let (path, tag) = (self.path_mut(id), tag(key));
         path.lose_tail(tag);
@@ -451,7 +472,7 @@ impl KnownBlocks {
         let (start, segment) = self.segment(NodeId { path: id, depth })?;
         let age_ms = self.age_ms(&segment);
         self.resident -= 1;
-        self.ghosts.add(is_first.then_some((tag, NodeId { path: id, depth })));
+        self.ghosts.add(tag, is_first.then_some(NodeId { path: id, depth }));
         // Too old for a ghost. Where that is a long tail, `advance` forgets it step by step.
         if age_ms > GHOST_MS && self.path(id).ghosts() as usize <= MAX_FORGOTTEN {
             self.truncate(id, depth, age_ms);
@@ -517,7 +538,7 @@ impl KnownBlocks {
 
     /// Forgets the ghosts from `depth` on. Records that lose all their blocks end at `age_ms`.
     fn truncate(&mut self, id: PathId, depth: u32, age_ms: u64) {
-        let path = &mut self.paths[id.0 as usize];
+        let path = &mut self.paths[id.number() as usize];
         path.counts.truncate(depth - path.start);
         while path.end() > depth {
             let Some(tag) = path.pop_ghost() else { break };
@@ -544,11 +565,11 @@ impl KnownBlocks {
     }
 
     fn path(&self, id: PathId) -> &RadixPath {
-        &self.paths[id.0 as usize]
+        &self.paths[id.number() as usize]
     }
 
     fn path_mut(&mut self, id: PathId) -> &mut RadixPath {
-        &mut self.paths[id.0 as usize]
+        &mut self.paths[id.number() as usize]
     }
 
     /// Everything that is kept, in entries of any kind.
@@ -591,7 +612,7 @@ impl KnownBlocks {
     /// Whether a use ended in the path of `node`, which no other path leaves from there on: then
     /// only continuations of that request come by.
     fn is_below_the_last_fork(&self, node: NodeId, used: &RequestUse) -> bool {
-        used.end == node.path && node.depth >= self.path(node.path).last_fork()
+        used.end == Some(node.path) && node.depth >= self.path(node.path).last_fork()
     }
 
     /// The last resident block of a path.
@@ -602,7 +623,7 @@ impl KnownBlocks {
 
     /// The path of a resident block.
     pub(super) fn path_of(&self, block: BlockId) -> Option<PathId> {
-        self.home.get(block.0 as usize).copied().filter(|&id| id != NOWHERE)
+        self.home.get(block.0 as usize).copied().flatten()
     }
 
     /// The segment at `node`, and where it starts.

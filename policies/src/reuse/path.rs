@@ -2,14 +2,26 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
+use std::num::NonZeroU32;
 
 use super::factors::{self, MANY_REUSES, NO_DIVERGENCE};
 use crate::gradual::{ShardedMap, mixed};
 use crate::seam::BlockId;
 
-/// One radix path among all that are known.
+/// One radix path among all that are known. It holds the path's number plus one, so that an
+/// `Option` of it is not larger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct PathId(pub(crate) u32);
+pub(crate) struct PathId(NonZeroU32);
+
+impl PathId {
+    pub(crate) const fn new(number: u32) -> Self {
+        Self(NonZeroU32::MIN.saturating_add(number))
+    }
+
+    pub(crate) const fn number(self) -> u32 {
+        self.0.get() - 1
+    }
+}
 
 /// One request's use among all of which something is left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -327,17 +339,17 @@ impl PathGhosts {
         self.by_tag.get(tag.into()).copied()
     }
 
-    /// One more; its tag and its place if it is the first one of its path.
-    pub(super) fn add(&mut self, first: Option<(u32, NodeId)>) {
+    /// One more; `first`: its place if it is the first one of its path.
+    pub(super) fn add(&mut self, tag: u32, first: Option<NodeId>) {
         self.count += 1;
         // Another ghost may have the same 32 bits: it is not found any more then, as if it were
         // forgotten.
-        first.into_iter().for_each(|(tag, node)| self.by_tag.insert(tag.into(), node));
+        first.into_iter().for_each(|node| self.by_tag.insert(tag.into(), node));
     }
 
-    /// A block came back; its tag if it was the first one of its path.
-    pub(super) fn revive(&mut self, first: Option<u32>) {
-        self.count -= 1;
+    /// Successive blocks came back; the tag of the first if it was the first one of its path.
+    pub(super) fn revive(&mut self, blocks: usize, first: Option<u32>) {
+        self.count -= blocks;
         first.into_iter().for_each(|tag| _ = self.by_tag.remove(tag.into()));
     }
 
@@ -384,10 +396,10 @@ mod tests {
     /// docs/policies.md states these.
     #[test]
     fn what_is_kept_is_small() {
-        assert_eq!(size_of::<BlockId>() + size_of::<PathId>(), 8, "a resident block");
+        assert_eq!(size_of::<BlockId>() + size_of::<Option<PathId>>(), 8, "a resident block");
         assert_eq!(size_of::<PathSegment>(), 20);
         assert!(size_of::<RequestUse>() <= 72, "{}", size_of::<RequestUse>());
-        assert!(size_of::<RadixPath>() <= 112, "{}", size_of::<RadixPath>());
+        assert!(size_of::<RadixPath>() <= 104, "{}", size_of::<RadixPath>());
         assert_eq!(size_of::<LifeRecord>(), 24);
     }
 

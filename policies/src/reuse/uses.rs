@@ -24,15 +24,15 @@ pub(super) struct RequestUse {
     is_named: bool,
     pub(super) hints: Hints,
     pub(super) segments: u32,
-    /// The radix path where its path ended.
-    pub(super) end: PathId,
+    /// The radix path where its path ended, once it has one.
+    pub(super) end: Option<PathId>,
 }
 
 const UNKNOWN_GAP: f32 = -1.0;
 
 impl RequestUse {
     /// Of the request that `access` is the first part of, of nothing yet.
-    pub(super) fn new(access: &Access, at_ms: u64, gap: Option<f32>, end: PathId) -> Self {
+    pub(super) fn new(access: &Access, at_ms: u64, gap: Option<f32>) -> Self {
         let output = access.hints.expected_output_tokens;
         Self {
             at_ms,
@@ -46,7 +46,7 @@ impl RequestUse {
             is_named: access.request.is_some(),
             hints: access.hints,
             segments: 0,
-            end,
+            end: None,
         }
     }
 

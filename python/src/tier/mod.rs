@@ -149,7 +149,7 @@ impl Tier {
         keys: &Bound<'_, PyAny>,
         chunks: Vec<u32>,
     ) -> PyResult<()> {
-        self.begin(JobDirection::Store, job, request, positions, (keys, chunks))
+        self.begin(JobDirection::Store, job, request, positions, keys, chunks)
     }
 
     /// Begins to load chunks. Keys come in any order, each with its chunk.
@@ -161,7 +161,7 @@ impl Tier {
         keys: &Bound<'_, PyAny>,
         chunks: Vec<u32>,
     ) -> PyResult<()> {
-        self.begin(JobDirection::Load, job, request, positions, (keys, chunks))
+        self.begin(JobDirection::Load, job, request, positions, keys, chunks)
     }
 
     /// The jobs that have ended since the last call: `(job, all done, which keys else, seconds,
@@ -302,7 +302,8 @@ impl Tier {
         job: u64,
         request: &str,
         positions: &Bound<'_, PyDict>,
-        (keys, chunks): (&Bound<'_, PyAny>, Vec<u32>),
+        keys: &Bound<'_, PyAny>,
+        chunks: Vec<u32>,
     ) -> PyResult<()> {
         let running = self.running.lock();
         let Some(Running { jobs, .. }) = &*running else {

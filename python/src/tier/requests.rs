@@ -284,7 +284,7 @@ impl Requests {
             let end = positions.get_item(&key)?.map(|end| end.extract::<u64>()).transpose()?;
             match end.and_then(|end| chunks.place(end)) {
                 Some(place) if request.chain.get(place) == Some(&hash) => {
-                    chained.push((place, slot, which));
+                    chained.push(ChainedKey { place, slot, which });
                 }
                 _ => alone.push(Run {
                     chain: Arc::new(vec![hash]),
@@ -294,7 +294,7 @@ impl Requests {
                 }),
             }
         }
-        chained.sort_unstable_by_key(|&(place, ..)| place);
+        chained.sort_unstable_by_key(|key| key.place);
         let mut runs = stretches(&request.chain, &chained);
         runs.extend(alone);
         Ok((RequestInfo { request: Some(request.id), ..RequestInfo::default() }, runs))
@@ -385,15 +385,23 @@ impl Request {
     }
 }
 
+/// A key of a block in a request's chain.
+struct ChainedKey {
+    place: usize,
+    slot: SlotId,
+    /// Which of the keys.
+    which: usize,
+}
+
 /// Places that follow each other go together.
-fn stretches(chain: &Arc<Vec<BlockHash>>, places: &[(usize, SlotId, usize)]) -> Vec<Run> {
-    let groups = places.chunk_by(|&(one, ..), &(next, ..)| next == one + 1);
+fn stretches(chain: &Arc<Vec<BlockHash>>, keys: &[ChainedKey]) -> Vec<Run> {
+    let groups = keys.chunk_by(|one, next| next.place == one.place + 1);
     groups
         .map(|group| Run {
             chain: Arc::clone(chain),
-            first: group[0].0,
-            slots: group.iter().map(|&(_, slot, _)| slot).collect(),
-            keys: group.iter().map(|&(.., which)| which).collect(),
+            first: group[0].place,
+            slots: group.iter().map(|key| key.slot).collect(),
+            keys: group.iter().map(|key| key.which).collect(),
         })
         .collect()
 }

@@ -30,8 +30,9 @@ pub enum Effect {
     /// It is executed, a bit of the destination is flipped, and it counts as done. Where the
     /// destination cannot be reached, as on a disk, nothing is moved instead: a lost write.
     Corrupt,
-    /// It is executed without the last byte, and counts as done. Where the destination cannot be
-    /// reached, nothing is moved.
+    /// It is executed without the last byte, and counts as done. The byte that is there instead
+    /// always differs, so that the fault shows. Where the destination cannot be reached, nothing
+    /// is moved.
     Torn,
     /// It is executed from then on and not before.
     Late(Instant),
@@ -70,7 +71,8 @@ impl<B: Backend + 'static, F: Faults> ChaosBackend<B, F> {
             Effect::Corrupt => self.spoil(index, op, done, |byte| byte.wrapping_add(0x10)),
             Effect::Torn => {
                 let before = self.memories.last_byte(op.to);
-                self.spoil(index, op, done, move |byte| before.unwrap_or(byte));
+                let other = move |byte: u8| before.filter(|&b| b != byte).unwrap_or(!byte);
+                self.spoil(index, op, done, other);
             }
         }
     }
@@ -335,11 +337,21 @@ mod tests {
     }
 
     #[test]
+    fn what_is_torn_shows_over_the_same_block() {
+        let fixture = ChaosFixture::new("disk.read:torn@0s+1h");
+        fixture.store().unwrap();
+        fixture.load().unwrap();
+        fixture.chaos.start();
+        assert_eq!(fixture.load().unwrap_err().kind(), CopyErrorKind::Corrupt);
+        fixture.assert_heals(Kind::Torn, 1);
+    }
+
+    #[test]
     fn what_hangs_is_executed_only_after_the_episode() {
         let fixture = ChaosFixture::new("disk.read:hang@0s+30ms");
         fixture.store().unwrap();
-        fixture.chaos.start();
         let began = Instant::now();
+        fixture.chaos.start();
         fixture.load().unwrap();
         assert!(fixture.has_arrived() && began.elapsed() >= Duration::from_millis(29));
         fixture.assert_heals(Kind::Hang, 1);

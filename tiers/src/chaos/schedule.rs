@@ -170,8 +170,8 @@ impl Medium {
     }
 
     /// The medium of a route is that of its lower tier.
-    pub(super) fn of((from, to): Route) -> Self {
-        match from.max(to) {
+    pub(super) fn of(route: Route) -> Self {
+        match route.lower() {
             Tier::Device | Tier::Host => Self::Memory,
             Tier::Disk => Self::Disk,
             Tier::Object => Self::Object,
@@ -180,8 +180,8 @@ impl Medium {
 }
 
 impl Direction {
-    pub(super) fn of((from, to): Route) -> Self {
-        if to > from { Self::Write } else { Self::Read }
+    pub(super) fn of(route: Route) -> Self {
+        if route.to > route.from { Self::Write } else { Self::Read }
     }
 
     const fn name(self) -> &'static str {

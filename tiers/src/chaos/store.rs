@@ -290,8 +290,8 @@ mod tests {
     #[tokio::test]
     async fn silence_ends_with_the_episode_or_with_all_faults() {
         let (chaos, store, path) = store("object:hang@0s+20ms");
-        chaos.start();
         let began = Instant::now();
+        chaos.start();
         store.put(&path, BYTES.into()).await.unwrap();
         assert!(began.elapsed() >= Duration::from_millis(19));
         assert_heals((chaos, store, path), Kind::Hang, 1).await;

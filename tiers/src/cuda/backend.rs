@@ -83,7 +83,7 @@ impl CudaBackend {
         sums: bool,
     ) -> Result<Self, SetupError> {
         check_fit(gpu, &*memory, device)?;
-        let routes = [(memory.tier(), Tier::Device), (Tier::Device, memory.tier())];
+        let routes = Route::new(memory.tier(), Tier::Device).both_ways();
         let host = Arc::new(LockedHost::of(gpu, &memory)?);
         let kernels = Arc::new(CopyKernels::load(gpu)?);
         let start = |name: &str, way, sums, memory| {
@@ -406,7 +406,7 @@ impl CopyLane {
     /// Where an operation's block is, and goes.
     fn ends(&self, op: &CopyOp) -> Result<BlockEnds, CopyError> {
         let memory = &self.memory;
-        let (ours, theirs, is_to_gpu) = match op.route() {
+        let (ours, theirs, is_to_gpu) = match (op.from.tier, op.to.tier) {
             (from, Tier::Device) if from == memory.tier() => (op.from, op.to, true),
             (Tier::Device, to) if to == memory.tier() => (op.to, op.from, false),
             _ => return Err(no_such_slot(op.from)),

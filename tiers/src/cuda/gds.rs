@@ -39,7 +39,7 @@ pub struct GdsBackend {
     unregistered: Option<String>,
 }
 
-const ROUTES: [Route; 2] = [(Tier::Device, Tier::Disk), (Tier::Disk, Tier::Device)];
+const ROUTES: [Route; 2] = Route::new(Tier::Device, Tier::Disk).both_ways();
 
 /// A block under way.
 #[derive(Debug)]
@@ -290,7 +290,7 @@ impl GdsEnds {
     }
 
     fn execute(&self, op: &CopyOp, pieces: Range<usize>) -> Result<(), CopyError> {
-        match op.route() {
+        match (op.from.tier, op.to.tier) {
             (Tier::Device, Tier::Disk) => self.write(op, pieces),
             (Tier::Disk, Tier::Device) => self.read(op, pieces),
             _ => Err(no_such_slot(op.from)),

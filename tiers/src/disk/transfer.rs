@@ -39,7 +39,7 @@ pub(super) enum DiskDirection {
 
 /// The routes between a memory tier and the disk.
 pub(super) const fn routes(memory: Tier) -> [Route; 2] {
-    [(memory, Tier::Disk), (Tier::Disk, memory)]
+    Route::new(memory, Tier::Disk).both_ways()
 }
 
 /// Whether blocks can move between the two regions at all. Whole strides move: a longer one would
@@ -63,7 +63,7 @@ impl SlotTransfer {
         memory: &dyn Memory,
         disk: &DiskRegion,
     ) -> Result<Self, CopyError> {
-        let (direction, ram, slot) = match op.route() {
+        let (direction, ram, slot) = match (op.from.tier, op.to.tier) {
             (from, Tier::Disk) if from == memory.tier() => (DiskDirection::Write, op.from, op.to),
             (Tier::Disk, to) if to == memory.tier() => (DiskDirection::Read, op.to, op.from),
             _ => return Err(no_such_slot(op.from)),

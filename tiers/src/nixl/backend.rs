@@ -84,7 +84,7 @@ impl NixlBackend {
         // What the plugin does not take shows now rather than at the first copy.
         near.list(0)?;
         far.list(0)?;
-        let routes = [(memory.tier(), other), (other, memory.tier())];
+        let routes = Route::new(memory.tier(), other).both_ways();
         let failure =
             if other == Tier::Object { CopyErrorKind::Unavailable } else { CopyErrorKind::Io };
         let mover = RequestMover {

@@ -209,7 +209,7 @@ impl RequestMover {
     /// `None`: the operation is not between slots of ours.
     fn place(&self, op: CopyOp) -> Option<(Direction, ListPosition, ListPosition)> {
         let ours = self.memory.tier();
-        let (direction, near, far) = match op.route() {
+        let (direction, near, far) = match (op.from.tier, op.to.tier) {
             (from, to) if (from, to) == (ours, self.other) => (Direction::Write, op.from, op.to),
             (from, to) if (from, to) == (self.other, ours) => (Direction::Read, op.to, op.from),
             _ => return None,

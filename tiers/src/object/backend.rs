@@ -172,7 +172,7 @@ impl ObjectBackend {
         };
         Ok(Self {
             shared: Arc::new(shared),
-            routes: [(memory.tier(), Tier::Object), (Tier::Object, memory.tier())],
+            routes: Route::new(memory.tier(), Tier::Object).both_ways(),
             memory,
             keep: options.keep,
             maker: MakerProcess::this_process(),

@@ -18,7 +18,7 @@ use object_store::{ObjectStoreExt, PutPayload};
 use tokio::time::{Instant, timeout_at};
 
 use super::budget::Expense;
-use super::locations::{BlockLocation, CompactionVictim};
+use super::locations::{BlockLocation, CompactionVictim, LiveBlock};
 use super::names::SegmentId;
 use super::segment::{Footer, Provenance, SegmentEntry, decode, encode};
 use super::shared::{SegmentPin, StoreContext};
@@ -105,7 +105,7 @@ async fn fetch(
 ) -> Result<Vec<MovedBlocks>, CopyError> {
     let _request = shared.request(deadline).await?;
     let offset = |position: u32| u64::from(position) * shared.block_bytes as u64;
-    let start = victim.live.first().map_or(0, |(location, _)| offset(location.position));
+    let start = victim.live.first().map_or(0, |block| offset(block.location.position));
     let end = victim.blocks as u64 * shared.block_bytes as u64 + shared.footer_bytes(victim.blocks);
     let path = shared.path(victim.segment);
     let context = format!("cannot compact {path} of {}", shared.store);
@@ -118,7 +118,7 @@ async fn fetch(
     };
     let Footer { provenance, entries } = decode(&tail, end, shared.footer_key(victim.segment.name))
         .map_err(|error| CopyError::caused(CopyErrorKind::Io, context, error))?;
-    let moved = victim.live.iter().filter_map(|&(from, slot)| {
+    let moved = victim.live.iter().filter_map(|&LiveBlock { location: from, slot }| {
         let entry = *entries.get(from.position as usize)?;
         // The object may be shorter than it was when it was stored, and its footer speak of more.
         let at = usize::try_from(entry.offset.checked_sub(start)?).ok()?;
@@ -149,7 +149,8 @@ async fn write(
     let provenance = moved.iter().map(|block| block.provenance).max().unwrap_or_default();
     let id = SegmentId { epoch: provenance.epoch, name: shared.names.next() };
     let footer = encode(&provenance, &entries.collect::<Vec<_>>(), shared.footer_key(id.name));
-    let copied: Vec<_> = moved.iter().map(|block| (block.from, block.slot)).collect();
+    let copied: Vec<_> =
+        moved.iter().map(|block| LiveBlock { location: block.from, slot: block.slot }).collect();
     let payload =
         moved.into_iter().map(|block| block.bytes).chain([footer.clone()]).collect::<PutPayload>();
     create(shared, id, payload, &footer, deadline).await?;

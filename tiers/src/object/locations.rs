@@ -57,6 +57,13 @@ impl BlockLocation {
     const NOWHERE: Self = Self { segment: u32::MAX, position: 0 };
 }
 
+/// A block that is the content of a slot.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LiveBlock {
+    pub(super) location: BlockLocation,
+    pub(super) slot: SlotId,
+}
+
 /// A segment to compact. Until it is released it stays, and no other task compacts it.
 #[derive(Debug)]
 pub(super) struct CompactionVictim {
@@ -65,7 +72,7 @@ pub(super) struct CompactionVictim {
     /// How many blocks it holds.
     pub(super) blocks: usize,
     /// Those that fill a slot, in the order of their positions.
-    pub(super) live: Vec<(BlockLocation, SlotId)>,
+    pub(super) live: Vec<LiveBlock>,
 }
 
 /// Share of a segment's blocks that fill a slot, in millionths, and its number.
@@ -158,14 +165,10 @@ impl BlockLocations {
     /// The blocks of the new segment `id` are copies of those that are, or were, at these
     /// locations. They replace those that are still the content of these slots. Returns `id` if
     /// none is.
-    pub(super) fn relocate(
-        &mut self,
-        id: SegmentId,
-        copied: &[(BlockLocation, SlotId)],
-    ) -> Option<SegmentId> {
-        let number = self.add(id, copied.iter().map(|&(_, slot)| slot).collect(), false);
+    pub(super) fn relocate(&mut self, id: SegmentId, copied: &[LiveBlock]) -> Option<SegmentId> {
+        let number = self.add(id, copied.iter().map(|block| block.slot).collect(), false);
         let mut live = 0;
-        for (position, &(from, slot)) in (0..).zip(copied) {
+        for (position, &LiveBlock { location: from, slot }) in (0..).zip(copied) {
             // Written again, or vacated, while its old content was copied: the newer one wins.
             if self.find(slot) == Some(from) {
                 self.set(slot, BlockLocation { segment: number, position });
@@ -243,8 +246,9 @@ impl BlockLocations {
     fn victim(&self, number: u32) -> Option<CompactionVictim> {
         let segment = self.segments.get(number as usize)?.as_ref()?;
         let locations = (0..).map(|position| BlockLocation { segment: number, position });
-        let live = locations.zip(segment.slots.iter().copied());
-        let live = live.filter(|&(location, slot)| self.find(slot) == Some(location)).collect();
+        let live =
+            locations.zip(&segment.slots).map(|(location, &slot)| LiveBlock { location, slot });
+        let live = live.filter(|block| self.find(block.slot) == Some(block.location)).collect();
         Some(CompactionVictim { segment: segment.id, number, blocks: segment.slots.len(), live })
     }
 
@@ -389,7 +393,7 @@ mod tests {
             victims.iter().flat_map(|victim| victim.live.iter().copied()).collect();
         let blocks = victims.iter().flat_map(|victim| {
             let blocks = &model.segments[&victim.segment];
-            victim.live.iter().map(|(location, _)| blocks[location.position as usize])
+            victim.live.iter().map(|block| blocks[block.location.position as usize])
         });
         let blocks = blocks.collect();
         model.segments.insert(name, blocks);

@@ -109,7 +109,9 @@ unsafe impl Memory for Heap {
 
 fn pattern(seed: u32) -> Vec<u8> {
     (0..BLOCK as u32)
-        .map(|i| (i.wrapping_mul(31) ^ seed.wrapping_mul(0x9e37_79b9)).to_le_bytes()[1])
+        .map(|i| {
+            (i.wrapping_mul(31) ^ seed.wrapping_mul(0x9e37_79b9)).to_le_bytes()[i as usize % 4]
+        })
         .collect()
 }
 
@@ -117,9 +119,12 @@ fn key(seed: u32) -> BlockKey {
     BlockKey { hash: u128::from(seed) << 64 | 7, group: 3 }
 }
 
-fn op(from: (Tier, u32), to: (Tier, u32), seed: u32) -> CopyOp {
-    let slot = |(tier, slot)| SlotRef { tier, slot: SlotId(slot), generation: 1 };
-    CopyOp { block: key(seed), parent: None, owner: None, from: slot(from), to: slot(to) }
+const fn slot_at(tier: Tier, slot: u32) -> SlotRef {
+    SlotRef { tier, slot: SlotId(slot), generation: 1 }
+}
+
+fn op(from: SlotRef, to: SlotRef, seed: u32) -> CopyOp {
+    CopyOp { block: key(seed), parent: None, owner: None, from, to }
 }
 
 type Results = Vec<Result<(), CopyError>>;
@@ -140,7 +145,7 @@ fn run(backend: &dyn Backend, batch: Vec<CopyOp>) -> Results {
 fn write(backend: &dyn Backend, heap: &Heap, blocks: &[(u32, u32)]) -> Results {
     let ops = blocks.iter().zip(0..).map(|(&(slot, seed), host)| {
         heap.fill(host, seed);
-        op((Tier::Host, host), (Tier::Object, slot), seed)
+        op(slot_at(Tier::Host, host), slot_at(Tier::Object, slot), seed)
     });
     run(backend, ops.collect())
 }
@@ -149,7 +154,7 @@ fn write(backend: &dyn Backend, heap: &Heap, blocks: &[(u32, u32)]) -> Results {
 fn read(backend: &dyn Backend, heap: &Heap, blocks: &[(u32, u32)]) -> Results {
     let ops = blocks.iter().zip(0..).map(|(&(slot, seed), host)| {
         heap.fill(host, !seed);
-        op((Tier::Object, slot), (Tier::Host, host), seed)
+        op(slot_at(Tier::Object, slot), slot_at(Tier::Host, host), seed)
     });
     let results = run(backend, ops.collect());
     for ((&(_, seed), result), host) in blocks.iter().zip(&results).zip(0..) {
@@ -345,10 +350,10 @@ fn what_cannot_be_copied_is_refused() {
     let results = run(
         &backend,
         vec![
-            op((Tier::Host, SLOTS), (Tier::Object, 0), 1),
-            op((Tier::Disk, 0), (Tier::Host, 0), 1),
-            op((Tier::Object, 0), (Tier::Object, 1), 1),
-            op((Tier::Object, 77), (Tier::Host, 0), 1),
+            op(slot_at(Tier::Host, SLOTS), slot_at(Tier::Object, 0), 1),
+            op(slot_at(Tier::Disk, 0), slot_at(Tier::Host, 0), 1),
+            op(slot_at(Tier::Object, 0), slot_at(Tier::Object, 1), 1),
+            op(slot_at(Tier::Object, 77), slot_at(Tier::Host, 0), 1),
         ],
     );
     let refused = Some(CopyErrorKind::Refused);
@@ -402,7 +407,7 @@ fn a_write_ends_when_the_client_releases_the_bytes() {
     heap.fill(0, 1);
     let (send, receive) = std::sync::mpsc::channel();
     let done = each(move |_, result| send.send(result).unwrap());
-    backend.submit(vec![op((Tier::Host, 0), (Tier::Object, 0), 1)], done);
+    backend.submit(vec![op(slot_at(Tier::Host, 0), slot_at(Tier::Object, 0), 1)], done);
     while backend.stats().segments == 0 {
         std::thread::yield_now();
     }
@@ -431,7 +436,7 @@ fn closing_ends_every_operation() {
     let heap = Heap::new();
     let store = Store::open("memory:///", &StoreOptions::default()).unwrap();
     let backend = backend(store, &heap, &options(1));
-    let ops = (0..SLOTS).map(|i| op((Tier::Host, i), (Tier::Object, i), i)).collect();
+    let ops = (0..SLOTS).map(|i| op(slot_at(Tier::Host, i), slot_at(Tier::Object, i), i)).collect();
     let (send, receive) = std::sync::mpsc::channel();
     backend.submit(ops, each(move |_, result| send.send(result).unwrap()));
     drop(backend);

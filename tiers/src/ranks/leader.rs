@@ -497,7 +497,7 @@ impl LeaderState {
             return Err(RefusalFrame { is_taken: true, why });
         }
         let lacking = |route: &&Route| !member.routes.contains(route);
-        if let Some((from, to)) = state.agreed.iter().flatten().find(lacking) {
+        if let Some(Route { from, to }) = state.agreed.iter().flatten().find(lacking) {
             return Err(mismatch(format!("it cannot copy {from} to {to}, as it could before")));
         }
         // Before anything can send it copies.

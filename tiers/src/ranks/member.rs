@@ -80,6 +80,13 @@ pub struct Member {
     puller: Option<RankPuller>,
 }
 
+/// A copy of a batch that a backend was given.
+struct StartedCopy {
+    /// In the batch.
+    place: u32,
+    op: CopyOp,
+}
+
 /// Brings what ranks of other workers have.
 struct RankPuller {
     memory: Arc<DramRegion>,
@@ -282,8 +289,7 @@ impl Member {
                     self.work.tell(&ToLeader::Inventory(self.left.page(tier, from)));
                 }
                 ToRank::Adopt { tier, lives } => {
-                    let left = |(slot, life)| self.left.in_life(tier, slot, life);
-                    let ours = lives.unpack()?.filter_map(left);
+                    let ours = lives.unpack(tier)?.filter(|&slot| self.left.has(slot));
                     ours.for_each(|slot| self.work.generations.adopt(slot));
                 }
                 ToRank::Forget { tenant, life } => self.forget(tenant, life),
@@ -313,34 +319,34 @@ impl Member {
             match self.check(op, route).and_then(|()| self.work.generations.begin(op)) {
                 Ok(()) => {
                     self.work.journals.begun(op);
-                    started.push((place, *op));
+                    started.push(StartedCopy { place, op: *op });
                 }
                 Err(error) => refused.push((place, Err(error))),
             }
         }
         self.work.ended(batch, refused);
         let Some(backend) = backend.filter(|_| !started.is_empty()) else { return };
-        let ops = started.iter().map(|&(_, op)| op).collect();
+        let ops = started.iter().map(|copy| copy.op).collect();
         let done = self.done(batch, started);
         let layers = load.map(|load| self.work.loads.layers(load));
         let fences = Fences { layers, ..Fences::default() };
         // What became of the copies of a backend that panicked is unknown: for the leader they will
         // be overdue.
         if catch_unwind(AssertUnwindSafe(|| backend.submit_fenced(ops, fences, done))).is_err() {
-            tracing::error!(from = %route.0, to = %route.1, "a backend panicked when it was given a batch");
+            tracing::error!(from = %route.from, to = %route.to, "a backend panicked when it was given a batch");
         }
     }
 
     /// Where what becomes of copies is told.
-    fn done(&self, batch: u64, started: Vec<(u32, CopyOp)>) -> Done {
+    fn done(&self, batch: u64, started: Vec<StartedCopy>) -> Done {
         let work = Arc::clone(&self.work);
         Done::new(move |completions| {
             work.ended(
                 batch,
                 completions.into_iter().map(|(index, result)| {
-                    let (place, op) = &started[index];
+                    let StartedCopy { place, op } = &started[index];
                     // The copies into a slot end together: the first speaks for all.
-                    let is_first = index == 0 || started[index - 1].1.to != op.to;
+                    let is_first = index == 0 || started[index - 1].op.to != op.to;
                     if result.is_ok() && is_first {
                         work.generations.arrived(op);
                         work.journals.arrived(op);
@@ -374,13 +380,15 @@ impl Member {
             };
             self.work.generations.begin_pull(&op);
             self.work.journals.begun(&op);
-            slots.push((started.len(), (pulled, frame)));
-            started.extend(copies.map(|place| (place, op)));
+            slots.push((started.len(), pulled, frame));
+            started.extend(copies.map(|place| StartedCopy { place, op }));
         }
         self.work.ended(batch, refused);
         let done = self.done(batch, started);
-        let report = (done, saturated);
-        let slot = |(place, to)| PulledSlot::new(&puller.memory, to, place, report.clone());
+        let slot = |(place, pulled, frame)| {
+            let (done, saturated) = (done.clone(), saturated.clone());
+            PulledSlot::new(&puller.memory, pulled, frame, place, done, saturated)
+        };
         (puller.pull)(from, slots.into_iter().map(slot).collect());
     }
 

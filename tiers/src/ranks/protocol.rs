@@ -240,19 +240,21 @@ impl PackedHoldings {
 }
 
 impl PackedLives {
-    pub(super) fn of(lives: &[(SlotId, u32)]) -> Self {
-        Self(
-            lives
-                .iter()
-                .flat_map(|(slot, life)| [slot.0, *life])
-                .flat_map(u32::to_le_bytes)
-                .collect(),
-        )
+    pub(super) fn of(lives: &[SlotRef]) -> Self {
+        let numbers = lives.iter().flat_map(|life| [life.slot.0, life.generation]);
+        Self(numbers.flat_map(u32::to_le_bytes).collect())
     }
 
-    pub(super) fn unpack(&self) -> Result<impl Iterator<Item = (SlotId, u32)>, MalformedFrame> {
+    /// Those of slots of `tier`.
+    pub(super) fn unpack(
+        &self,
+        tier: Tier,
+    ) -> Result<impl Iterator<Item = SlotRef>, MalformedFrame> {
         let (lives, rest) = self.0.as_chunks::<LIFE_BYTES>();
-        let unpack = |bytes: &[u8; LIFE_BYTES]| (SlotId(u32_at(bytes, 0)), u32_at(bytes, 4));
+        let unpack = move |bytes: &[u8; LIFE_BYTES]| {
+            let slot = SlotId(u32_at(bytes, 0));
+            SlotRef { tier, slot, generation: u32_at(bytes, 4) }
+        };
         if rest.is_empty() { Ok(lives.iter().map(unpack)) } else { Err(MalformedFrame::HalfASlot) }
     }
 }
@@ -471,8 +473,8 @@ pub fn read_in_every_way(bytes: &[u8]) {
         {
             assert_eq!(&PackedOps::of(&ops), packed);
         }
-        if let ToRank::Adopt { lives: packed, .. } = &message
-            && let Ok(lives) = packed.unpack()
+        if let ToRank::Adopt { tier, lives: packed } = &message
+            && let Ok(lives) = packed.unpack(*tier)
         {
             assert_eq!(&PackedLives::of(&lives.collect::<Vec<_>>()), packed);
         }
@@ -495,7 +497,7 @@ mod tests {
             slots: [1, 20, 300, 0],
             block_bytes: 4_096,
             fingerprint: "a model".to_owned(),
-            routes: vec![(Tier::Device, Tier::Host), (Tier::Host, Tier::Device)],
+            routes: Route::new(Tier::Device, Tier::Host).both_ways().to_vec(),
             peers: Some(PeerSeat { port: 6_891, incarnation: u64::MAX }),
         }
     }
@@ -594,7 +596,9 @@ mod tests {
             let held: Vec<_> = told.iter().map(|&(slot, generation, group, hash)| {
                 HeldSlot { slot: SlotId(slot), generation, block: BlockKey { hash, group } }
             }).collect();
-            let lives: Vec<_> = held.iter().map(|held| (held.slot, held.generation)).collect();
+            let lives: Vec<_> = held.iter().map(|&HeldSlot { slot, generation, .. }| {
+                SlotRef { tier, slot, generation }
+            }).collect();
             let packed = PackedHoldings::of(held.iter().copied());
             let bytes = body(&ToLeader::Inventory(InventoryPage { tier, held: packed, next }));
             let ToLeader::Inventory(same) = decode(&bytes).unwrap() else { panic!("{bytes:?}") };
@@ -603,7 +607,7 @@ mod tests {
             prop_assert!(decode::<ToLeader>(&bytes[..cut.index(bytes.len())]).is_err());
             let bytes = body(&ToRank::Adopt { tier, lives: PackedLives::of(&lives) });
             let ToRank::Adopt { lives: same, .. } = decode(&bytes).unwrap() else { panic!("{bytes:?}") };
-            prop_assert_eq!(same.unpack().unwrap().collect::<Vec<_>>(), lives);
+            prop_assert_eq!(same.unpack(tier).unwrap().collect::<Vec<_>>(), lives);
         }
 
         #[test]
@@ -638,7 +642,7 @@ mod tests {
         let held = PackedHoldings::of(std::iter::repeat_n(holding, MAX_SLOTS_TOLD));
         let inventory =
             ToLeader::Inventory(InventoryPage { tier: Tier::Object, held, next: Some(u32::MAX) });
-        let lives = PackedLives::of(&vec![(slot.slot, u32::MAX); MAX_SLOTS_TOLD]);
+        let lives = PackedLives::of(&vec![slot; MAX_SLOTS_TOLD]);
         let adopt = ToRank::Adopt { tier: Tier::Object, lives };
         assert!(body(&inventory).len() <= MAX_MESSAGE && body(&adopt).len() <= MAX_MESSAGE);
     }

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::shares::{HeadShare, ShareSource, sources};
 use super::slots::SlotGenerations;
 use crate::checksum::checksum;
-use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, SlotId, SlotRef, Tier};
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, Done, SlotId, SlotRef};
 use crate::dram::DramRegion;
 use crate::frame::Frame;
 use crate::memory::Memory;
@@ -165,9 +165,11 @@ impl PulledSlot {
     /// all its copies, from this place in the batch on.
     pub(super) fn new(
         memory: &Arc<DramRegion>,
-        (pulled, frame): (PulledBlock, Frame),
+        pulled: PulledBlock,
+        frame: Frame,
         place: usize,
-        (done, saturated): (Done, SaturatedNumbers),
+        done: Done,
+        saturated: SaturatedNumbers,
     ) -> Self {
         let memory = Arc::clone(memory);
         Self { memory, pulled, place, frame: Some(frame), done: Some(done), saturated }
@@ -275,12 +277,11 @@ impl RankSlots {
 
     /// The checksum of the slice that this life of a slot holds. `None` as for [`copy`](Self::copy),
     /// which `scratch` is for.
-    pub fn sum(&self, (slot, generation): (SlotId, u32), scratch: &mut Vec<u8>) -> Option<u32> {
-        let held = SlotRef { tier: Tier::Host, slot, generation };
+    pub fn sum(&self, held: SlotRef, scratch: &mut Vec<u8>) -> Option<u32> {
         self.generations.check(held).ok()?;
         let known = self.memory.checksums()?;
-        let Some(crc) = known.get(slot).filter(|_| !known.is_inherited(slot)) else {
-            return self.copy((slot, generation), scratch);
+        let Some(crc) = known.get(held.slot).filter(|_| !known.is_inherited(held.slot)) else {
+            return self.copy(held, scratch);
         };
         // What writes to the slot takes its life first: the checksum is of this one.
         self.generations.check(held).ok()?;
@@ -289,22 +290,21 @@ impl RankSlots {
 
     /// Copies the slice that this life of a slot holds; returns its checksum. `None`: the slot holds
     /// something else or nothing, or what it holds has changed. Then `to` has any bytes.
-    pub fn copy(&self, (slot, generation): (SlotId, u32), to: &mut Vec<u8>) -> Option<u32> {
-        let held = SlotRef { tier: Tier::Host, slot, generation };
-        let from = self.memory.slot(slot)?;
+    pub fn copy(&self, held: SlotRef, to: &mut Vec<u8>) -> Option<u32> {
+        let from = self.memory.slot(held.slot)?;
         to.clear();
         self.generations.check(held).ok()?;
         // SAFETY: a slot is whole mapped pages that start on a page boundary, and its block is no
         // longer. The region outlives this call.
         unsafe { stream::copy_block(from.as_ptr().cast(), self.memory.block_bytes(), to) };
         let known = self.memory.checksums()?;
-        let is_sound = known.verify_inherited(slot, to).is_ok();
-        let (crc, expected) = (checksum(to), known.get(slot));
+        let is_sound = known.verify_inherited(held.slot, to).is_ok();
+        let (crc, expected) = (checksum(to), known.get(held.slot));
         // What writes to the slot takes its life first: what was copied is of this one.
         self.generations.check(held).ok()?;
         if !is_sound || expected.is_some_and(|expected| expected != crc) {
             tracing::error!(
-                slot = slot.0,
+                slot = held.slot.0,
                 "a block in a rank's host tier has changed: it is not given to others"
             );
             return None;
@@ -334,7 +334,7 @@ pub fn pulled_slot_of(
     done: Done,
 ) -> PulledSlot {
     let frame = memory.frame_of_leader(pulled.op.to).expect("a slot of this memory");
-    PulledSlot::new(memory, (pulled, frame), place, (done, SaturatedNumbers::default()))
+    PulledSlot::new(memory, pulled, frame, place, done, SaturatedNumbers::default())
 }
 
 /// Slots of a rank that has what lies in `memory`, in these of their lives.
@@ -351,7 +351,7 @@ mod tests {
     use std::thread;
 
     use super::*;
-    use crate::copy::BlockKey;
+    use crate::copy::{BlockKey, Tier};
     use crate::testing::{fill_pattern, has_pattern, options};
 
     const SLOTS: u32 = 4;
@@ -372,7 +372,7 @@ mod tests {
 
         /// What a copy does that arrives in a slot.
         fn store(&self, slot: SlotId, generation: u32, pattern: usize) {
-            let to = SlotRef { tier: Tier::Host, slot, generation };
+            let to = in_life(slot, generation);
             let done = Done::new(|_| ());
             self.slots.generations.begin_pull(&op(to));
             let mut pulled = pulled_slot(&self.memory, op(to), 0, done);
@@ -384,11 +384,17 @@ mod tests {
 
         fn has(&self, slot: SlotId, generation: u32, pattern: usize) -> bool {
             let mut slice = Vec::new();
-            let crc = self.slots.copy((slot, generation), &mut slice);
+            let crc = self.slots.copy(in_life(slot, generation), &mut slice);
             assert!(crc.is_none_or(|crc| crc == checksum(&slice)));
-            assert!(crc.is_none() || self.slots.sum((slot, generation), &mut Vec::new()) == crc);
+            assert!(
+                crc.is_none() || self.slots.sum(in_life(slot, generation), &mut Vec::new()) == crc
+            );
             crc.is_some() && has_pattern(pattern, &slice)
         }
+    }
+
+    const fn in_life(slot: SlotId, generation: u32) -> SlotRef {
+        SlotRef { tier: Tier::Host, slot, generation }
     }
 
     fn op(to: SlotRef) -> CopyOp {
@@ -403,11 +409,11 @@ mod tests {
         assert!(!tier.has(slot, 7, 1), "it was never written");
         tier.store(slot, 7, 1);
         assert!(tier.has(slot, 7, 1));
-        let summed = |slot, generation| tier.slots.sum((slot, generation), &mut Vec::new());
+        let summed = |slot, generation| tier.slots.sum(in_life(slot, generation), &mut Vec::new());
         assert!(!tier.has(slot, 8, 1) && summed(slot, 8).is_none());
         assert!(!tier.has(SlotId(SLOTS), 7, 1), "there is no such slot");
         assert!(summed(SlotId(SLOTS), 7).is_none());
-        tier.slots.generations.begin_pull(&op(SlotRef { tier: Tier::Host, slot, generation: 8 }));
+        tier.slots.generations.begin_pull(&op(in_life(slot, 8)));
         assert!(!tier.has(slot, 7, 1) && summed(slot, 7).is_none(), "it is being written");
         tier.store(slot, 8, 2);
         assert!(tier.has(slot, 8, 2) && !tier.has(slot, 7, 1));
@@ -429,7 +435,7 @@ mod tests {
             loop {
                 let now = life.load(Ordering::Acquire);
                 let mut slice = Vec::new();
-                if tier.slots.copy((slot, now), &mut slice).is_some() {
+                if tier.slots.copy(in_life(slot, now), &mut slice).is_some() {
                     assert!(has_pattern(now as usize, &slice), "what life {now} did not hold");
                 }
                 if now == LIVES {
@@ -452,7 +458,7 @@ mod tests {
         known.record(slot, crc);
         assert!(tier.has(slot, 1, 1));
         // An earlier process left it, and had another checksum of it.
-        let summed = || tier.slots.sum((slot, 1), &mut Vec::new());
+        let summed = || tier.slots.sum(in_life(slot, 1), &mut Vec::new());
         known.inherit(slot, crc ^ 1);
         assert!(!tier.has(slot, 1, 1) && summed().is_none());
         known.inherit(slot, crc);
@@ -465,7 +471,7 @@ mod tests {
         let tell = Arc::clone(&told);
         let done = Done::new(move |ended| tell.lock().extend(ended));
         let (slot, memory) = (SlotId(0), HostTier::new().memory);
-        let to = SlotRef { tier: Tier::Host, slot, generation: 0 };
+        let to = in_life(slot, 0);
         drop(pulled_slot(&memory, op(to), 5, done.clone()));
         let end = told.lock().pop().unwrap();
         assert_eq!((end.0, end.1.unwrap_err().kind()), (5, CopyErrorKind::Unavailable));

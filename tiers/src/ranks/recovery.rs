@@ -12,7 +12,7 @@ use super::protocol::{
     HeldSlot, InventoryPage, MAX_SLOTS_TOLD, MalformedFrame, PackedLives, ToRank,
 };
 use crate::clock;
-use crate::copy::{SlotId, Tier};
+use crate::copy::{SlotRef, Tier};
 use crate::index::IndexEntry;
 
 /// Why ranks and their leader did not agree: blocks of an earlier process are not found then.
@@ -89,7 +89,7 @@ impl Leader {
 
     /// Tells all ranks the lives of these slots by which the leader names from here on what it
     /// [agreed](Self::agree) on with them. Copies that are submitted later find it.
-    pub fn adopt(&self, tier: Tier, lives: &[(SlotId, u32)]) {
+    pub fn adopt(&self, tier: Tier, lives: &[SlotRef]) {
         // If one is gone, its leader's owner has been told, or will be, that nothing is resident.
         let Ok(ranks) = self.shared.connections() else { return };
         for lives in lives.chunks(MAX_SLOTS_TOLD) {
@@ -203,7 +203,7 @@ impl SlotVotes {
 mod tests {
     use super::super::protocol::PackedHoldings;
     use super::*;
-    use crate::copy::BlockKey;
+    use crate::copy::{BlockKey, SlotId};
 
     fn entry(slot: u32, generation: u32, hash: u128) -> IndexEntry {
         let block = BlockKey { hash, group: 0 };

@@ -74,7 +74,8 @@ impl HeadLayout {
     pub fn put_share(
         &self,
         share: HeadShare,
-        (theirs, given): (&Self, HeadShare),
+        theirs: &Self,
+        given: HeadShare,
         from: &[u8],
         slice: &mut [u8],
     ) -> Option<()> {
@@ -180,8 +181,7 @@ mod tests {
                 for source in sources(rank, m, n).unwrap() {
                     let mut part = slice(source.rank, n);
                     let theirs = HeadLayout::new(outer, heads / usize::from(n), part.len()).unwrap();
-                    let given = (&theirs, source.give);
-                    ours.put_share(source.into, given, &part, &mut at_once).unwrap();
+                    ours.put_share(source.into, &theirs, source.give, &part, &mut at_once).unwrap();
                     theirs.cut(source.give, &mut part).unwrap();
                     ours.put(source.into, &part, &mut joined).unwrap();
                 }

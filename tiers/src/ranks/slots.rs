@@ -7,7 +7,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::protocol::{HeldSlot, InventoryPage, MAX_SLOTS_TOLD, PackedHoldings};
-use crate::copy::{CopyError, CopyErrorKind, CopyOp, SlotId, SlotRef, Tier};
+use crate::copy::{CopyError, CopyErrorKind, CopyOp, SlotRef, Tier};
 use crate::index::IndexEntry;
 
 /// Which life's bytes each slot holds, of the tiers that copies alone write. A rank that was
@@ -136,11 +136,10 @@ impl LeftBehind {
         InventoryPage { tier, held, next: rest.first().map(|entry| entry.slot.0) }
     }
 
-    /// The slot in a life of this number, if anything was left there.
-    pub(super) fn in_life(&self, tier: Tier, slot: SlotId, generation: u32) -> Option<SlotRef> {
-        let entries = &self.0[tier.index()];
-        let is_left = entries.binary_search_by_key(&slot, |entry| entry.slot).is_ok();
-        is_left.then_some(SlotRef { tier, slot, generation })
+    /// Whether anything was left in a slot.
+    pub(super) fn has(&self, slot: SlotRef) -> bool {
+        let entries = &self.0[slot.tier.index()];
+        entries.binary_search_by_key(&slot.slot, |entry| entry.slot).is_ok()
     }
 
     /// Nothing is told of it any more.

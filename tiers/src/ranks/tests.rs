@@ -38,7 +38,7 @@ use crate::testing::{
 const SLOTS: u32 = 16;
 const BYTES: usize = 4096;
 const LIMIT: Duration = Duration::from_secs(20);
-const SAVE: Route = (Tier::Device, Tier::Host);
+const SAVE: Route = Route::new(Tier::Device, Tier::Host);
 
 fn leader_options(dir: &Path, world: u16) -> LeaderOptions {
     LeaderOptions {
@@ -191,16 +191,16 @@ fn pattern(rank: usize, slot: u32) -> usize {
     1_000 * (rank + 1) + slot as usize
 }
 
-fn op((from, to): Route, slot: u32) -> CopyOp {
+fn op(route: Route, slot: u32) -> CopyOp {
     let at = |tier| SlotRef { tier, slot: SlotId(slot), generation: slot + 1 };
-    order(slot as usize, at(from), at(to))
+    order(slot as usize, at(route.from), at(route.to))
 }
 
 #[test]
 fn every_rank_copies_its_own_slice() {
     let mut fleet = Fleet::new(3);
     assert!(fleet.leader.routes().contains(&SAVE));
-    assert!(!fleet.leader.routes().contains(&(Tier::Host, Tier::Disk)));
+    assert!(!fleet.leader.routes().contains(&Route::new(Tier::Host, Tier::Disk)));
     fleet.assert_works();
     assert!(fleet.lost.lock().is_empty());
 }
@@ -381,7 +381,7 @@ fn a_rank_gives_out_nothing_that_it_was_not_given() {
     fleet.ranks[0].take().unwrap().leave();
     fleet.rejoin(0);
     // The leader should have forgotten it: the slot of the new rank 0 was never written.
-    let load = op((Tier::Host, Tier::Device), 3);
+    let load = op(Route::new(Tier::Host, Tier::Device), 3);
     let result = run(&fleet.leader, vec![load]).remove(0).unwrap_err();
     assert_eq!(result.kind(), CopyErrorKind::Io);
     assert!(
@@ -729,7 +729,7 @@ fn left_with(left: [Vec<IndexEntry>; 2]) -> (Fleet, [Arc<Told>; 2]) {
 
 #[test]
 fn ranks_give_out_what_they_were_told_to_adopt() {
-    const LOAD: Route = (Tier::Host, Tier::Device);
+    const LOAD: Route = Route::new(Tier::Host, Tier::Device);
     let left =
         [vec![entry(3, 7), entry(1, 5), entry(0, 4)], vec![entry(0, 4), entry(1, 6), entry(3, 7)]];
     let (mut fleet, told) = left_with(left);
@@ -741,7 +741,12 @@ fn ranks_give_out_what_they_were_told_to_adopt() {
         "of another tier they know nothing"
     );
     // No rank has slot 2: to adopt it means nothing.
-    fleet.leader.adopt(Tier::Host, &[(SlotId(3), 4), (SlotId(2), 3)]);
+    let lives = [(3, 4), (2, 3)].map(|(slot, generation)| SlotRef {
+        tier: Tier::Host,
+        slot: SlotId(slot),
+        generation,
+    });
+    fleet.leader.adopt(Tier::Host, &lives);
     let results = run(&fleet.leader, (0..4).map(|slot| op(LOAD, slot)).collect());
     let gone = Some(CopyErrorKind::Io);
     assert_eq!(kinds(&results), [gone, gone, gone, None]);

@@ -26,8 +26,8 @@ use crate::testing::{
 };
 use crate::verify::Verified;
 
-const OUT: Route = (Tier::Host, Tier::Disk);
-const BACK: Route = (Tier::Disk, Tier::Host);
+const OUT: Route = Route::new(Tier::Host, Tier::Disk);
+const BACK: Route = Route::new(Tier::Disk, Tier::Host);
 const BLOCK: usize = 5000;
 
 fn keys(number: u32) -> Arc<TenantKeys> {
@@ -100,7 +100,7 @@ fn conforms_around_memory() {
             let device =
                 Arc::new(DramRegion::emulated_device(options(slots, block_bytes)).unwrap());
             let memory = Arc::new(host(slots, block_bytes + SEAL_BYTES));
-            let backend = around_memory(&device, &memory, (room, run));
+            let backend = around_memory(&device, &memory, room, run);
             Pair { backend: Arc::new(backend), memory: device, other: Tier::Host }
         });
     }
@@ -109,7 +109,8 @@ fn conforms_around_memory() {
 fn around_memory(
     device: &Arc<DramRegion>,
     memory: &Arc<DramRegion>,
-    (blocks, run): (u32, usize),
+    blocks: u32,
+    run: usize,
 ) -> Sealed<MemcpyBackend> {
     let block_bytes = device.block_bytes();
     let options = ScratchOptions { block_bytes, blocks, huge_pages: false };
@@ -123,7 +124,7 @@ fn around_memory(
 fn memory_shows_nothing_and_bad_blocks_cost_no_other() {
     let device = Arc::new(DramRegion::emulated_device(options(8, BLOCK)).unwrap());
     let memory = Arc::new(host(4, BLOCK + SEAL_BYTES));
-    let sealed = around_memory(&device, &memory, (4, 4));
+    let sealed = around_memory(&device, &memory, 4, 4);
     let (mut here, mut there) = (frames(&device), frames(&memory));
     (0..4).for_each(|slot| fill_pattern(slot, device.write(&mut here[slot]).unwrap()));
     let out: Vec<_> = (0..4).map(|n| order(n, here[n].slot_ref(), there[n].slot_ref())).collect();

@@ -9,6 +9,7 @@
 mod child;
 pub mod conformance;
 mod fault;
+mod freeze;
 mod panics;
 mod parked;
 mod store;
@@ -16,6 +17,7 @@ mod tensors;
 
 pub use child::{Child, holds_in_a_child};
 pub use fault::{Fault, FaultBackend};
+pub use freeze::freeze;
 pub(crate) use panics::end_at_panics;
 pub use panics::panics_are_meant;
 pub use parked::{ParkedBackend, Pending};

@@ -118,9 +118,11 @@ mod tests {
         let mut frames = memory.frames().unwrap();
         let mut here: Vec<_> = std::iter::from_fn(|| frames.take()).collect();
         fill_pattern(5, memory.write(&mut here[0]).unwrap());
-        let parked =
-            ParkedBackend::new(vec![Arc::clone(&memory) as _], vec![(Tier::Host, Tier::Host)])
-                .unwrap();
+        let parked = ParkedBackend::new(
+            vec![Arc::clone(&memory) as _],
+            vec![Route::new(Tier::Host, Tier::Host)],
+        )
+        .unwrap();
         let op = |to: usize| order(to, here[0].slot_ref(), here[to].slot_ref());
         let reports = start(&parked, vec![op(1), op(2)]);
         assert!(reports.try_recv().is_err());

@@ -23,7 +23,7 @@ impl MemoryStore {
     /// # Errors
     /// Both are of one tier, or there is not that much memory.
     pub fn new(memory: Arc<dyn Memory>, stands_for: Tier, slots: u32) -> Result<Self, SetupError> {
-        let routes = [(memory.tier(), stands_for), (stands_for, memory.tier())];
+        let routes = Route::new(memory.tier(), stands_for).both_ways();
         let region = Arc::new(DramRegion::open(stands_for, options(slots, memory.block_bytes()))?);
         let memories = CpuMemories::new(vec![memory, Arc::clone(&region) as Arc<dyn Memory>])?;
         Ok(Self { region, memories, routes })

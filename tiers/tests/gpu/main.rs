@@ -85,8 +85,7 @@ fn disk_and_device_conform() {
             let first =
                 Arc::new(CudaBackend::new(&gpu, Arc::clone(&memory) as _, &device).unwrap());
             let second = Arc::new(gds(&gpu, &device, home.path(), Arc::default()).unwrap());
-            let backend =
-                Arc::new(Relay { first, second, routes: [RELAYED, (RELAYED.1, RELAYED.0)] });
+            let backend = Arc::new(Relay { first, second, routes: RELAYED.both_ways() });
             Pair { memory, other: Tier::Disk, backend }
         });
     }
@@ -142,7 +141,7 @@ fn cufile_options() -> CuFileOptions {
     options
 }
 
-const RELAYED: Route = (Tier::Host, Tier::Disk);
+const RELAYED: Route = Route::new(Tier::Host, Tier::Disk);
 
 /// Host to disk by way of the device slot of the same number as the host's: lets the suite look at
 /// what GDS moved.
@@ -443,5 +442,5 @@ fn a_backend_names_its_routes() {
     let Some(gpu) = gpu() else { return };
     let bench = Bench::new(&gpu, gpu.allocate(Geometry::new(1, 4096).unwrap()).unwrap());
     assert_eq!(bench.backend.name(), "cuda");
-    assert_eq!(bench.backend.routes(), [(Tier::Host, Tier::Device), (Tier::Device, Tier::Host)]);
+    assert_eq!(bench.backend.routes(), Route::new(Tier::Host, Tier::Device).both_ways());
 }

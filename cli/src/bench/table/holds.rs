@@ -34,6 +34,17 @@ const TURN_MS: u64 = 10_000;
 /// The longest hold of each kind of work, in microseconds of the holder's CPU time.
 #[derive(Debug, Serialize)]
 pub(crate) struct Holds {
+    #[serde(flatten)]
+    above_disk: AboveDisk,
+    #[serde(flatten)]
+    last_tier: LastTier,
+    /// More comes than the host has room for while the disk below takes nothing; then it takes all.
+    outage: f64,
+}
+
+/// Where a disk lies below the host.
+#[derive(Debug, Serialize)]
+struct AboveDisk {
     /// Prompts of 8,192 blocks are leased, allocated, published and saved, and end.
     prompt: f64,
     /// They are leased and loaded again.
@@ -49,8 +60,12 @@ pub(crate) struct Holds {
     quarantine: Option<f64>,
     /// Everything is asked about, most of it refused.
     drain: f64,
-    /// Prompts of 8,192 blocks come to a host that is full and the last tier: its policy weighs
-    /// them.
+}
+
+/// Where the host is the last tier.
+#[derive(Debug, Serialize)]
+struct LastTier {
+    /// Prompts of 8,192 blocks come to a host that is full: its policy weighs them.
     admission: f64,
     /// A quarter of the host is evicted in one call.
     evict: f64,
@@ -58,25 +73,24 @@ pub(crate) struct Holds {
     forget: f64,
     /// The manager closes while prompts of 8,192 blocks are on their way.
     close: f64,
-    /// More comes than the host has room for while the disk below takes nothing; then it takes all.
-    outage: f64,
 }
 
 impl Holds {
     pub(crate) fn named(&self) -> impl Iterator<Item = (&'static str, f64)> {
+        let Self { above_disk, last_tier, outage } = self;
         let all = [
-            ("prompt of 8,192 blocks", Some(self.prompt)),
-            ("load of 8,192 blocks", Some(self.load)),
-            ("growth of the index", Some(self.growth)),
-            ("headroom", Some(self.headroom)),
-            ("upkeep", Some(self.upkeep)),
-            ("quarantine", self.quarantine),
-            ("drain", Some(self.drain)),
-            ("admission to a full last tier", Some(self.admission)),
-            ("evict", Some(self.evict)),
-            ("forget", Some(self.forget)),
-            ("close", Some(self.close)),
-            ("outage of the disk", Some(self.outage)),
+            ("prompt of 8,192 blocks", Some(above_disk.prompt)),
+            ("load of 8,192 blocks", Some(above_disk.load)),
+            ("growth of the index", Some(above_disk.growth)),
+            ("headroom", Some(above_disk.headroom)),
+            ("upkeep", Some(above_disk.upkeep)),
+            ("quarantine", above_disk.quarantine),
+            ("drain", Some(above_disk.drain)),
+            ("admission to a full last tier", Some(last_tier.admission)),
+            ("evict", Some(last_tier.evict)),
+            ("forget", Some(last_tier.forget)),
+            ("close", Some(last_tier.close)),
+            ("outage of the disk", Some(*outage)),
         ];
         all.into_iter().filter_map(|(what, us)| Some((what, us?)))
     }
@@ -86,10 +100,17 @@ impl Holds {
     }
 }
 
-/// Fills hierarchies whose hosts hold `blocks` blocks and measures each kind of work in turn.
+/// Fills hierarchies whose hosts hold `blocks` blocks and measures each kind of work in turn. Last
+/// comes what writes most to disk: the machine is busy with that for a while after.
 pub(crate) fn measure(blocks: usize, eviction: EvictionKind) -> Result<Holds, CommandFailure> {
-    let outage = outage(blocks, eviction)?;
-    let LastTier { admission, evict, forget, close } = last_tier(blocks, eviction);
+    Ok(Holds {
+        above_disk: above_disk(blocks, eviction)?,
+        last_tier: last_tier(blocks, eviction),
+        outage: outage(blocks, eviction)?,
+    })
+}
+
+fn above_disk(blocks: usize, eviction: EvictionKind) -> Result<AboveDisk, CommandFailure> {
     let place = temporary_directory()?;
     let mut settings = device_and_host_of(blocks, eviction);
     below_the_host(&mut settings, blocks);
@@ -99,7 +120,7 @@ pub(crate) fn measure(blocks: usize, eviction: EvictionKind) -> Result<Holds, Co
     let mut mix = Mix::new(OurManager::open_with(settings, Some(&chaos)), blocks);
     mix.fill(blocks);
     let prompts = mix.new_prompts();
-    Ok(Holds {
+    Ok(AboveDisk {
         prompt: micros(|| mix.serve(&prompts)),
         load: micros(|| mix.load(&prompts)),
         growth: micros(|| mix.publish_only()),
@@ -107,20 +128,7 @@ pub(crate) fn measure(blocks: usize, eviction: EvictionKind) -> Result<Holds, Co
         upkeep: micros(|| mix.let_time_pass()),
         quarantine: mix.quarantine(&chaos),
         drain: micros(|| mix.drain()),
-        admission,
-        evict,
-        forget,
-        close,
-        outage,
     })
-}
-
-/// The longest holds where the host is the last tier.
-struct LastTier {
-    admission: f64,
-    evict: f64,
-    forget: f64,
-    close: f64,
 }
 
 fn last_tier(blocks: usize, eviction: EvictionKind) -> LastTier {

@@ -276,31 +276,26 @@ pub(super) struct GroupFollower {
 
 impl GroupFollower {
     pub(super) fn blocks_left(&self, left: &[LeftBlock]) {
-        let left: Vec<_> = left
-            .iter()
-            .map(|left| (left.hash, Some(left.tier).filter(|_| !left.is_gone)))
-            .collect();
-        self.let_go(&left);
+        for left in left {
+            self.let_go(left.hash, Some(left.tier).filter(|_| !left.is_gone));
+        }
     }
 
     /// Lets the checkpoint at a block go if the block is nowhere.
     pub(super) fn let_go_orphan(&self, full: &Core, hash: BlockHash) {
         if full.matches(Chain::from(std::slice::from_ref(&hash))).longest() == 0 {
-            self.let_go(&[(hash, None)]);
+            self.let_go(hash, None);
         }
     }
 
     /// With a tier named, drops from it what the tier below has: the block went down, and its
     /// checkpoint is found there. With none, drops it from all: the block is nowhere, so its
     /// checkpoint cannot be found.
-    pub(super) fn let_go(&self, left: &[(BlockHash, Option<Tier>)]) {
+    fn let_go(&self, hash: BlockHash, from: Option<Tier>) {
         let Some(core) = self.core.upgrade() else { return };
-        let chains = left.iter().flat_map(|(hash, from)| {
-            let last = Chain::of_group(self.number, std::slice::from_ref(hash));
-            let tiers =
-                Tier::ALL.into_iter().filter(move |&tier| from.is_none_or(|from| from == tier));
-            tiers.map(move |tier| (tier, last, from.is_none()))
-        });
-        core.let_go(chains);
+        let last = Chain::of_group(self.number, std::slice::from_ref(&hash));
+        for tier in Tier::ALL.into_iter().filter(|&tier| from.is_none_or(|from| from == tier)) {
+            core.let_go(tier, last, from.is_none());
+        }
     }
 }

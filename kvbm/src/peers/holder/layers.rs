@@ -61,7 +61,8 @@ impl Holder {
     pub(super) fn lease_layers(
         &self,
         reader: &str,
-        (saved, blocks): (Arc<LayeredBlocks>, usize),
+        saved: Arc<LayeredBlocks>,
+        blocks: usize,
         request: &LeaseRequest,
     ) -> Leased {
         let share = Arc::new(self.leased.take(blocks));

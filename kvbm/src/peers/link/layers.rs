@@ -41,6 +41,7 @@ struct ArrivingLayers<'a, 'f> {
     sums: Vec<u32>,
     /// They come by NIXL, unless that has failed.
     reads: Option<Arc<HolderReads>>,
+    by_nixl: &'a mut ReadByNixl,
 }
 
 impl ArrivingLayers<'_, '_> {
@@ -90,10 +91,10 @@ impl PeerLink {
         if self.needs_nixl && self.memory.is_none() && reads.is_none() {
             return Err(PeerFault::nixl_is_gone());
         }
-        let mut arriving = ArrivingLayers { filling, first, sums, reads };
-        self.follow_layers(named, layers, Some((&mut arriving, came))).await?;
-        let ArrivingLayers { filling, sums, reads, .. } = arriving;
-        came.blocks += reads.map_or(0, |_| sums.len());
+        let mut arriving = ArrivingLayers { filling, first, sums, reads, by_nixl: came };
+        self.follow_layers(named, layers, Some(&mut arriving)).await?;
+        let ArrivingLayers { filling, sums, reads, by_nixl, .. } = arriving;
+        by_nixl.blocks += reads.map_or(0, |_| sums.len());
         sums.iter().for_each(|&sum| filling.keep_summed(sum));
         Ok(())
     }
@@ -114,13 +115,13 @@ impl PeerLink {
         &mut self,
         named: &NamedBlocks,
         layers: NamedLayers,
-        mut arriving: Option<(&mut ArrivingLayers<'_, '_>, &mut ReadByNixl)>,
+        mut arriving: Option<&mut ArrivingLayers<'_, '_>>,
     ) -> Result<(), PeerFault> {
         let (mut came, mut until) = (0, named.asked + layers.wait.left);
         loop {
             let wait = until.saturating_duration_since(Instant::now());
             let wants_bytes = self.memory.is_none()
-                && arriving.as_ref().is_some_and(|(arriving, _)| arriving.reads.is_none());
+                && arriving.as_ref().is_some_and(|arriving| arriving.reads.is_none());
             match self.ask_layers(named, came, wait, wants_bytes).await? {
                 ToReader::Layers(LayersAnswer { count: 0, .. }) => {
                     if Instant::now() >= until {
@@ -135,9 +136,8 @@ impl PeerLink {
                             BrokenLink::Unexpected("other layers than were asked for").into()
                         );
                     }
-                    if let Some((arriving, by_nixl)) = &mut arriving {
-                        let taken =
-                            self.take_layers(named, (layers, came), &answer, arriving, by_nixl);
+                    if let Some(arriving) = &mut arriving {
+                        let taken = self.take_layers(named, layers, came, &answer, arriving);
                         match taken.await {
                             Ok(()) => {}
                             Err(PeerFault::Nixl(_))
@@ -188,10 +188,10 @@ impl PeerLink {
     async fn take_layers(
         &mut self,
         named: &NamedBlocks,
-        (layers, came): (NamedLayers, u16),
+        layers: NamedLayers,
+        came: u16,
         answer: &LayersAnswer,
         arriving: &mut ArrivingLayers<'_, '_>,
-        by_nixl: &mut ReadByNixl,
     ) -> Result<(), PeerFault> {
         let block_bytes = arriving.filling.block_bytes();
         let bytes_of = |layer| bytes_of_layer(block_bytes, layer, layers.count);
@@ -225,8 +225,8 @@ impl PeerLink {
                 copied.unwrap_or(Err(BrokenLink::Late.into()))
             }
             (None, Some(reads)) => {
-                let into = (&mut *arriving.filling, &mut arriving.sums);
-                nixl::read_layers(&reads, layers, until, into, by_nixl).await
+                let ArrivingLayers { filling, sums, by_nixl, .. } = arriving;
+                nixl::read_layers(&reads, layers, until, filling, sums, by_nixl).await
             }
             (None, None) => Ok(()),
         }

@@ -123,7 +123,7 @@ type FramesBack = (ScratchFrames, BlockSums);
 pub(in crate::peers) struct ScratchReads<'a> {
     reads: &'a HolderReads,
     scratch: &'a Arc<Scratch>,
-    left: &'a [SlotId],
+    left: VecDeque<SlotId>,
     /// How many there were.
     wanted: usize,
     posts: VecDeque<oneshot::Receiver<FramesBack>>,
@@ -133,10 +133,10 @@ pub(in crate::peers) struct ScratchReads<'a> {
 impl<'a> ScratchReads<'a> {
     pub(in crate::peers) fn new(
         reads: &'a HolderReads,
-        slots: &'a [SlotId],
+        slots: Vec<SlotId>,
     ) -> Result<Self, PeerFault> {
-        let (scratch, posts) = (reads.scratch()?, VecDeque::new());
-        Ok(Self { reads, scratch, left: slots, wanted: slots.len(), posts, descriptors: 0 })
+        let (scratch, posts, wanted) = (reads.scratch()?, VecDeque::new(), slots.len());
+        Ok(Self { reads, scratch, left: slots.into(), wanted, posts, descriptors: 0 })
     }
 
     /// Pieces of memory that were read.
@@ -154,7 +154,7 @@ impl<'a> ScratchReads<'a> {
     }
 
     /// Whether all reads have begun.
-    pub(in crate::peers) const fn has_asked(&self) -> bool {
+    pub(in crate::peers) fn has_asked(&self) -> bool {
         self.left.is_empty()
     }
 
@@ -165,8 +165,7 @@ impl<'a> ScratchReads<'a> {
             // While it has some under way it need not wait for those of others.
             let frames = self.scratch.take(count, self.posts.is_empty()).await;
             let Some(frames) = frames else { break };
-            let (next, left) = self.left.split_at(count);
-            self.left = left;
+            let next = self.left.drain(..count).collect();
             let post = self.post(next, frames);
             self.posts.push_back(post);
         }
@@ -184,10 +183,14 @@ impl<'a> ScratchReads<'a> {
         }
     }
 
-    fn post(&mut self, from: &[SlotId], mut taken: ScratchFrames) -> oneshot::Receiver<FramesBack> {
+    fn post(
+        &mut self,
+        from: Vec<SlotId>,
+        mut taken: ScratchFrames,
+    ) -> oneshot::Receiver<FramesBack> {
         let (told, back) = oneshot::channel();
         let to = std::mem::take(&mut taken.frames);
-        self.descriptors += descriptors(from, &to);
+        self.descriptors += descriptors(&from, &to);
         let done = move |frames: Vec<Frame>, result: Result<(), CopyError>| {
             // Summed here: it is in the caches.
             let sum = |frame| taken.scratch.memory.remember_checksum(frame);
@@ -195,7 +198,7 @@ impl<'a> ScratchReads<'a> {
             taken.frames = frames;
             let _ = told.send((taken, sums));
         };
-        self.reads.read(SlotRead { from: from.to_vec(), to, bytes: None }, Box::new(done));
+        self.reads.read(SlotRead { from, to, bytes: None }, Box::new(done));
         back
     }
 

@@ -72,13 +72,13 @@ pub(super) async fn take(
             (ToReader::Slice(Some(crc)), Some(seal)) => {
                 read_part(stream, &mut arrived, bytes).await?;
                 compare(Some(checksum(&arrived)), crc)
-                    .and_then(|()| take_in(slot, (seal, None), crc, &mut arrived))
+                    .and_then(|()| take_in(slot, seal, None, crc, &mut arrived))
             }
             (ToReader::SealedSlice(crc, key), _) => {
                 read_part(stream, &mut arrived, bytes + SEAL_BYTES).await?;
                 compare(Some(checksum(&arrived)), crc).and_then(|()| {
                     let (seal, other) = seals.opening(key.as_ref())?;
-                    take_in(slot, (seal, Some(other)), crc, &mut arrived)
+                    take_in(slot, seal, Some(other), crc, &mut arrived)
                 })
             }
             (other, _) => Err(not_given(other)?),
@@ -152,7 +152,8 @@ fn not_given(answer: ToReader) -> Result<CopyError, BrokenLink> {
 /// Puts a slice into its slot as slices lie here: `other` opens it, if it came sealed.
 fn take_in(
     slot: &mut PulledSlot,
-    (seal, other): (&HostSeal, Option<&OtherSeal>),
+    seal: &HostSeal,
+    other: Option<&OtherSeal>,
     crc: [u8; 4],
     arrived: &mut [u8],
 ) -> Result<(), CopyError> {

@@ -24,7 +24,7 @@ pub(super) async fn take(
     let sums = sums_of_all(link, &lives, until).await?;
     for (life, sum) in lives.iter().zip(sums) {
         let Some(slot) = slots.left.front_mut() else { break };
-        let (from, came) = (life.get().0, sum.ok_or_else(another_life));
+        let (from, came) = (life.get().slot, sum.ok_or_else(another_life));
         let came = came.and_then(|sum| compare(Some(slot.copy_from(memory, from)?), sum));
         slots.next(came);
         // What comes from then on would be late.
@@ -47,7 +47,7 @@ pub(super) struct MemorySlices {
 
 impl MemorySlices {
     pub(super) fn new(memory: Arc<PeerMemory>, lives: &[SlotLife], sums: SliceSums) -> Self {
-        let slots = lives.iter().map(|life| life.get().0);
+        let slots = lives.iter().map(|life| life.get().slot);
         let left = slots.zip(sums).collect::<Vec<_>>().into_iter();
         Self { memory, left, slice: Vec::new() }
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use futures::future::join_all;
 use kvbm_tiers::ranks::PulledSlot;
-use kvbm_tiers::{CopyError, SlotId, SlotRead, SlotReads};
+use kvbm_tiers::{CopyError, SlotRead, SlotReads};
 use tokio::sync::{OwnedMutexGuard, oneshot};
 use tokio::time::{Instant, timeout, timeout_at};
 
@@ -58,29 +58,16 @@ pub(super) struct NixlSlices<'a> {
     turn: Option<Arc<OwnedMutexGuard<()>>>,
 }
 
-/// What [`NixlSlices`] borrow.
-pub(super) struct NixlSource {
-    reads: Arc<HolderReads>,
-    /// Slots of slices that are there.
-    from: Vec<SlotId>,
-    sums: SliceSums,
-}
-
-impl NixlSource {
-    pub(super) fn new(reads: Arc<HolderReads>, lives: &[SlotLife], sums: SliceSums) -> Self {
-        let there = lives.iter().zip(&sums).filter(|(_, sum)| sum.is_some());
-        let from = there.map(|(life, _)| life.get().0).collect();
-        Self { reads, from, sums }
-    }
-}
-
 impl<'a> NixlSlices<'a> {
     pub(super) fn new(
-        source: &'a NixlSource,
+        reads: &'a HolderReads,
+        lives: &[SlotLife],
+        sums: SliceSums,
         turn: Option<Arc<OwnedMutexGuard<()>>>,
     ) -> Result<Self, PeerFault> {
-        let reading = ScratchReads::new(&source.reads, &source.from)?;
-        Ok(Self { reading, sums: source.sums.clone().into(), part: None, taken: 0, turn })
+        let there = lives.iter().zip(&sums).filter(|(_, sum)| sum.is_some());
+        let reading = ScratchReads::new(reads, there.map(|(life, _)| life.get().slot).collect())?;
+        Ok(Self { reading, sums: sums.into(), part: None, taken: 0, turn })
     }
 
     /// Begins to read.

@@ -8,7 +8,7 @@ use futures::StreamExt;
 use kvbm_tiers::checksum::checksum;
 use kvbm_tiers::ranks::{HeadLayout, HeadShare, RankSlots};
 use kvbm_tiers::sealed::{HostSeal, KeyId};
-use kvbm_tiers::{OneSided, SlotId};
+use kvbm_tiers::{OneSided, SlotRef};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::task::yield_now;
@@ -134,7 +134,7 @@ pub(super) async fn say(
 pub(super) async fn give(
     stream: &mut (impl AsyncWrite + Unpin),
     lives: &[SlotLife],
-    copy: impl Fn((SlotId, u32), &mut Vec<u8>) -> Option<u32>,
+    copy: impl Fn(SlotRef, &mut Vec<u8>) -> Option<u32>,
     sealed: Option<&Arc<HostSeal>>,
     limit: Duration,
 ) -> Result<(), BrokenLink> {

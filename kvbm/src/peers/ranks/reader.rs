@@ -13,7 +13,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::by_connection::ConnectionSlices;
 use super::by_memory::MemorySlices;
-use super::by_nixl::{NixlSlices, NixlSource};
+use super::by_nixl::NixlSlices;
 use super::coming::{ComingSlots, SliceSums, goals_of, sums_of_all};
 use super::wanted::{ComingSlices, GivingRank, SliceParts};
 use super::{by_connection, by_memory, by_nixl, wanted};
@@ -31,7 +31,11 @@ use crate::sync::Mutex;
 type FailedRank = (PeerSeat, PeerFault);
 
 /// Where a rank of another worker is.
-type RankPlace = (String, PeerSeat);
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct RankPlace {
+    pub(super) host: String,
+    pub(super) seat: PeerSeat,
+}
 
 /// A connection, and since when it waits for its next use.
 type WaitingLink = (PeerLink, Instant);
@@ -156,7 +160,7 @@ impl SliceReader {
         source: &'a PullSource,
         until: Instant,
     ) -> Result<ReadRank<'a>, PeerFault> {
-        let place = (from.host.clone(), source.seat);
+        let place = RankPlace { host: from.host.clone(), seat: source.seat };
         let link = match self.waiting(&place) {
             Some(link) => link,
             None => in_time(until, self.connect(&place)).await?,
@@ -276,14 +280,12 @@ impl SliceReader {
         let (lives, goals) = goals_of(&slots.left);
         let sums = sums_of_ranks(ranks, &lives, until).await?;
         let turn = turn_of(ranks, &reads, until).await?;
-        let sources = reads.into_iter().zip(sums);
-        let sources: Vec<_> =
-            sources.map(|(reads, sums)| NixlSource::new(reads, &lives, sums)).collect();
         let mut giving = Vec::with_capacity(ranks.len());
-        for (rank, source) in ranks.iter().zip(&sources) {
+        for ((rank, reads), sums) in ranks.iter().zip(&reads).zip(sums) {
             let (seat, parts) = (rank.source.seat, self.whole_parts(rank)?);
-            let slices = NixlSlices::new(source, turn.clone()).map_err(|why| (seat, why))?;
-            giving.push(GivingRank { seat, slices: ComingSlices::Nixl(slices), parts });
+            let slices = NixlSlices::new(reads, &lives, sums, turn.clone());
+            let slices = ComingSlices::Nixl(slices.map_err(|why| (seat, why))?);
+            giving.push(GivingRank { seat, slices, parts });
         }
         drop(turn);
         let taken = wanted::take(&mut giving, goals, slots, until).await;
@@ -326,7 +328,7 @@ impl SliceReader {
         parts.ok_or_else(|| (seat, PeerFault::Ranks(NO_SUCH_SHARES.to_owned())))
     }
 
-    async fn connect(&self, (host, seat): &RankPlace) -> Result<PeerLink, BrokenLink> {
+    async fn connect(&self, RankPlace { host, seat }: &RankPlace) -> Result<PeerLink, BrokenLink> {
         let address = format!("{host}:{}", seat.port);
         let mut link = PeerLink::connect(&address, &self.credentials).await?;
         if link.holder.incarnation != seat.incarnation {

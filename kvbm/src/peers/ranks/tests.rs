@@ -24,6 +24,7 @@ use super::super::sealed::{NOT_CONVERTED, SliceSeals};
 use super::by_connection::{ConnectionSlices, take};
 use super::coming::ComingSlots;
 use super::holder::{cut, give, say};
+use super::reader::RankPlace;
 use super::*;
 
 const BYTES: usize = 64;
@@ -119,9 +120,9 @@ const SOURCE: PullSource = PullSource {
 /// Serves slices, as a rank does that has all slots in one life.
 async fn serve(stream: impl AsyncRead + AsyncWrite + Unpin, of: impl Fn(SlotId) -> Vec<u8>) {
     let mut link = FramedRead::new(stream, requests());
-    let copy = |(slot, life), to: &mut Vec<u8>| {
+    let copy = |SlotRef { slot, generation, .. }, to: &mut Vec<u8>| {
         *to = of(slot);
-        (life == LIFE).then(|| checksum(&slice(slot)))
+        (generation == LIFE).then(|| checksum(&slice(slot)))
     };
     while let Some(Ok(frame)) = link.next().await {
         let Ok(ToHolder::Slices(HeadShare::WHOLE, lives)) = decode(&frame) else {
@@ -272,8 +273,8 @@ async fn serve_sealed<'a>(
         let Ok(ToHolder::Slices(HeadShare::WHOLE, lives)) = decode(&frame) else {
             panic!("another message")
         };
-        let seal = by(lives[0].get().0);
-        let copy = |(slot, _), to: &mut Vec<u8>| {
+        let seal = by(lives[0].get().slot);
+        let copy = |SlotRef { slot, .. }, to: &mut Vec<u8>| {
             *to = of(seal, slot);
             Some(checksum(to))
         };
@@ -364,7 +365,7 @@ async fn given(seal: &Arc<HostSeal>, lying: &[Vec<u8>]) -> Vec<Option<bool>> {
     let (mut here, mut there) = duplex(1 << 14);
     let life = |slot| SlotLife::of(SlotRef { tier: Tier::Host, slot: SlotId(slot), generation: 0 });
     let lives: Vec<_> = (0..lying.len() as u32).map(life).collect();
-    let copy = |(slot, _): (SlotId, u32), to: &mut Vec<u8>| {
+    let copy = |SlotRef { slot, .. }, to: &mut Vec<u8>| {
         to.clone_from(&lying[slot.0 as usize]);
         Some(checksum(to))
     };
@@ -447,7 +448,7 @@ fn sealed_ranks_are_not_opened_where_nixl_is_required() {
     settings.host.persist = Some("kept".into());
     settings.encryption.key_file = Some("keys".to_owned());
     let fingerprint = member("rank 0", 1).fingerprint;
-    let refused = RankListener::bind(&settings, Some(&fingerprint), (0, 2)).unwrap_err();
+    let refused = RankListener::bind(&settings, Some(&fingerprint), 0, 2).unwrap_err();
     assert!(refused.to_string().contains("encrypted host tier"), "{refused}");
 }
 
@@ -481,7 +482,10 @@ async fn what_does_not_come_within_the_limit_does_not_come() {
 #[tokio::test(start_paused = true)]
 async fn connections_that_nobody_uses_are_let_go() {
     let reader = Arc::new(reader());
-    let place = |port| ("there".to_owned(), PeerSeat { port, incarnation: 1 });
+    let place = |port| {
+        let seat = PeerSeat { port, incarnation: 1 };
+        RankPlace { host: "there".to_owned(), seat }
+    };
     let tidied = Arc::clone(&reader);
     let tidying = tokio::spawn(tidy(move || tidied.tidy()));
     let (stream, mut other_end) = duplex(1);

@@ -7,7 +7,7 @@
 
 use futures::future::join_all;
 use kvbm_tiers::CopyError;
-use kvbm_tiers::ranks::{HeadLayout, HeadShare, PeerSeat, PulledBlock};
+use kvbm_tiers::ranks::{HeadLayout, HeadShare, PeerSeat, PullSource, PulledBlock};
 use tokio::task::yield_now;
 use tokio::time::{Instant, timeout_at};
 
@@ -152,8 +152,10 @@ impl JoinedBlocks {
 pub(super) struct SliceParts {
     /// How heads lie in slices here.
     heads: Option<HeadLayout>,
-    /// Where whole slices come: how heads lie in slices there, and which share of them is wanted.
-    theirs: Option<(HeadLayout, HeadShare)>,
+    /// Where whole slices come: how heads lie in slices there.
+    theirs: Option<HeadLayout>,
+    /// Which share of their heads is wanted.
+    give: HeadShare,
     /// `None`: slices lie there as they do here.
     conversion: Option<Conversion>,
     /// Which share of our heads the rank gives.
@@ -179,22 +181,22 @@ impl SliceParts {
         let changes_types = rank.conversion.as_ref().is_some_and(Conversion::changes_types);
         let is_cut = changes_types && source.give != HeadShare::WHOLE;
         let of = if is_cut { Conversion::of_given_shares } else { Conversion::of_whole_slices };
-        let their_heads = shares::heads_of(theirs).map(|heads| (heads, source.give));
         let conversion = of(ours, theirs, source);
         let is_as_met = conversion.is_some() == rank.conversion.is_some();
-        is_as_met.then(|| Self::of(rank, ours, their_heads, conversion, is_cut))
+        is_as_met.then(|| Self::of(rank, ours, shares::heads_of(theirs), conversion, is_cut))
     }
 
     fn of(
         rank: &ReadRank<'_>,
         ours: &Member,
-        theirs: Option<(HeadLayout, HeadShare)>,
+        theirs: Option<HeadLayout>,
         conversion: Option<Conversion>,
         is_cut: bool,
     ) -> Self {
-        let (heads, into) = (shares::heads_of(ours), rank.source.into);
+        let PullSource { give, into, .. } = *rank.source;
+        let heads = shares::heads_of(ours);
         let (cut, made) = (Vec::new(), Vec::new());
-        Self { heads, theirs, conversion, into, is_cut, cut, made }
+        Self { heads, theirs, give, conversion, into, is_cut, cut, made }
     }
 
     /// Puts what is wanted of a slice into all blocks that are made of it, but for those that have
@@ -212,10 +214,10 @@ impl SliceParts {
         let refused = || CopyError::refused(NO_SUCH_SHARES);
         let Self { cut, made, .. } = self;
         let slice = match &self.theirs {
-            Some((heads, given)) if self.is_cut => {
+            Some(heads) if self.is_cut => {
                 cut.clear();
                 cut.extend_from_slice(slice);
-                match heads.cut(*given, cut) {
+                match heads.cut(self.give, cut) {
                     Some(()) => &mut **cut,
                     None => return whole.fail(&refused()),
                 }
@@ -234,8 +236,8 @@ impl SliceParts {
                     let position = slot.pulled().position as usize;
                     conversion.put(conversion.part_at(position, goal.nth), slice, block)
                 }
-                (None, Some(heads), Some((theirs, given))) => {
-                    heads.put_share(self.into, (theirs, *given), slice, block)
+                (None, Some(heads), Some(theirs)) => {
+                    heads.put_share(self.into, theirs, self.give, slice, block)
                 }
                 (None, Some(heads), None) => heads.put(self.into, slice, block),
                 (None, None, _) => None,

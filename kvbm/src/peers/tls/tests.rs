@@ -229,7 +229,8 @@ async fn a_client_silent_amid_tls_is_let_go() {
 struct Place(TempDir);
 
 impl Place {
-    fn new(ca: &Ca, (certificate, key): &(Certificate, KeyPair)) -> Self {
+    fn new(ca: &Ca, signed: &(Certificate, KeyPair)) -> Self {
+        let (certificate, key) = signed;
         let place = Self(tempfile::tempdir().unwrap());
         place.write("ca.pem", &ca.0.as_ref().pem());
         place.write("own.pem", &certificate.pem());

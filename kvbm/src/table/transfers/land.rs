@@ -65,7 +65,6 @@ impl Table {
         results: impl IntoIterator<Item = TaskResult>,
         now: Duration,
     ) -> Effects {
-        let mut arrived: Vec<TransferId> = Vec::new();
         for TaskResult { task, outcome } in results {
             let (id, block) = (task.id.transfer, task.id.block as usize);
             // The block stays in the slot that it passes.
@@ -76,8 +75,8 @@ impl Table {
                     for (id, block) in kept.into_iter().chain([(id, block)]) {
                         self.block_arrived(id, block, None, now);
                         // Blocks of a batch are published together: one touch for all of them.
-                        if arrived.last() != Some(&id) {
-                            arrived.push(id);
+                        if self.transfers.ready.last() != Some(&id) {
+                            self.transfers.ready.push(id);
                         }
                     }
                 }
@@ -88,7 +87,7 @@ impl Table {
                     if let Some((id, block)) = kept {
                         if halfway {
                             self.block_arrived(id, block, None, now);
-                            arrived.push(id);
+                            self.transfers.ready.push(id);
                         } else {
                             self.block_failed(id, block, None);
                         }
@@ -112,7 +111,6 @@ impl Table {
                 }
             }
         }
-        self.transfers.ready.extend(arrived);
         self.publish_more()
     }
 
@@ -204,16 +202,20 @@ impl Table {
         self.publish_more()
     }
 
-    /// No more blocks of a transfer come. Its caller is told of its end, and gets a lease of what
-    /// it brought.
-    pub fn end_plan(&mut self, id: TransferId, caller: Option<(Pins, Reply)>) {
+    /// No more blocks of a transfer come.
+    pub fn end_plan(&mut self, id: TransferId) {
+        self.end_plan_for(id, None);
+    }
+
+    /// The same; the caller is told of its end, and gets a lease of what it brought.
+    pub(super) fn end_plan_for(&mut self, id: TransferId, caller: Option<TransferCaller>) {
         let Some(transfer) = self.transfers.at_mut(id) else { return };
         transfer.is_open = false;
-        transfer.caller = caller.map(|(pins, reply)| TransferCaller { pins, reply });
+        transfer.caller = caller;
         let kept = transfer.kept;
         let sources = if transfer.away == 0 { transfer.sources.take() } else { None };
         sources.into_iter().for_each(|pins| self.release(pins));
-        kept.into_iter().for_each(|(kept, _)| self.end_plan(kept, None));
+        kept.into_iter().for_each(|(kept, _)| self.end_plan(kept));
         self.end_if_done(id);
     }
 

@@ -11,7 +11,9 @@ use std::time::Duration;
 
 use kvbm_tiers::{BlockKey, Frame, Owner, Route, SlotId, SlotRef, Tier};
 
-use super::{BlockWaiter, Destination, OpenTransfer, Reply, TransferAccount, TransferParent};
+use super::{
+    BlockWaiter, Destination, OpenTransfer, Reply, TransferAccount, TransferCaller, TransferParent,
+};
 use crate::names::hash::Chain;
 use crate::observe::events::StoreReason;
 use crate::table::budget::Budget;
@@ -1037,7 +1039,7 @@ impl Table {
     /// `parent`. `pins` keeps them there. Returns how many.
     pub(in crate::table) fn send_down(
         &mut self,
-        (source, to): Route,
+        Route { from: source, to }: Route,
         records: &[RecordId],
         parent: TransferParent,
         pins: Pins,
@@ -1079,7 +1081,7 @@ impl Table {
             transfer.add(Destination::Tier(record), task.to.slot, Some(frame));
             self.transfers.effects.tasks.push(task);
         }
-        self.end_plan(id, None);
+        self.end_plan(id);
         blocks
     }
 
@@ -1146,7 +1148,7 @@ impl Table {
             let copied = transfer.account.copied;
             transfer.account = TransferAccount { copied, ..account };
         }
-        self.end_plan(id, Some((pins, reply)));
+        self.end_plan_for(id, Some(TransferCaller { pins, reply }));
     }
 
     /// The slots that a plan took for an engine to fill. Drop the rest of it with the table
@@ -1187,7 +1189,7 @@ impl Table {
             transfer.account =
                 TransferAccount { before, found, blocks, ..TransferAccount::default() };
         }
-        self.end_plan(id, Some((pins, reply)));
+        self.end_plan_for(id, Some(TransferCaller { pins, reply }));
     }
 }
 

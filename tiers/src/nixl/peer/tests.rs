@@ -23,7 +23,7 @@ use crate::geometry::{ALIGNMENT, Geometry};
 use crate::nixl::agent::Agent;
 use crate::nixl::tests::library;
 use crate::peers::{OneSided, SlotRead, SlotReads, TierPlace, UnmetReader};
-use crate::testing::{fill_pattern, has_pattern, host};
+use crate::testing::{fill_pattern, freeze, has_pattern, host};
 
 const BLOCK: usize = 1 << 20;
 const SLOTS: u32 = 64;
@@ -407,7 +407,7 @@ fn slots_of_a_frozen_holder_return_and_nothing_lands_later() {
         let (holder, mut here) = (HolderProcess::start(TCP), Here::new(TCP));
         let reads = holder.reader(&here);
         first_read(&mut here, &*reads);
-        holder.signal("-STOP");
+        freeze(holder.child.id());
         let frames = here.frames(SLOTS as usize - 1);
         let (from, count) = ((1..SLOTS).collect(), frames.len());
         let ended = read(&*reads, from, frames);

@@ -138,7 +138,7 @@ fn a_reader_keeps_the_segment_that_a_compaction_empties() {
     let mut tier = Fixture::new(128, Fault::HoldsFirstGet(AtomicBool::new(false)));
     let seed = tier.content[0].unwrap();
     let (reports, receive) = std::sync::mpsc::channel();
-    let read_op = op((Tier::Object, 0), (Tier::Host, 63), seed);
+    let read_op = op(slot_at(Tier::Object, 0), slot_at(Tier::Host, 63), seed);
     tier.backend.submit(vec![read_op], each(move |_, result| reports.send(result).unwrap()));
     let Fault::HoldsFirstGet(held) = &tier.store.fault else { unreachable!() };
     eventually("the read did not begin", || held.load(Ordering::Relaxed));
@@ -192,8 +192,8 @@ fn writers_and_readers_at_once_never_see_a_wrong_byte() {
         let host = thread * SLOTS / THREADS;
         for round in 0..400 {
             let picked = draw(&mut state, 8, 64);
-            let object = |slot: u32| (Tier::Object, thread * 64 + slot);
-            let memory = |index: u32| (Tier::Host, host + index);
+            let object = |slot: u32| slot_at(Tier::Object, thread * 64 + slot);
+            let memory = |index: u32| slot_at(Tier::Host, host + index);
             let writes = (0..).zip(&picked).map(|(index, &slot)| {
                 let seed = thread << 24 | round << 8 | slot;
                 heap.fill(host + index, seed);

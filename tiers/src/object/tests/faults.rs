@@ -55,14 +55,14 @@ fn a_store_that_reads_nothing_holds_no_slot() {
     let options = ObjectOptions { segment_bytes: bytes as u64, ..limited(1) };
     let backend =
         ObjectBackend::new(server.open(), Arc::clone(&memory) as _, None, &options).unwrap();
-    let put = || run(&backend, vec![op((Tier::Host, 0), (Tier::Object, 0), 1)]);
+    let put = || run(&backend, vec![op(slot_at(Tier::Host, 0), slot_at(Tier::Object, 0), 1)]);
     server.feel(Mood::Deaf);
     assert_all_unavailable(&put());
     server.feel(Mood::Well);
     drop(backend);
     let options = ObjectOptions { operation_limit: OPERATION_LIMIT, ..options };
     let backend = ObjectBackend::new(server.open(), memory, None, &options).unwrap();
-    let results = run(&backend, vec![op((Tier::Host, 0), (Tier::Object, 0), 1)]);
+    let results = run(&backend, vec![op(slot_at(Tier::Host, 0), slot_at(Tier::Object, 0), 1)]);
     assert!(all_ok(&results), "{results:?}");
 }
 
@@ -207,7 +207,9 @@ fn dropping_the_backend_does_not_wait_for_a_silent_store() {
     assert!(all_ok(&write(&backend, &heap, &blocks)));
     server.feel(Mood::Silent);
     let (send, receive) = std::sync::mpsc::channel();
-    let ops = (0..4).map(|slot| op((Tier::Object, slot), (Tier::Host, slot), slot)).collect();
+    let ops = (0..4)
+        .map(|slot| op(slot_at(Tier::Object, slot), slot_at(Tier::Host, slot), slot))
+        .collect();
     backend.submit(ops, each(move |_, result| send.send(result).unwrap()));
     eventually("no request arrived", || server.requests("GET") == 3);
 

@@ -1,5 +1,7 @@
 //! Checking a bucket beside those that use it.
 
+use std::time::Instant;
+
 use super::server::Server;
 use super::sharing::{RENEWAL, Worker, seeds, shared};
 use super::*;
@@ -10,6 +12,9 @@ use crate::object::names::SegmentNames;
 use crate::object::segment::FooterKeys;
 use crate::sealed::KeyRing;
 use crate::testing::key_ring;
+
+/// For workers to tell what they claim.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 fn options_of(repair: bool, collect_after: Duration) -> FsckOptions {
     FsckOptions { concurrency: 3, repair, renewal: RENEWAL, collect_after, keys: None }
@@ -43,8 +48,14 @@ fn is_sound(open: impl Fn() -> Store, check: impl Fn(Store) -> BucketReport) {
     let first = Worker::start(open(), &shared(7));
     assert!(all_ok(&first.write(0, &seeds(1..41))));
     let _second = Worker::start(open(), &shared(7));
-    std::thread::sleep(RENEWAL * 2);
-    let report = check(open());
+    let until = Instant::now() + PATIENCE;
+    let mut report = check(open());
+    // Until both have told what they claim.
+    while report.namespaces[0].unclaimed > 0 || report.namespaces[0].workers < 2 {
+        assert!(Instant::now() < until, "{report:?}");
+        std::thread::sleep(RENEWAL);
+        report = check(open());
+    }
     let [found] = &report.namespaces[..] else { panic!("{report:?}") };
     assert!(report.is_sound() && report.is_complete() && report.findings.is_empty(), "{report:?}");
     assert_eq!((found.segments, found.blocks, found.unclaimed, found.workers), (6, 40, 0, 2));

@@ -61,7 +61,10 @@ impl Worker {
         let parents = std::iter::once(None).chain(seeds.iter().map(|&seed| Some(key(seed).hash)));
         let ops = seeds.iter().zip(parents).zip(0..).map(|((&seed, parent), at)| {
             self.heap.fill(at, seed);
-            CopyOp { parent, ..op((Tier::Host, at), (Tier::Object, first + at), seed) }
+            CopyOp {
+                parent,
+                ..op(slot_at(Tier::Host, at), slot_at(Tier::Object, first + at), seed)
+            }
         });
         run(&self.verified, ops.collect())
     }
@@ -70,7 +73,10 @@ impl Worker {
     pub(super) fn write_owned(&self, first: u32, blocks: &[(u32, Owner)]) -> Results {
         let ops = blocks.iter().zip(0..).map(|(&(seed, owner), at)| {
             self.heap.fill(at, seed);
-            CopyOp { owner: Some(owner), ..op((Tier::Host, at), (Tier::Object, first + at), seed) }
+            CopyOp {
+                owner: Some(owner),
+                ..op(slot_at(Tier::Host, at), slot_at(Tier::Object, first + at), seed)
+            }
         });
         run(&self.verified, ops.collect())
     }
@@ -216,11 +222,14 @@ fn the_newest_chains_are_found_whole_when_room_is_short() {
     assert!(all_ok(&first.write(10, &seeds(11..21))));
     let parent = Some(key(4).hash);
     first.heap.fill(0, 50);
-    let newest = CopyOp { parent, ..op((Tier::Host, 0), (Tier::Object, 50), 50) };
+    let newest = CopyOp { parent, ..op(slot_at(Tier::Host, 0), slot_at(Tier::Object, 50), 50) };
     assert!(all_ok(&run(&first.verified, vec![newest])));
     // One whose parent no worker has.
     first.heap.fill(0, 60);
-    let orphan = CopyOp { parent: Some(12_345), ..op((Tier::Host, 0), (Tier::Object, 60), 60) };
+    let orphan = CopyOp {
+        parent: Some(12_345),
+        ..op(slot_at(Tier::Host, 0), slot_at(Tier::Object, 60), 60)
+    };
     assert!(all_ok(&run(&first.verified, vec![orphan])));
     let found = first.object.discover(0);
     assert!(found.blocks.is_empty());
@@ -479,13 +488,15 @@ fn segments_take_few_requests() {
     for first in (0..BLOCKS).step_by(SLOTS as usize * 4) {
         // A segment of 16 MiB holds 256 blocks of 64 KiB; the blocks of this test are smaller,
         // their number counts.
-        let ops =
-            (0..256).map(|at| op((Tier::Host, at % SLOTS), (Tier::Object, first + at), first + at));
+        let ops = (0..256).map(|at| {
+            op(slot_at(Tier::Host, at % SLOTS), slot_at(Tier::Object, first + at), first + at)
+        });
         assert!(all_ok(&run(&backend, ops.collect())));
     }
     let written = backend.traffic().total();
     for first in (0..BLOCKS).step_by(SLOTS as usize) {
-        let ops = (0..SLOTS).map(|at| op((Tier::Object, first + at), (Tier::Host, at), first + at));
+        let ops = (0..SLOTS)
+            .map(|at| op(slot_at(Tier::Object, first + at), slot_at(Tier::Host, at), first + at));
         assert!(all_ok(&run(&backend, ops.collect())));
     }
     let traffic = backend.traffic();

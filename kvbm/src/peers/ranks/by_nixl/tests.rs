@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep};
 use tokio_util::codec::FramedRead;
 
 use super::super::holder::SliceHolder;
-use super::super::reader::SliceReader;
+use super::super::reader::{RankPlace, SliceReader};
 use super::super::tests::pull_from;
 use super::*;
 use crate::peers::greeting::tests::member;
@@ -104,7 +104,7 @@ impl RankPair {
         tokio::spawn(async move {
             holder.answer("the other rank", FramedRead::new(there, requests())).await;
         });
-        let place = ("there".to_owned(), SEAT);
+        let place = RankPlace { host: "there".to_owned(), seat: SEAT };
         self.reader.tidy();
         if self.reader.waiting.lock().get(&place).is_none_or(Vec::is_empty) {
             let link = PeerLink::to(self.holder.credentials.member.clone(), Box::new(stream));

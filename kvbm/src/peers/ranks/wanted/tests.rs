@@ -18,7 +18,7 @@ use tokio::io::duplex;
 use tokio_util::codec::FramedRead;
 
 use super::super::holder::SliceHolder;
-use super::super::reader::SliceReader;
+use super::super::reader::{RankPlace, SliceReader};
 use super::super::tests::{pull_from, sealing};
 use super::*;
 use crate::peers::conversion::tests::{PROMPT, RANK_ORDERS, RankSlices, ranks_of};
@@ -170,7 +170,7 @@ impl ReadRanks {
                 };
                 let mapped = is_mapped.then(|| PeerMemory::map(memory.shareable().unwrap()));
                 link.memory = mapped.map(|memory| Arc::new(memory.unwrap()));
-                reader.keep(("there".to_owned(), seat), link);
+                reader.keep(RankPlace { host: "there".to_owned(), seat }, link);
             }
             let into = HeadShare::new(rank, 2).unwrap();
             sources.push(PullSource { seat, give: HeadShare::WHOLE, into });

@@ -379,7 +379,7 @@ impl FakeEtcd {
         let mut state = self.state();
         let needs_token = state.user.is_some() && path != "/v3/auth/authenticate";
         if needs_token && call.token != Some(&state.token()) {
-            return FakeAnswer::refused((401, 16, "etcdserver: invalid auth token"));
+            return FakeAnswer::refused(401, 16, "etcdserver: invalid auth token");
         }
         let request: Value = serde_json::from_str(&call.body).unwrap();
         if path == "/v3/watch" {
@@ -391,7 +391,7 @@ impl FakeEtcd {
         state.leases.values().for_each(|lease| self.end_leases_at(lease.ends));
         match answer {
             Ok(answer) => FakeAnswer::whole(200, &format!("{answer}\n")),
-            Err(refusal) => FakeAnswer::refused(refusal),
+            Err((status, code, message)) => FakeAnswer::refused(status, code, message),
         }
     }
 }
@@ -413,7 +413,7 @@ impl FakeAnswer {
         Self { status, pieces }
     }
 
-    fn refused((status, code, message): Refusal) -> Self {
+    fn refused(status: u16, code: i64, message: &str) -> Self {
         Self::whole(
             status,
             &json!({"error": message, "code": code, "message": message}).to_string(),

@@ -48,11 +48,12 @@ impl Etcd {
     }
 
     async fn start_with(tls: Option<EtcdTls>, scheme: &str) -> Option<Self> {
+        let [client, peer] = free_urls();
         let mut etcd = Self {
             child: None,
             data: tempfile::tempdir().unwrap(),
-            client: free_url().replace("http", scheme),
-            peer: free_url(),
+            client: client.replace("http", scheme),
+            peer,
             tls,
         };
         if let Err(error) = etcd.run() {
@@ -131,9 +132,10 @@ fn gateway(source: &EtcdSource) -> Gateway<Http> {
     Gateway::new(source, Http::new(source.tls.as_ref()).unwrap()).unwrap()
 }
 
-fn free_url() -> String {
-    let socket = TcpListener::bind("127.0.0.1:0").unwrap();
-    format!("http://{}", socket.local_addr().unwrap())
+/// Two, since one that is free again may be the next.
+fn free_urls() -> [String; 2] {
+    let sockets = [(), ()].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+    sockets.map(|socket| format!("http://{}", socket.local_addr().unwrap()))
 }
 
 fn watched(source: &EtcdSource) -> PeerWatch {
