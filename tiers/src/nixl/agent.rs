@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, CString, c_char};
 use std::fmt;
-use std::ptr::{self, NonNull, null, null_mut};
+use std::ptr::{NonNull, null_mut};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
@@ -66,32 +66,6 @@ impl Agent {
     /// The library that it runs on.
     pub fn library(&self) -> &'static Library {
         self.0.library
-    }
-
-    /// The plugins whose files the library sees. Whether one can be loaded shows when it is used.
-    ///
-    /// # Errors
-    /// `Unavailable`: the library does not say.
-    pub fn plugins(&self) -> Result<BTreeSet<String>, SetupError> {
-        let api = self.api();
-        let mut list = null_mut();
-        // SAFETY: the agent lives; the list is ours if the call succeeds.
-        let listed = unsafe { (api.get_available_plugins)(self.handle(), &raw mut list) };
-        done(listed, "list its plugins")?;
-        let mut size = 0;
-        // SAFETY: the list is valid until it is destroyed below.
-        unsafe { (api.string_list_size)(list, &raw mut size) };
-        let names = (0..size).filter_map(|index| {
-            let mut text = null();
-            // SAFETY: as above, and the index is below the size.
-            let status = unsafe { (api.string_list_get)(list, index, &raw mut text) };
-            // SAFETY: on success the text is a string of the list's.
-            (status == sys::SUCCESS).then(|| unsafe { text_of(text) })
-        });
-        let names = names.collect();
-        // SAFETY: nothing refers to the list any more.
-        unsafe { (api.destroy_string_list)(list) };
-        Ok(names)
     }
 
     /// Loads a plugin without starting it.
@@ -174,56 +148,6 @@ impl Agent {
         // SAFETY: from `malloc`, and used no more.
         unsafe { libc::free(data) };
         Ok(metadata)
-    }
-
-    /// The notifications that arrived since the last call: from which agent, and what.
-    ///
-    /// # Errors
-    /// `Unavailable`: no backend of this agent receives any.
-    pub fn notifications(&self) -> Result<Vec<(String, Vec<u8>)>, SetupError> {
-        let api = self.api();
-        let mut map = null_mut();
-        // SAFETY: makes an empty map, ours.
-        done(unsafe { (api.create_notif_map)(&raw mut map) }, "hold notifications")?;
-        // SAFETY: agent and map live.
-        let status = unsafe { (api.get_notifs)(self.handle(), map, null_mut()) };
-        // SAFETY: the map is valid until it is destroyed below.
-        let notifications = unsafe { self.read_notifications(map) };
-        // SAFETY: nothing refers to the map any more.
-        unsafe { (api.destroy_notif_map)(map) };
-        done(status, "receive notifications: does it have a backend that can?")?;
-        Ok(notifications)
-    }
-
-    /// # Safety
-    /// `map` is a notification map.
-    unsafe fn read_notifications(&self, map: *mut sys::NotifMapS) -> Vec<(String, Vec<u8>)> {
-        let api = self.api();
-        let (mut agents, mut found) = (0, Vec::new());
-        // SAFETY: the map is one; here and below indices stay below the sizes that it reports, and
-        // what it returns lives as long as the map does.
-        unsafe { (api.notif_map_size)(map, &raw mut agents) };
-        for agent in 0..agents {
-            let (mut name, mut count) = (null(), 0);
-            // SAFETY: see above.
-            if unsafe { (api.notif_map_get_agent_at)(map, agent, &raw mut name) } != sys::SUCCESS {
-                continue;
-            }
-            // SAFETY: see above.
-            unsafe { (api.notif_map_get_notifs_size)(map, name, &raw mut count) };
-            for index in 0..count {
-                let (mut data, mut bytes) = (null(), 0);
-                // SAFETY: see above.
-                let status = unsafe {
-                    (api.notif_map_get_notif)(map, name, index, &raw mut data, &raw mut bytes)
-                };
-                if status == sys::SUCCESS {
-                    // SAFETY: see above.
-                    found.push(unsafe { (text_of(name), bytes_of(data.cast(), bytes)) });
-                }
-            }
-        }
-        found
     }
 
     /// Tells when it is gone, without keeping it.
@@ -353,24 +277,6 @@ fn cannot_load(plugin: &str) -> SetupError {
     SetupError::unavailable(message)
 }
 
-/// # Safety
-/// `text` is a string that nothing changes meanwhile.
-unsafe fn text_of(text: *const c_char) -> String {
-    // SAFETY: as the caller promises.
-    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
-}
-
-/// # Safety
-/// `bytes` bytes are at `data`, if there are any.
-unsafe fn bytes_of(data: *const u8, bytes: usize) -> Vec<u8> {
-    let mut copy = vec![0; bytes];
-    if bytes > 0 {
-        // SAFETY: as the caller promises, and the copy has as many.
-        unsafe { ptr::copy_nonoverlapping(data, copy.as_mut_ptr(), bytes) };
-    }
-    copy
-}
-
 /// Another agent that this one has met. Dropping the last handle of it forgets it; lists and
 /// requests that lead there hold one.
 pub struct RemotePeer {
@@ -452,25 +358,6 @@ impl RemotePeer {
             )
         };
         done(status, &format!("connect to {:?}", self.name))
-    }
-
-    /// Sends a short message, which arrives in its [`notifications`](Agent::notifications).
-    ///
-    /// # Errors
-    /// `Unavailable`: no backend carries messages there, or the peer is gone.
-    pub fn notify(&self, message: &[u8]) -> Result<(), SetupError> {
-        let agent = &self.agent;
-        // SAFETY: the agent lives, the name is a string, and this many bytes are there.
-        let status = unsafe {
-            (agent.api().gen_notif)(
-                agent.handle(),
-                self.name.as_ptr(),
-                message.as_ptr().cast(),
-                message.len(),
-                null_mut(),
-            )
-        };
-        done(status, &format!("notify {:?}", self.name))
     }
 
     pub(super) fn c_name(&self) -> &CStr {

@@ -8,7 +8,7 @@ use super::agent::{Agent, BackendHandle};
 use super::sys::{self, NixlApi, OptArgsS, ParamsS, Status};
 use crate::error::{SetupError, SetupErrorKind};
 
-/// Optional arguments: which backend is to do it, and what to tell the peer at the end.
+/// Optional arguments: which backend is to do it.
 pub(super) struct OptArgs(*mut OptArgsS, Agent);
 
 impl OptArgs {
@@ -23,17 +23,6 @@ impl OptArgs {
         // SAFETY: both are valid, and the library copies the backend's pointer.
         let status = unsafe { (self.1.api().opt_args_add_backend)(self.0, backend.as_ptr()) };
         done(status, "hold arguments")?;
-        Ok(self)
-    }
-
-    pub(super) fn with_notification(self, message: &[u8]) -> Result<Self, SetupError> {
-        let api = self.1.api();
-        // SAFETY: this many bytes are there, and the library copies them.
-        let status =
-            unsafe { (api.opt_args_set_notif_msg)(self.0, message.as_ptr().cast(), message.len()) };
-        done(status, "hold arguments")?;
-        // SAFETY: the arguments are ours.
-        done(unsafe { (api.opt_args_set_has_notif)(self.0, true) }, "hold arguments")?;
         Ok(self)
     }
 

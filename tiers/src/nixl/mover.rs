@@ -274,7 +274,7 @@ impl RequestMover {
         let far = self.far.list(first.far.span).map_err(refused)?;
         let near = ListedSegments { list: near, indices: &near_at };
         let far = ListedSegments { list: far, indices: &far_at };
-        NixlRequest::new(first.direction, near, far, None)
+        NixlRequest::new(first.direction, near, far)
     }
 
     /// Reports what has ended.

@@ -126,7 +126,7 @@ impl RawNixl {
                 |indices| {
                     let near = ListedSegments { list: &self.near, indices };
                     let far = ListedSegments { list: &self.far, indices };
-                    let mut request = NixlRequest::new(direction, near, far, None)?;
+                    let mut request = NixlRequest::new(direction, near, far)?;
                     // SAFETY: nothing else has a slot handle to any slot, and `run` borrows all of
                     // them.
                     unsafe { request.post() }?;

@@ -254,8 +254,7 @@ impl ListedSegments<'_> {
 }
 
 impl NixlRequest {
-    /// Moves the segments of the one list to or from those of the other, in their order, and then
-    /// sends `notification` to the peer.
+    /// Moves the segments of the one list to or from those of the other, in their order.
     ///
     /// # Errors
     /// `Refused`: an index is out of range, the numbers of indices differ or are zero, the lists
@@ -264,7 +263,6 @@ impl NixlRequest {
         direction: Direction,
         near: ListedSegments<'_>,
         far: ListedSegments<'_>,
-        notification: Option<&[u8]>,
     ) -> Result<Self, CopyError> {
         let agent = &near.list.agent;
         if near.indices.len() != far.indices.len()
@@ -275,14 +273,9 @@ impl NixlRequest {
         {
             return Err(refused("its indices do not fit its lists"));
         }
-        let args = notification
-            .map(|message| OptArgs::new(agent)?.with_notification(message))
-            .transpose()
-            .map_err(|error| refused(&error.to_string()))?;
-        let args = args.as_ref().map_or(null_mut(), OptArgs::as_ptr);
         let mut handle = null_mut();
-        // SAFETY: agent, lists and arguments live, and the indices, as many as said, are positions
-        // in the lists.
+        // SAFETY: agent and lists live, and the indices, as many as said, are positions in the
+        // lists.
         let status = unsafe {
             (agent.api().make_xfer_req)(
                 agent.handle(),
@@ -294,7 +287,7 @@ impl NixlRequest {
                 far.indices.as_ptr(),
                 far.indices.len(),
                 &raw mut handle,
-                args,
+                null_mut(),
             )
         };
         let handle = made(status, handle)?;

@@ -97,14 +97,12 @@ opaque! {
     AgentS;
     ParamsS;
     MemListS;
-    StringListS;
     BackendS;
     OptArgsS;
     XferDlistS;
     XferDlistHandleS;
     RegDlistS;
     XferReqS;
-    NotifMapS;
 }
 
 /// A field per function, and a constructor that finds them all.
@@ -141,11 +139,6 @@ functions! {
     invalidate_remote_md(agent: *mut AgentS, remote: *const c_char) -> Status;
     agent_make_connection(agent: *mut AgentS, remote: *const c_char, args: *mut OptArgsS) -> Status;
 
-    get_available_plugins(agent: *mut AgentS, plugins: *mut *mut StringListS) -> Status;
-    destroy_string_list(list: *mut StringListS) -> Status;
-    string_list_size(list: *mut StringListS, size: *mut usize) -> Status;
-    string_list_get(list: *mut StringListS, index: usize, text: *mut *const c_char) -> Status;
-
     get_plugin_params(
         agent: *mut AgentS, plugin: *const c_char, mems: *mut *mut MemListS, params: *mut *mut ParamsS
     ) -> Status;
@@ -162,8 +155,6 @@ functions! {
     create_opt_args(args: *mut *mut OptArgsS) -> Status;
     destroy_opt_args(args: *mut OptArgsS) -> Status;
     opt_args_add_backend(args: *mut OptArgsS, backend: *mut BackendS) -> Status;
-    opt_args_set_notif_msg(args: *mut OptArgsS, data: *const c_void, len: usize) -> Status;
-    opt_args_set_has_notif(args: *mut OptArgsS, has_notif: bool) -> Status;
 
     create_reg_dlist(mem_type: MemType, list: *mut *mut RegDlistS) -> Status;
     destroy_reg_dlist(list: *mut RegDlistS) -> Status;
@@ -196,19 +187,6 @@ functions! {
     get_xfer_telemetry(agent: *mut AgentS, request: *mut XferReqS, telemetry: *mut XferTelemetry) -> Status;
     release_xfer_req(agent: *mut AgentS, request: *mut XferReqS) -> Status;
     destroy_xfer_req(request: *mut XferReqS) -> Status;
-
-    gen_notif(
-        agent: *mut AgentS, remote: *const c_char, data: *const c_void, len: usize, args: *mut OptArgsS
-    ) -> Status;
-    get_notifs(agent: *mut AgentS, map: *mut NotifMapS, args: *mut OptArgsS) -> Status;
-    create_notif_map(map: *mut *mut NotifMapS) -> Status;
-    destroy_notif_map(map: *mut NotifMapS) -> Status;
-    notif_map_size(map: *mut NotifMapS, size: *mut usize) -> Status;
-    notif_map_get_agent_at(map: *mut NotifMapS, index: usize, name: *mut *const c_char) -> Status;
-    notif_map_get_notifs_size(map: *mut NotifMapS, name: *const c_char, size: *mut usize) -> Status;
-    notif_map_get_notif(
-        map: *mut NotifMapS, name: *const c_char, index: usize, data: *mut *const c_void, len: *mut usize
-    ) -> Status;
 
     is_stub() -> bool;
 }

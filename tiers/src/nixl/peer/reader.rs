@@ -357,7 +357,7 @@ impl LiveReader {
         let [near, far] = [to, from].map(|slots| slots.iter().map(index).collect::<Vec<_>>());
         let near = ListedSegments { list: &self.near, indices: &near };
         let far = ListedSegments { list: &self.far, indices: &far };
-        NixlRequest::new(Direction::Read, near, far, None)
+        NixlRequest::new(Direction::Read, near, far)
     }
 
     fn look(&mut self) -> Found {
