@@ -69,24 +69,6 @@ impl Kind {
     /// How much later a delayed operation begins.
     pub const DELAY: Duration = Duration::from_millis(20);
 
-    /// All kinds.
-    pub const ALL: [Self; 14] = [
-        Self::Io,
-        Self::NoSpace,
-        Self::TooManyFiles,
-        Self::Delay,
-        Self::Short,
-        Self::Torn,
-        Self::Corrupt,
-        Self::Hang,
-        Self::Never,
-        Self::Http500,
-        Self::Http503,
-        Self::Http403,
-        Self::Jump,
-        Self::Back,
-    ];
-
     /// Its name in scripts and reports.
     pub const fn name(self) -> &'static str {
         match self {
@@ -462,7 +444,7 @@ mod tests {
     #[test]
     fn every_kind_of_fault_is_drawn_sooner_or_later() {
         let drawn = drawn(7, 2_000);
-        for kind in Kind::ALL {
+        for &kind in Medium::ALL.into_iter().flat_map(Medium::kinds) {
             assert!(drawn.iter().any(|episode| episode.kind == kind), "{kind}");
         }
         let never = drawn.iter().filter(|episode| episode.kind == Kind::Never);

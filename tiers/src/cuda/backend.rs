@@ -13,7 +13,7 @@ use super::crossing::{BlockCopier, BlockEnds, FROM_GPU, TO_GPU};
 use super::driver::{
     CudaStream, Gpu, KernelTable, LockedHost, StreamEvent, ends_the_context, failed,
 };
-use super::kernels::{CopyKernels, KernelOrigin};
+use super::kernels::CopyKernels;
 use crate::backend::{Backend, Fence, Fences, Mark};
 use crate::clock;
 use crate::copy::{
@@ -31,7 +31,6 @@ pub struct CudaBackend {
     routes: [Route; 2],
     /// To the threads, in the order of the routes.
     lanes: [Sender<FencedBatch>; 2],
-    origin: KernelOrigin,
 }
 
 /// Operations submitted together.
@@ -93,12 +92,7 @@ impl CudaBackend {
         let sums = sums && memory.checksums().is_some();
         let to_gpu = start("kvbm-to-gpu", TO_GPU, false, Arc::clone(&memory))?;
         let lanes = [to_gpu, start("kvbm-from-gpu", FROM_GPU, sums, memory)?];
-        Ok(Self { routes, lanes, origin: kernels.origin().clone() })
-    }
-
-    /// Where the kernels come from.
-    pub const fn kernels(&self) -> &KernelOrigin {
-        &self.origin
+        Ok(Self { routes, lanes })
     }
 }
 

@@ -45,15 +45,6 @@ impl Default for CuFileOptions {
     }
 }
 
-/// How cuFile moves the bytes of some files.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CuFileMode {
-    /// From the drive to the GPU.
-    Direct,
-    /// Through buffers of its own in host memory, with ordinary reads and writes.
-    Compatibility,
-}
-
 /// What cuFile could do here, whatever files it is given.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CuFileReport {

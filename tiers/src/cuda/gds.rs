@@ -9,9 +9,7 @@ use crossbeam_channel::{Receiver, Sender};
 use parking_lot::Mutex;
 
 use super::checksum::DeviceChecksum;
-use super::cufile::{
-    CuFile, CuFileBuffer, CuFileHandle, CuFileMode, CuFileOptions, DevicePlace, PIN_SETTING,
-};
+use super::cufile::{CuFile, CuFileBuffer, CuFileHandle, CuFileOptions, DevicePlace, PIN_SETTING};
 use super::driver::Gpu;
 use crate::backend::Backend;
 use crate::checksum::Checksums;
@@ -32,7 +30,6 @@ pub struct GdsBackend {
     threads: Vec<ServiceThread>,
     /// Pieces that one thread moves, of every block.
     shares: Vec<Range<usize>>,
-    mode: CuFileMode,
     /// Why not every file is reached directly.
     indirect: Option<String>,
     /// Why cuFile does not know the device memory.
@@ -112,10 +109,9 @@ impl GdsBackend {
         let shares = shares(device.segments().parts(), depth as usize);
         let ends =
             Arc::new(GdsEnds { gpu: gpu.clone(), handles, buffers, sums, device, disk, checksums });
-        let mode = if indirect.is_none() { CuFileMode::Direct } else { CuFileMode::Compatibility };
         let (queue, orders) = crossbeam_channel::unbounded();
         let queue = ProcessBound::new(queue);
-        let mut backend = Self { queue, threads: Vec::new(), shares, mode, indirect, unregistered };
+        let mut backend = Self { queue, threads: Vec::new(), shares, indirect, unregistered };
         backend.start(&ends, &orders, depth).map_err(|error| {
             let message =
                 "cannot start GDS threads; lower disk.queue_depth (DYN_KVBM_DISK_QUEUE_DEPTH)";
@@ -138,12 +134,8 @@ impl GdsBackend {
         Ok(())
     }
 
-    /// How cuFile moves bytes between these files and the GPU.
-    pub const fn mode(&self) -> CuFileMode {
-        self.mode
-    }
-
-    /// Why it does so in compatibility mode, if it does.
+    /// Why cuFile works in compatibility mode, if it does: through buffers of its own in host
+    /// memory, with ordinary reads and writes.
     pub fn indirect(&self) -> Option<&str> {
         self.indirect.as_deref()
     }
@@ -222,10 +214,7 @@ fn unavailable(why: &str) -> SetupError {
 // slots that exist.
 unsafe impl Backend for GdsBackend {
     fn name(&self) -> &'static str {
-        match self.mode {
-            CuFileMode::Direct => "gds",
-            CuFileMode::Compatibility => "gds (compatibility mode)",
-        }
+        if self.indirect.is_none() { "gds" } else { "gds (compatibility mode)" }
     }
 
     fn routes(&self) -> &[Route] {

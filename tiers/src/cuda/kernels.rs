@@ -6,7 +6,6 @@
 //! the source that it was made of.
 
 use std::ffi::{CStr, CString, c_void};
-use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::result::DriverError;
@@ -40,31 +39,12 @@ const SUM_GROUPS: u32 = 512;
 /// Bytes of a piece that a thread of the checksum kernel takes at a time, as in `kernels.cu`.
 const SUM_CHUNK: u64 = 512;
 
-/// Where the kernels in use come from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum KernelOrigin {
-    /// Compiled here.
-    Nvrtc,
-    /// The embedded PTX, and why.
-    Embedded(String),
-}
-
-impl fmt::Display for KernelOrigin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Nvrtc => f.write_str("compiled by NVRTC"),
-            Self::Embedded(why) => write!(f, "embedded ({why})"),
-        }
-    }
-}
-
 /// The kernels, loaded.
 #[derive(Debug)]
 pub(crate) struct CopyKernels {
     copy_pieces: LoadedKernel,
     transform: LoadedKernel,
     crc32c: LoadedKernel,
-    origin: KernelOrigin,
     /// Keeps the code.
     _module: LoadedModule,
 }
@@ -92,26 +72,19 @@ impl CopyKernels {
             Err(why) => {
                 tracing::debug!(why, "kernels are not compiled here: the embedded ones serve");
                 let ptx = CString::new(EMBEDDED).unwrap_or_default();
-                let loaded = LoadedModule::load(gpu, &ptx);
-                let kernels =
-                    loaded.and_then(|module| Self::of(module, KernelOrigin::Embedded(why)));
+                let kernels = LoadedModule::load(gpu, &ptx).and_then(Self::of);
                 kernels.map_err(|error| failed("the GPU does not take the kernels", error))
             }
         }
     }
 
-    fn of(module: LoadedModule, origin: KernelOrigin) -> Result<Self, DriverError> {
+    fn of(module: LoadedModule) -> Result<Self, DriverError> {
         Ok(Self {
             copy_pieces: module.kernel(COPY_PIECES)?,
             transform: module.kernel(TRANSFORM)?,
             crc32c: module.kernel(CRC32C)?,
-            origin,
             _module: module,
         })
-    }
-
-    pub(crate) const fn origin(&self) -> &KernelOrigin {
-        &self.origin
     }
 
     /// Starts the copies that the `count` [`Piece`]s at address `table` name, by `groups` groups of
@@ -230,8 +203,7 @@ pub(crate) fn checksum_of_zeroes(mut bytes: usize) -> u32 {
 }
 
 fn compile_here(gpu: &Gpu) -> Result<CopyKernels, String> {
-    let loaded =
-        compile_for(gpu, SOURCE)?.and_then(|module| CopyKernels::of(module, KernelOrigin::Nvrtc));
+    let loaded = compile_for(gpu, SOURCE)?.and_then(CopyKernels::of);
     loaded.map_err(|error| format!("the driver refuses what NVRTC made: {error}"))
 }
 
@@ -297,11 +269,6 @@ impl Rearranger {
         let (kernels, stream) = (CopyKernels::load(gpu)?, CudaStream::new(gpu)?);
         let table = KernelTable::new(gpu, Self::TABLE)?;
         Ok(Self { kernels, stream: Mutex::new((stream, table)) })
-    }
-
-    /// Where the kernels come from.
-    pub const fn origin(&self) -> &KernelOrigin {
-        self.kernels.origin()
     }
 
     /// Copies the blocks `(source, destination)` from the array at address `from` to that at `to`,

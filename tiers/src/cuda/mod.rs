@@ -30,11 +30,10 @@ mod window;
 
 pub use backend::CudaBackend;
 pub use checksum::DeviceChecksum;
-pub use cufile::{CuFileMode, CuFileOptions, CuFileReport, probe_cufile};
+pub use cufile::{CuFileOptions, CuFileReport, probe_cufile};
 pub use driver::Gpu;
 pub use gds::GdsBackend;
-pub use kernels::Rearranger;
-pub use kernels::{KernelOrigin, SOURCE as KERNEL_SOURCE};
+pub use kernels::{Rearranger, SOURCE as KERNEL_SOURCE};
 pub(crate) use neighbour::NeighbourCopies;
 pub use probe::{Availability, Device, Driver, MIN_DRIVER, Probe, probe};
 pub use window::DeviceWindow;

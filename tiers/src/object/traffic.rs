@@ -96,11 +96,6 @@ impl Traffic {
         self.requests[kind as usize][outcome as usize].load(Ordering::Relaxed)
     }
 
-    /// All requests.
-    pub fn total(&self) -> u64 {
-        self.requests.iter().flatten().map(|count| count.load(Ordering::Relaxed)).sum()
-    }
-
     /// Bytes of objects that were written.
     pub fn bytes_sent(&self) -> u64 {
         self.sent.load(Ordering::Relaxed)

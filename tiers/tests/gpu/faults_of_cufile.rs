@@ -50,10 +50,7 @@ fn compatibility_mode_is_told() {
     if simulation::is("cufile-compatible") {
         let gpu = Gpu::open(0).unwrap();
         let gds = opened(&gpu).1.unwrap();
-        assert_eq!(
-            (gds.mode(), gds.name()),
-            (CuFileMode::Compatibility, "gds (compatibility mode)")
-        );
+        assert_eq!(gds.name(), "gds (compatibility mode)");
     }
     simulation::run_one_test(
         "cufile-compatible",
@@ -70,7 +67,6 @@ fn only_files_that_the_driver_reaches_are_direct() {
         let gpu = Gpu::open(0).unwrap();
         let (device, gds) = opened(&gpu);
         let gds = gds.unwrap();
-        assert_eq!(gds.mode(), CuFileMode::Compatibility);
         let why = gds.indirect().unwrap();
         assert!(why.contains("no direct path") || why.contains("does not describe"), "{why}");
         // A kernel that knows the drive as NVMe.
@@ -84,7 +80,7 @@ fn only_files_that_the_driver_reaches_are_direct() {
         let options = CuFileOptions { sysfs: sysfs.path().to_owned(), ..cufile_options() };
         let gds = gds_with(&gpu, &device, home.path(), Arc::default(), &options).unwrap();
         match gds.indirect() {
-            None => assert_eq!((gds.mode(), gds.name()), (CuFileMode::Direct, "gds")),
+            None => assert_eq!(gds.name(), "gds"),
             Some(why) => skip("direct", &why),
         }
     }

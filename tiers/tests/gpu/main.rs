@@ -17,8 +17,7 @@ use std::time::{Duration, Instant};
 
 use kvbm_tiers::checksum::checksum;
 use kvbm_tiers::cuda::{
-    self, CuFileMode, CuFileOptions, CudaBackend, DeviceChecksum, GdsBackend, Gpu, Rearranger,
-    probe_cufile,
+    self, CuFileOptions, CudaBackend, DeviceChecksum, GdsBackend, Gpu, Rearranger, probe_cufile,
 };
 use kvbm_tiers::raw::RawGpu;
 use kvbm_tiers::testing::conformance::{self, Pair};
