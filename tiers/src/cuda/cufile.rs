@@ -13,17 +13,16 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use cudarc::cufile::sys::{CUfileDescr_t, CUfileDrvProps_t, CUfileFileHandleType, CUfileHandle_t};
 use libloading::Library;
-use parking_lot::Mutex;
 use rustix::fs::{AtFlags, CWD, FlockOperation};
 use rustix::io::Errno;
 
 use super::medium::{StorageMedium, reached};
-use super::probe::{Availability, probe};
+use super::probe::{missing, probe};
 use crate::clock;
 use crate::files::unlink;
 
@@ -109,66 +108,50 @@ pub(super) struct CuFile {
     _library: Library,
 }
 
-/// Whether cuFile can be used, and what it could do. Never hangs for longer than the options say.
-pub fn probe_cufile(options: &CuFileOptions) -> Availability<CuFileReport> {
-    match CuFile::open(options) {
-        Availability::Ready(cufile) => Availability::Ready(CuFileReport {
-            reached: reached(cufile.status),
-            max_pinned: cufile.max_pinned,
-        }),
-        Availability::Unavailable { why, remedy } => Availability::Unavailable { why, remedy },
-    }
+/// What cuFile could do here; else what is missing, and how to get it. Never hangs for longer than
+/// the options say.
+pub fn probe_cufile(options: &CuFileOptions) -> Result<CuFileReport, String> {
+    let cufile = CuFile::open(options)?;
+    Ok(CuFileReport { reached: reached(cufile.status), max_pinned: cufile.max_pinned })
 }
 
 impl CuFile {
     /// Starts the library, once in a process.
-    pub(super) fn open(options: &CuFileOptions) -> Availability<Arc<Self>> {
-        static OPENED: LazyLock<Mutex<Option<Availability<Arc<CuFile>>>>> =
-            LazyLock::new(Mutex::default);
-        if let Availability::Unavailable { why, remedy } = probe().driver {
-            return Availability::Unavailable { why, remedy };
-        }
+    pub(super) fn open(options: &CuFileOptions) -> Result<Arc<Self>, String> {
+        static OPENED: OnceLock<Result<Arc<CuFile>, String>> = OnceLock::new();
+        probe().driver?;
         if let Err(error) = std::fs::read(&options.modules) {
-            return Availability::missing(
-                format!("{}: {error}", options.modules.display()),
-                GET_MODULES,
-            );
+            return missing(&format!("{}: {error}", options.modules.display()), GET_MODULES);
         }
-        OPENED.lock().get_or_insert_with(|| Self::start(options.timeout)).clone()
+        OPENED.get_or_init(|| Self::start(options.timeout)).clone()
     }
 
     /// On a thread of its own, which is left behind if it does not come back.
-    fn start(timeout: Duration) -> Availability<Arc<Self>> {
+    fn start(timeout: Duration) -> Result<Arc<Self>, String> {
         let (send, receive) = mpsc::channel();
         let start = move || send.send(Self::load());
         if let Err(error) = clock::spawn("kvbm-cufile", start) {
-            return Availability::missing(
-                format!("no thread: {error}"),
-                "raise the limit on processes",
-            );
+            return missing(&format!("no thread: {error}"), "raise the limit on processes");
         }
         match receive.recv_timeout(timeout) {
             Ok(outcome) => outcome,
-            Err(RecvTimeoutError::Timeout) => Availability::missing(
-                format!("cuFileDriverOpen did not end in {timeout:?}"),
-                GET_STARTED,
-            ),
-            Err(RecvTimeoutError::Disconnected) => {
-                Availability::missing("cuFile panicked", GET_STARTED)
+            Err(RecvTimeoutError::Timeout) => {
+                missing(&format!("cuFileDriverOpen did not end in {timeout:?}"), GET_STARTED)
             }
+            Err(RecvTimeoutError::Disconnected) => missing("cuFile panicked", GET_STARTED),
         }
     }
 
-    fn load() -> Availability<Arc<Self>> {
+    fn load() -> Result<Arc<Self>, String> {
         // SAFETY: loads the library, which may run its initialisers.
         let libraries = NAMES.into_iter().map(|name| unsafe { Library::new(name) });
         let Some(library) = libraries.flatten().next() else {
-            return Availability::missing("libcufile.so.0 is not on this machine", GET_LIBRARY);
+            return missing("libcufile.so.0 is not on this machine", GET_LIBRARY);
         };
         // SAFETY: the library is cuFile.
         match unsafe { Self::of(library) } {
-            Ok(cufile) => Availability::Ready(Arc::new(cufile)),
-            Err(why) => Availability::missing(why, GET_STARTED),
+            Ok(cufile) => Ok(Arc::new(cufile)),
+            Err(why) => missing(&why, GET_STARTED),
         }
     }
 
@@ -177,7 +160,7 @@ impl CuFile {
     /// # Safety
     /// The library is cuFile: its symbols have the types that NVIDIA documents.
     unsafe fn of(library: Library) -> Result<Self, String> {
-        let missing = |error: libloading::Error| format!("libcufile lacks a symbol: {error}");
+        let no_symbol = |error: libloading::Error| format!("libcufile lacks a symbol: {error}");
         // SAFETY: as the caller promises.
         let open =
             unsafe { library.get::<unsafe extern "C" fn() -> Status>(b"cuFileDriverOpen\0") };
@@ -187,16 +170,16 @@ impl CuFile {
                 b"cuFileDriverGetProperties\0",
             )
         };
-        let (open, properties) = (*open.map_err(missing)?, *properties.map_err(missing)?);
+        let (open, properties) = (*open.map_err(no_symbol)?, *properties.map_err(no_symbol)?);
         // SAFETY: as the caller promises.
         let mut cufile = unsafe {
             Self {
-                register_file: *library.get(b"cuFileHandleRegister\0").map_err(missing)?,
-                deregister_file: *library.get(b"cuFileHandleDeregister\0").map_err(missing)?,
-                register_buffer: *library.get(b"cuFileBufRegister\0").map_err(missing)?,
-                deregister_buffer: *library.get(b"cuFileBufDeregister\0").map_err(missing)?,
-                read: *library.get(b"cuFileRead\0").map_err(missing)?,
-                write: *library.get(b"cuFileWrite\0").map_err(missing)?,
+                register_file: *library.get(b"cuFileHandleRegister\0").map_err(no_symbol)?,
+                deregister_file: *library.get(b"cuFileHandleDeregister\0").map_err(no_symbol)?,
+                register_buffer: *library.get(b"cuFileBufRegister\0").map_err(no_symbol)?,
+                deregister_buffer: *library.get(b"cuFileBufDeregister\0").map_err(no_symbol)?,
+                read: *library.get(b"cuFileRead\0").map_err(no_symbol)?,
+                write: *library.get(b"cuFileWrite\0").map_err(no_symbol)?,
                 status: 0,
                 max_pinned: 0,
                 _library: library,

@@ -54,7 +54,6 @@ impl Gpu {
     pub fn open(ordinal: u32) -> Result<Self, SetupError> {
         let driver = probe()
             .driver
-            .ready()
             .map_err(|why| SetupError::unavailable(format!("no CUDA here: {why}")))?;
         let Driver { mut devices, copies_batches, .. } = driver;
         if ordinal as usize >= devices.len() {

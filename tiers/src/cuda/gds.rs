@@ -87,7 +87,7 @@ impl GdsBackend {
         options: &CuFileOptions,
     ) -> Result<Self, SetupError> {
         check_fit(gpu, &device, &disk)?;
-        let cufile = CuFile::open(options).ready().map_err(|why| unavailable(&why))?;
+        let cufile = CuFile::open(options).map_err(|why| unavailable(&why))?;
         let indirect = disk.files().find_map(|file| cufile.reaches(file, options).err());
         let _entered = gpu.enter().map_err(|error| super::driver::failed("no context", error))?;
         let handles = disk

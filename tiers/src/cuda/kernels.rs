@@ -212,7 +212,7 @@ pub(crate) fn compile_for(
     gpu: &Gpu,
     source: &str,
 ) -> Result<Result<LoadedModule, DriverError>, String> {
-    probe().nvrtc.ready()?;
+    probe().nvrtc?;
     let (major, minor) = gpu.device().capability;
     let ptx = compile(source, &format!("compute_{major}{minor}"))?;
     Ok(LoadedModule::load(gpu, &ptx))
@@ -336,7 +336,7 @@ mod tests {
     #[test]
     fn the_source_compiles_and_the_embedded_kernels_are_of_it() {
         let names = [COPY_PIECES, TRANSFORM, CRC32C].map(|name| name.to_str().unwrap());
-        match probe().nvrtc.ready() {
+        match probe().nvrtc {
             Err(why) => skip("nvrtc", &why),
             Ok(()) => {
                 let blesses = std::env::var_os("KVBM_BLESS").is_some();

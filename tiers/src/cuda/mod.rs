@@ -35,5 +35,5 @@ pub use driver::Gpu;
 pub use gds::GdsBackend;
 pub use kernels::{Rearranger, SOURCE as KERNEL_SOURCE};
 pub(crate) use neighbour::NeighbourCopies;
-pub use probe::{Availability, Device, Driver, MIN_DRIVER, Probe, probe};
+pub use probe::{Device, Driver, MIN_DRIVER, Probe, probe};
 pub use window::DeviceWindow;

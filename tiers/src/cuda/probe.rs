@@ -25,41 +25,13 @@ impl fmt::Debug for Version {
     }
 }
 
-/// Whether something can be used.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Availability<T> {
-    /// It is there.
-    Ready(T),
-    /// It is not.
-    Unavailable {
-        /// What is missing.
-        why: String,
-        /// How to get it.
-        remedy: &'static str,
-    },
-}
-
-impl<T> Availability<T> {
-    pub(crate) fn missing(why: impl Into<String>, remedy: &'static str) -> Self {
-        Self::Unavailable { why: why.into(), remedy }
-    }
-
-    /// What is there; else why it is not, and how to get it.
-    pub fn ready(self) -> Result<T, String> {
-        match self {
-            Self::Ready(there) => Ok(there),
-            Self::Unavailable { why, remedy } => Err(format!("{why}; {remedy}")),
-        }
-    }
-}
-
-/// What was found.
+/// What was found; else what is missing, and how to get it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Probe {
     /// The driver and its devices, of which there is at least one.
-    pub driver: Availability<Driver>,
+    pub driver: Result<Driver, String>,
     /// The run-time compiler. Without it the embedded kernels serve.
-    pub nvrtc: Availability<()>,
+    pub nvrtc: Result<(), String>,
 }
 
 /// A driver that serves us.
@@ -138,30 +110,34 @@ pub fn probe() -> Probe {
     Probe { driver: driver(), nvrtc: nvrtc() }
 }
 
-fn driver() -> Availability<Driver> {
+/// Why something is not there, and how to get it.
+pub(super) fn missing<T>(why: &str, remedy: &str) -> Result<T, String> {
+    Err(format!("{why}; {remedy}"))
+}
+
+fn driver() -> Result<Driver, String> {
     // `cuInit` from several threads at once is allowed, but each would load and unload the library
     // first.
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _turn = ONE_AT_A_TIME.lock();
     // SAFETY: loads the library, which may run its initialisers, as any use of CUDA does.
     if !unsafe { sys::is_culib_present() } {
-        return Availability::missing("libcuda.so.1 is not on this machine", GET_DRIVER);
+        return missing("libcuda.so.1 is not on this machine", GET_DRIVER);
     }
-    if let Some(missing) = SYMBOLS.iter().find(|symbol| !has_symbol(symbol)) {
-        let why = format!("libcuda.so lacks {}", missing.to_string_lossy());
-        return Availability::missing(why, GET_NEWER_DRIVER);
+    if let Some(symbol) = SYMBOLS.iter().find(|symbol| !has_symbol(symbol)) {
+        let why = format!("libcuda.so lacks {}", symbol.to_string_lossy());
+        return missing(&why, GET_NEWER_DRIVER);
     }
     let mut version = 0;
     // SAFETY: the symbol exists, and the pointer is valid for the call.
     let asked = unsafe { sys::cuDriverGetVersion(&raw mut version) }.result();
     match asked.map(|()| Version(version)) {
-        Err(error) => Availability::missing(
-            format!("the driver does not tell its version: {error}"),
-            GET_DRIVER,
-        ),
+        Err(error) => {
+            missing(&format!("the driver does not tell its version: {error}"), GET_DRIVER)
+        }
         Ok(version) if version < MIN_DRIVER => {
             let why = format!("the driver serves CUDA {version}, {MIN_DRIVER} is needed");
-            Availability::missing(why, GET_NEWER_DRIVER)
+            missing(&why, GET_NEWER_DRIVER)
         }
         Ok(version) => devices(version),
     }
@@ -173,19 +149,15 @@ fn has_symbol(name: &CStr) -> bool {
     unsafe { sys::culib().get::<unsafe extern "C" fn()>(name.to_bytes_with_nul()) }.is_ok()
 }
 
-fn devices(version: Version) -> Availability<Driver> {
+fn devices(version: Version) -> Result<Driver, String> {
     let found = result::init().and_then(|()| result::device::get_count());
     let devices = found.and_then(|count| (0..count).map(device).collect::<Result<Vec<_>, _>>());
     match devices {
-        Err(error) => {
-            Availability::missing(format!("the driver does not start: {error}"), GET_DEVICE)
-        }
-        Ok(devices) if devices.is_empty() => {
-            Availability::missing("the driver knows no GPU", GET_DEVICE)
-        }
+        Err(error) => missing(&format!("the driver does not start: {error}"), GET_DEVICE),
+        Ok(devices) if devices.is_empty() => missing("the driver knows no GPU", GET_DEVICE),
         Ok(devices) => {
             let copies_batches = has_symbol(c"cuMemcpyBatchAsync");
-            Availability::Ready(Driver { version, devices, copies_batches })
+            Ok(Driver { version, devices, copies_batches })
         }
     }
 }
@@ -236,12 +208,12 @@ impl Device {
     }
 }
 
-fn nvrtc() -> Availability<()> {
+fn nvrtc() -> Result<(), String> {
     // SAFETY: loads the library, which may run its initialisers.
     if unsafe { cudarc::nvrtc::sys::is_culib_present() } {
-        Availability::Ready(())
+        Ok(())
     } else {
-        Availability::missing("libnvrtc.so is not on this machine", GET_NVRTC)
+        missing("libnvrtc.so is not on this machine", GET_NVRTC)
     }
 }
 
@@ -264,9 +236,9 @@ mod tests {
             threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
         });
         assert!(probes.windows(2).all(|pair| pair[0] == pair[1]));
-        if let Err(why) = probes[0].driver.clone().ready() {
+        if let Err(why) = &probes[0].driver {
             assert!(why.contains("; "), "{why}");
-            crate::testing::skip("cuda", &why);
+            crate::testing::skip("cuda", why);
         }
     }
 }

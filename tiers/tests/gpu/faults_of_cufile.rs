@@ -38,7 +38,7 @@ fn are_told_in_time_with_a_remedy() {
 fn modules_that_cannot_be_read_keep_cufile_from_starting() {
     if simulation::is("cufile-hangs") {
         let options = CuFileOptions { modules: "/no/such/list".into(), ..CuFileOptions::default() };
-        let why = probe_cufile(&options).ready().unwrap_err();
+        let why = probe_cufile(&options).unwrap_err();
         assert!(why.contains("/no/such/list") && why.contains("mount /proc"), "{why}");
     }
     let name = "faults_of_cufile::modules_that_cannot_be_read_keep_cufile_from_starting";
@@ -121,7 +121,7 @@ fn of_pinning_name_limits_and_blocks_move_all_the_same() {
         let gds = gds.unwrap();
         let why = gds.unregistered().unwrap();
         assert!(why.contains("max_device_pinned_mem_size_kb") && why.contains("BAR1"), "{why}");
-        let report = probe_cufile(&cufile_options()).ready().unwrap();
+        let report = probe_cufile(&cufile_options()).unwrap();
         assert_eq!((report.max_pinned, &*report.reached), (4096, &["NVMe"][..]));
         let from = device.frames().unwrap().take().unwrap();
         let disk = SlotRef { tier: Tier::Disk, ..from.slot_ref() };

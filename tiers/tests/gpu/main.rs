@@ -73,7 +73,7 @@ fn adopted_tensors_conform() {
 #[test]
 fn disk_and_device_conform() {
     let Some(gpu) = gpu() else { return };
-    if let Err(why) = probe_cufile(&cufile_options()).ready() {
+    if let Err(why) = probe_cufile(&cufile_options()) {
         return skip("gds", &why);
     }
     let home = tempfile::tempdir().unwrap();
@@ -93,7 +93,7 @@ fn disk_and_device_conform() {
 #[test]
 fn what_changed_on_disk_does_not_reach_the_engine() {
     let Some(gpu) = gpu() else { return };
-    if let Err(why) = probe_cufile(&cufile_options()).ready() {
+    if let Err(why) = probe_cufile(&cufile_options()) {
         return skip("gds", &why);
     }
     let (home, checksums) = (tempfile::tempdir().unwrap(), Arc::new(Checksums::new()));

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvbm_tiers::cuda::{
-    self, CuFileOptions, CudaBackend, DeviceWindow, Driver, GdsBackend, Gpu, probe_cufile,
+    self, CuFileOptions, CudaBackend, DeviceWindow, Driver, GdsBackend, Gpu, Probe, probe_cufile,
 };
 use kvbm_tiers::{Backend, Checksums, DeviceRegion, DiskRegion, FramePool, Memory, SetupError};
 
@@ -80,13 +80,12 @@ impl GpuTier for CudaTier {
 
 /// The state of driver, compiler and cuFile on this machine.
 pub(in crate::assemble) fn probe() -> GpuReport {
-    let found = cuda::probe();
-    let driver = found.driver.clone().ready();
+    let Probe { driver, nvrtc } = cuda::probe();
     let gds = probe_cufile(&CuFileOptions::default());
     GpuReport {
-        cuda: found.driver.ready().map(|driver| shown(&driver)),
-        nvrtc: found.nvrtc.ready().map(|()| "kernels are compiled for this GPU".to_owned()),
-        gds: gds.ready().map(|report| report.to_string()),
+        cuda: driver.clone().map(|driver| shown(&driver)),
+        nvrtc: nvrtc.map(|()| "kernels are compiled for this GPU".to_owned()),
+        gds: gds.map(|report| report.to_string()),
         nodes: driver
             .into_iter()
             .flat_map(|driver| driver.devices)
