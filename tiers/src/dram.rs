@@ -13,7 +13,6 @@ mod pages;
 
 use std::fs::File;
 use std::io;
-use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -26,7 +25,7 @@ use crate::checksum::{Checksums, SummedCopy, checksum};
 use crate::copy::{CopyError, SlotId, SlotRef, Tier};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::files::{LockWait, SettingNames};
-use crate::fork::MakerProcess;
+use crate::fork::ProcessBound;
 use crate::frame::{Frame, FramePool, Loan, PoolId};
 use crate::geometry::Geometry;
 use crate::memory::{Memory, forget_checksum};
@@ -62,9 +61,8 @@ pub struct DramRegion {
     tier: Tier,
     geometry: Geometry,
     /// Before the mapping, which it has as well until its thread ends.
-    mapper: ManuallyDrop<Option<PageMapper>>,
-    map: ManuallyDrop<Arc<MmapRaw>>,
-    maker: MakerProcess,
+    _mapper: Option<PageMapper>,
+    map: ProcessBound<Arc<MmapRaw>>,
     /// From the mapping's start to the first slot, which lies on a huge page boundary.
     base: usize,
     huge_bytes: usize,
@@ -208,21 +206,16 @@ impl DramRegion {
         let start = map.as_ptr() as usize + base;
         let huge_bytes =
             if says_something { huge_bytes(start, bytes).min(geometry.bytes()) } else { 0 };
-        let (mapper, map) = (ManuallyDrop::new(mapper), ManuallyDrop::new(map));
-        let (pool, maker) = (PoolId::fresh(), MakerProcess::this_process());
-        let checksums = (tier == Tier::Host).then(Arc::default);
-        let pool_given = AtomicBool::new(false);
         Ok(Self {
             tier,
             geometry,
-            mapper,
-            map,
-            maker,
+            _mapper: mapper,
+            map: ProcessBound::new(map),
             base,
             huge_bytes,
-            checksums,
-            pool,
-            pool_given,
+            checksums: (tier == Tier::Host).then(Arc::default),
+            pool: PoolId::fresh(),
+            pool_given: AtomicBool::new(false),
             file,
             shared,
         })
@@ -359,18 +352,6 @@ impl DramRegion {
             return None;
         }
         self.slot(slot).map(NonNull::cast)
-    }
-}
-
-impl Drop for DramRegion {
-    fn drop(&mut self) {
-        if self.maker.is_this_process() {
-            // SAFETY: the region is going, so nothing uses the two any more.
-            unsafe {
-                ManuallyDrop::drop(&mut self.mapper);
-                ManuallyDrop::drop(&mut self.map);
-            }
-        }
     }
 }
 

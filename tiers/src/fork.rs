@@ -31,8 +31,8 @@ impl MakerProcess {
     }
 }
 
-/// What only the process that made it drops: the sending end of its threads' queue. A forked child
-/// leaves it as it is.
+/// What only the process that made it drops: the sending end of its threads' queue, or a mapping. A
+/// forked child leaves it as it is.
 #[derive(Debug)]
 pub(crate) struct ProcessBound<T> {
     value: ManuallyDrop<T>,

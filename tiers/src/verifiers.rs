@@ -1,7 +1,6 @@
 //! Threads that read blocks to sum them, or to encrypt them.
 
 use std::io;
-use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread;
@@ -12,7 +11,7 @@ use parking_lot::Mutex;
 use crate::clock;
 use crate::copy::{Completion, CopyError};
 use crate::error::{SetupError, SetupErrorKind};
-use crate::fork::MakerProcess;
+use crate::fork::ProcessBound;
 
 /// A few threads that work off jobs. What has arrived is verified before what is about to leave is
 /// summed: an engine waits for the one, nothing for the other. The threads end on their own when
@@ -23,9 +22,8 @@ use crate::fork::MakerProcess;
 /// ended, and of those a scheduler has a bounded number.
 #[derive(Debug)]
 pub(crate) struct BlockWorkers {
-    arrivals: Option<Sender<BlockJob>>,
-    departures: Option<Sender<BlockJob>>,
-    maker: MakerProcess,
+    /// Of arrivals, and of departures.
+    queues: ProcessBound<[Sender<BlockJob>; 2]>,
 }
 
 type BlockJob = Box<dyn FnOnce() + Send>;
@@ -87,11 +85,7 @@ impl BlockWorkers {
             let (arrived, departing) = (arrived.clone(), departing.clone());
             clock::spawn(format!("{name}-{number}"), move || work(&arrived, &departing))?;
         }
-        Ok(Self {
-            arrivals: Some(arrivals),
-            departures: Some(departures),
-            maker: MakerProcess::this_process(),
-        })
+        Ok(Self { queues: ProcessBound::new([arrivals, departures]) })
     }
 
     /// Has `work` done on all blocks, of `block_bytes` each, in parallel; then `go_on` is called
@@ -140,15 +134,12 @@ impl BlockWorkers {
 
     /// Without a thread to do it, it is done here.
     fn send(&self, urgency: Urgency, job: BlockJob) {
+        let [arrivals, departures] = &*self.queues;
         let queue = match urgency {
-            Urgency::Awaited => &self.arrivals,
-            Urgency::Background => &self.departures,
+            Urgency::Awaited => arrivals,
+            Urgency::Background => departures,
         };
-        let unsent = match queue {
-            Some(queue) => queue.send(job).err().map(|unsent| unsent.0),
-            None => Some(job),
-        };
-        unsent.into_iter().for_each(|job| job());
+        queue.send(job).unwrap_or_else(|unsent| (unsent.0)());
     }
 }
 
@@ -168,16 +159,6 @@ impl<T, F> GatheredBlocks<T, F> {
             return None;
         }
         Some((self.go_on.take()?, self.grains.drain(..).flatten().flatten().collect()))
-    }
-}
-
-impl Drop for BlockWorkers {
-    fn drop(&mut self) {
-        if !self.maker.is_this_process() {
-            // In a forked child the threads do not exist, and a lock of the queue may have been
-            // held at the fork.
-            mem::forget((self.arrivals.take(), self.departures.take()));
-        }
     }
 }
 
