@@ -2,8 +2,6 @@
 
 #![expect(unsafe_code, reason = "reads slots, and promises of a backend")]
 
-use std::collections::HashMap;
-use std::mem;
 use std::sync::Arc;
 
 use crate::backend::{Backend, Fences};
@@ -11,7 +9,7 @@ use crate::checksum::{Checksums, checksum};
 use crate::copy::{Completion, CopyError, CopyOp, Done, Route, SlotId, SlotRef};
 use crate::error::SetupError;
 use crate::memory::Memory;
-use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency, WorkedBlock};
+use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency, WorkedCopy, part_with_failed};
 use crate::verify::corrupt;
 
 /// A backend around memory that outlives its process. Of the blocks that an earlier process left
@@ -49,14 +47,19 @@ impl<B: Backend> VerifiedOnce<B> {
         self.memory.checksums().filter(|checksums| checksums.inherited() > 0)
     }
 
-    /// The sources of a batch that have not been verified.
-    fn doubtful(&self, batch: &[CopyOp]) -> Vec<DoubtfulSource> {
+    /// The copies of a batch whose sources have not been verified, which are bad until they are
+    /// proven.
+    fn doubtful(&self, batch: &[CopyOp]) -> Vec<WorkedCopy> {
         let Some(checksums) = self.checksums() else { return Vec::new() };
         let ours = self.memory.tier();
-        let sources = batch.iter().map(|op| op.from).enumerate();
+        let copies = batch.iter().enumerate();
         let doubtful =
-            sources.filter(|(_, from)| from.tier == ours && checksums.is_inherited(from.slot));
-        doubtful.map(|(op, from)| DoubtfulSource::new(op, from)).collect()
+            copies.filter(|(_, op)| op.from.tier == ours && checksums.is_inherited(op.from.slot));
+        let unproven = doubtful.map(|(index, &op)| {
+            let error = CopyError::refused(format!("{}: it was never verified", op.from));
+            WorkedCopy { index, op, result: Err(error) }
+        });
+        unproven.collect()
     }
 
     fn verify(&self, from: SlotRef) -> Result<(), CopyError> {
@@ -73,26 +76,6 @@ impl<B: Backend> VerifiedOnce<B> {
 }
 
 impl<B: Backend + 'static> VerifiedOnce<B> {
-    fn check_and_send(&self, mut order: SubmittedOrder) {
-        let doubtful = self.doubtful(&order.batch);
-        let block_bytes = self.memory.block_bytes();
-        let verify =
-            |once: &Self, source: &mut DoubtfulSource| source.verdict = once.verify(source.from);
-        if doubtful.len() * block_bytes <= GRAIN_BYTES {
-            let mut sources = doubtful;
-            sources.iter_mut().for_each(|source| verify(self, source));
-            order.note(sources);
-            return order.send(&self.inner);
-        }
-        let (checker, sender) = (self.share(), Arc::clone(&self.inner));
-        let check = move |source: &mut DoubtfulSource| verify(&checker, source);
-        // An engine waits for these, as for what arrives.
-        self.verifiers.work_on(Urgency::Awaited, block_bytes, doubtful, check, move |sources| {
-            order.note(sources);
-            order.send(&sender);
-        });
-    }
-
     /// Has arrivals summed before they are reported, where they are not yet.
     fn summing(&self, batch: &[CopyOp], done: Done) -> Done {
         let ours = self.memory.tier();
@@ -128,60 +111,20 @@ fn needs_sum(memory: &dyn Memory, slots: &[Option<SlotId>], (op, result): &Compl
     }
 }
 
-/// A source that has not been verified yet.
-struct DoubtfulSource {
-    op: usize,
-    from: SlotRef,
-    verdict: Result<(), CopyError>,
-}
-
-impl DoubtfulSource {
-    fn new(op: usize, from: SlotRef) -> Self {
-        let message = format!("{from}: it was never verified");
-        Self { op, from, verdict: Err(CopyError::refused(message)) }
-    }
-}
-
-impl WorkedBlock for DoubtfulSource {
-    fn fail(&mut self, error: CopyError) {
-        self.verdict = Err(error);
-    }
-}
-
-/// What was submitted.
-struct SubmittedOrder {
+/// Hands on what is not bad.
+fn send(
+    inner: &impl Backend,
     batch: Vec<CopyOp>,
-    fences: Option<Fences>,
+    fences: Fences,
     done: Done,
-    bad: HashMap<usize, CopyError>,
-}
-
-impl SubmittedOrder {
-    fn note(&mut self, sources: Vec<DoubtfulSource>) {
-        let bad = sources.into_iter().filter_map(|source| Some((source.op, source.verdict.err()?)));
-        self.bad.extend(bad);
-    }
-
-    /// Hands on what is not bad.
-    fn send(mut self, inner: &impl Backend) {
-        if !self.bad.is_empty() {
-            self.part_with_bad();
-        }
-        match (self.batch.is_empty(), self.fences) {
-            (true, _) => {}
-            (false, Some(fences)) => inner.submit_fenced(self.batch, fences, self.done),
-            (false, None) => inner.submit(self.batch, self.done),
-        }
-    }
-
-    fn part_with_bad(&mut self) {
-        let bad = mem::take(&mut self.bad);
-        let numbers: Vec<_> = (0..self.batch.len()).filter(|op| !bad.contains_key(op)).collect();
-        self.batch = numbers.iter().map(|&op| self.batch[op]).collect();
-        // No layer can have all blocks of the batch any more.
-        self.fences.iter_mut().for_each(|fences| fences.layers = None);
-        self.done.report(bad.into_iter().map(|(op, error)| (op, Err(error))).collect());
-        self.done = self.done.clone().renumbered(move |op| numbers[op]);
+    verified: Vec<WorkedCopy>,
+) {
+    // Where a block is missing no layer can have all blocks of the batch.
+    let layers = fences.layers.filter(|_| verified.iter().all(|copy| copy.result.is_ok()));
+    let fences = Fences { layers, ..fences };
+    let (batch, done) = part_with_failed(batch, done, verified);
+    if !batch.is_empty() {
+        inner.submit_fenced(batch, fences, done);
     }
 }
 
@@ -211,17 +154,23 @@ unsafe impl<B: Backend + 'static> Backend for VerifiedOnce<B> {
     }
 
     fn submit(&self, batch: Vec<CopyOp>, done: Done) {
-        let done = self.summing(&batch, done);
-        self.check_and_send(SubmittedOrder { batch, fences: None, done, bad: HashMap::new() });
+        self.submit_fenced(batch, Fences::default(), done);
     }
 
     fn submit_fenced(&self, batch: Vec<CopyOp>, fences: Fences, done: Done) {
         let done = self.summing(&batch, done);
-        self.check_and_send(SubmittedOrder {
-            batch,
-            fences: Some(fences),
-            done,
-            bad: HashMap::new(),
+        let mut doubtful = self.doubtful(&batch);
+        let block_bytes = self.memory.block_bytes();
+        let verify = |once: &Self, copy: &mut WorkedCopy| copy.result = once.verify(copy.op.from);
+        if doubtful.len() * block_bytes <= GRAIN_BYTES {
+            doubtful.iter_mut().for_each(|copy| verify(self, copy));
+            return send(&self.inner, batch, fences, done, doubtful);
+        }
+        let (checker, inner) = (self.share(), Arc::clone(&self.inner));
+        let check = move |copy: &mut WorkedCopy| verify(&checker, copy);
+        // An engine waits for these, as for what arrives.
+        self.verifiers.work_on(Urgency::Awaited, block_bytes, doubtful, check, move |verified| {
+            send(&inner, batch, fences, done, verified);
         });
     }
 }
@@ -305,7 +254,7 @@ mod tests {
         let op = order(0, fixture.here[0].slot_ref(), fixture.there[0].slot_ref());
         let sources = fixture.once.doubtful(&[op]);
         assert_eq!(sources.len(), 1);
-        assert!(sources[0].verdict.is_err(), "it was not read yet");
+        assert!(sources[0].result.is_err(), "it was not read yet");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Threads that read blocks to sum them, or to encrypt them.
 
+use std::collections::HashMap;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use crossbeam_channel::{Receiver, Sender, select_biased, unbounded};
 use parking_lot::Mutex;
 
 use crate::clock;
-use crate::copy::{Completion, CopyError};
+use crate::copy::{Completion, CopyError, CopyOp, Done};
 use crate::error::{SetupError, SetupErrorKind};
 use crate::fork::ProcessBound;
 
@@ -38,6 +39,38 @@ impl WorkedBlock for Completion {
     fn fail(&mut self, error: CopyError) {
         self.1 = Err(error);
     }
+}
+
+/// A copy whose block is worked on before it is submitted.
+pub(crate) struct WorkedCopy {
+    /// Its number in the batch.
+    pub(crate) index: usize,
+    pub(crate) op: CopyOp,
+    pub(crate) result: Result<(), CopyError>,
+}
+
+impl WorkedBlock for WorkedCopy {
+    fn fail(&mut self, error: CopyError) {
+        self.result = Err(error);
+    }
+}
+
+/// Reports the copies of a batch that failed. Returns the others, and where they are reported under
+/// the numbers that they had.
+pub(crate) fn part_with_failed(
+    batch: Vec<CopyOp>,
+    done: Done,
+    worked: Vec<WorkedCopy>,
+) -> (Vec<CopyOp>, Done) {
+    let failed = worked.into_iter().filter_map(|copy| Some((copy.index, copy.result.err()?)));
+    let failed: HashMap<_, _> = failed.collect();
+    if failed.is_empty() {
+        return (batch, done);
+    }
+    let left: Vec<_> = (0..batch.len()).filter(|index| !failed.contains_key(index)).collect();
+    let batch = left.iter().map(|&index| batch[index]).collect();
+    done.report(failed.into_iter().map(|(index, error)| (index, Err(error))).collect());
+    (batch, done.renumbered(move |index| left[index]))
 }
 
 /// What goes first.

@@ -2,7 +2,6 @@
 
 #![expect(unsafe_code, reason = "reads slots, and promises of a backend")]
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::backend::Backend;
@@ -12,7 +11,7 @@ use crate::copy::{
 };
 use crate::error::SetupError;
 use crate::memory::{Memory, forget_checksum, no_such_slot};
-use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency, WorkedBlock};
+use crate::verifiers::{BlockWorkers, GRAIN_BYTES, Urgency, WorkedCopy, part_with_failed};
 
 /// A backend whose blocks are checksummed when they leave memory and verified when they return. A
 /// block that comes back changed ends in [`CopyErrorKind::Corrupt`].
@@ -108,21 +107,6 @@ impl<B: Backend> Verified<B> {
         self.inner.submit(batch, done);
     }
 
-    /// What could not be summed does not leave.
-    fn send_summed(&self, batch: Vec<CopyOp>, summed: Vec<UnsummedBlock>, done: Done) {
-        let failed = summed.into_iter().filter_map(|block| Some((block.index, block.error?)));
-        let failed: HashMap<_, _> = failed.collect();
-        if failed.is_empty() {
-            return self.send(batch, done);
-        }
-        let left: Vec<_> = (0..batch.len()).filter(|op| !failed.contains_key(op)).collect();
-        let batch: Vec<_> = left.iter().map(|&op| batch[op]).collect();
-        done.report(failed.into_iter().map(|(op, error)| (op, Err(error))).collect());
-        if !batch.is_empty() {
-            self.send(batch, done.renumbered(move |op| left[op]));
-        }
-    }
-
     /// Has what arrives verified before it is reported.
     fn verifying(&self, batch: &[CopyOp], done: Done) -> Done {
         let (guard, ops): (_, Arc<[CopyOp]>) = (Arc::clone(&self.guard), batch.into());
@@ -185,31 +169,21 @@ unsafe impl<B: Backend + 'static> Backend for Verified<B> {
         let departing = batch.iter().enumerate().filter(|(_, op)| op.from.tier == ours);
         let unknown = departing.filter(|(_, op)| !self.guard.record_known(op));
         let unknown: Vec<_> =
-            unknown.map(|(index, &op)| UnsummedBlock { index, op, error: None }).collect();
+            unknown.map(|(index, &op)| WorkedCopy { index, op, result: Ok(()) }).collect();
         let block_bytes = self.guard.memory.block_bytes();
         if unknown.len() * block_bytes <= GRAIN_BYTES {
-            unknown.iter().for_each(|block| self.guard.sum(&block.op));
+            unknown.iter().for_each(|copy| self.guard.sum(&copy.op));
             return self.send(batch, done);
         }
         let (guard, verified) = (Arc::clone(&self.guard), self.share());
-        let sum = move |block: &mut UnsummedBlock| guard.sum(&block.op);
+        let sum = move |copy: &mut WorkedCopy| guard.sum(&copy.op);
         self.verifiers.work_on(Urgency::Background, block_bytes, unknown, sum, move |summed| {
-            verified.send_summed(batch, summed, done);
+            // What could not be summed does not leave.
+            let (batch, done) = part_with_failed(batch, done, summed);
+            if !batch.is_empty() {
+                verified.send(batch, done);
+            }
         });
-    }
-}
-
-/// A block that is about to leave without a checksum.
-struct UnsummedBlock {
-    /// Its number in the batch.
-    index: usize,
-    op: CopyOp,
-    error: Option<CopyError>,
-}
-
-impl WorkedBlock for UnsummedBlock {
-    fn fail(&mut self, error: CopyError) {
-        self.error = Some(error);
     }
 }
 
