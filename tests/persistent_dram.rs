@@ -297,11 +297,7 @@ fn attach_times_and_copy_rates() {
         let timed = |what, open: &dyn Fn() -> DramRegion| {
             let started = Instant::now();
             let region = open();
-            eprintln!(
-                "{what}: {:?}, {} MiB in huge pages",
-                started.elapsed(),
-                region.huge_bytes() >> 20
-            );
+            eprintln!("{what}: {:?}", started.elapsed());
             region
         };
         let attach = || DramRegion::persistent(options, &place).unwrap();

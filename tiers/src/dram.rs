@@ -32,7 +32,7 @@ use crate::memory::{Memory, forget_checksum};
 use crate::peers::SharedMemory;
 use crate::verify::corrupt;
 use file::MemoryFile;
-use pages::{HUGE_PAGE, PageKind, available_memory, huge_bytes, prefault};
+use pages::{HUGE_PAGE, PageKind, available_memory, prefault};
 
 pub use file::{Mount, MountKind};
 pub(crate) use mapping::map_for_reading;
@@ -65,7 +65,6 @@ pub struct DramRegion {
     map: ProcessBound<Arc<MmapRaw>>,
     /// From the mapping's start to the first slot, which lies on a huge page boundary.
     base: usize,
-    huge_bytes: usize,
     /// The host tier's: what lies there may go on to a medium that forgets bits.
     checksums: Option<Arc<Checksums>>,
     pool: PoolId,
@@ -199,20 +198,12 @@ impl DramRegion {
             .map_err(|error| too_large(&error.to_string()))?;
         let mapper = later.then(|| PageMapper::start(Arc::clone(&map), base, there)).transpose();
         let mapper = mapper.map_err(|error| no_thread(tier, error))?;
-        // The kernel's report is long where a process has many mappings: it is read only where it
-        // can help.
-        let says_something =
-            huge_pages || file.as_ref().is_some_and(|file| file.page_bytes() >= HUGE_PAGE);
-        let start = map.as_ptr() as usize + base;
-        let huge_bytes =
-            if says_something { huge_bytes(start, bytes).min(geometry.bytes()) } else { 0 };
         Ok(Self {
             tier,
             geometry,
             _mapper: mapper,
             map: ProcessBound::new(map),
             base,
-            huge_bytes,
             checksums: (tier == Tier::Host).then(Arc::default),
             pool: PoolId::fresh(),
             pool_given: AtomicBool::new(false),
@@ -237,11 +228,6 @@ impl DramRegion {
     /// What it is, in reports: `host memory`, `emulated device`.
     pub const fn label(&self) -> &'static str {
         label(self.tier)
-    }
-
-    /// How many of its bytes lie in huge pages, as the kernel reported after they were touched.
-    pub const fn huge_bytes(&self) -> usize {
-        self.huge_bytes
     }
 
     /// The slot allocator of this region's slots. There is only one: `None` after the first call.

@@ -1,4 +1,4 @@
-//! Pages: made present before they are used, and what the kernel says of them.
+//! Pages: made present before they are used, and how much of them the system can still give.
 
 use std::io;
 use std::sync::Arc;
@@ -147,32 +147,6 @@ pub(super) fn available_memory() -> Option<u64> {
     let limit = cgroup("max").and_then(number);
     let used = cgroup("current").and_then(number).unwrap_or(0);
     Some(limit.map_or(system, |limit| system.min(limit.saturating_sub(used))))
-}
-
-/// Where `smaps` counts huge pages: of private memory, of tmpfs, of hugetlbfs.
-const HUGE: [&str; 4] = ["AnonHugePages", "ShmemPmdMapped", "Shared_Hugetlb", "Private_Hugetlb"];
-
-/// How much of an address range the kernel keeps in huge pages.
-pub(super) fn huge_bytes(start: usize, bytes: usize) -> usize {
-    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap_or_default();
-    let mut inside = false;
-    let mut huge = 0;
-    for line in smaps.lines() {
-        if let Some((from, to)) = address_range(line) {
-            inside = from < start + bytes && start < to;
-        } else if inside
-            && let Some((_, value)) = line.split_once(':').filter(|(field, _)| HUGE.contains(field))
-        {
-            huge += kilobytes(value).unwrap_or(0) as usize;
-        }
-    }
-    huge
-}
-
-/// `7f00-7f10 rw-p …`: the first line of a mapping in `smaps`.
-pub(super) fn address_range(line: &str) -> Option<(usize, usize)> {
-    let (from, to) = line.split_once(' ')?.0.split_once('-')?;
-    Some((usize::from_str_radix(from, 16).ok()?, usize::from_str_radix(to, 16).ok()?))
 }
 
 /// `  12 kB` in bytes.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 
-use super::pages::{address_range, kilobytes};
+use super::pages::kilobytes;
 use super::*;
 use crate::clock;
 use crate::geometry::ALIGNMENT;
@@ -45,15 +45,33 @@ fn a_frame_opens_its_own_region_only() {
     assert_eq!(theirs.label(), "emulated device");
 }
 
-/// What the kernel says of the region's pages: bytes that are mapped, bytes in huge pages.
+/// Where `smaps` counts huge pages: of private memory, of tmpfs, of hugetlbfs.
+const HUGE: [&str; 4] = ["AnonHugePages", "ShmemPmdMapped", "Shared_Hugetlb", "Private_Hugetlb"];
+
+/// What the kernel says of the mapping that the slots begin in: bytes that are mapped, bytes in
+/// huge pages.
 fn pages(region: &DramRegion) -> [u64; 2] {
     let start = region.base().addr().get();
     let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
-    let mut lines = smaps.lines().skip_while(|line| {
-        !address_range(line).is_some_and(|(from, to)| from <= start && start < to)
-    });
-    ["Rss:", "AnonHugePages:"]
-        .map(|field| kilobytes(lines.find_map(|line| line.strip_prefix(field)).unwrap()).unwrap())
+    let fields = smaps
+        .lines()
+        .skip_while(|line| {
+            !address_range(line).is_some_and(|(from, to)| from <= start && start < to)
+        })
+        .skip(1)
+        .take_while(|line| address_range(line).is_none())
+        .filter_map(|line| line.split_once(':'));
+    let of = |names: &[&str]| -> u64 {
+        let found = fields.clone().filter(|(name, _)| names.contains(name));
+        found.map(|(_, value)| kilobytes(value).unwrap()).sum()
+    };
+    [of(&["Rss"]), of(&HUGE)]
+}
+
+/// `7f00-7f10 rw-p …`: the first line of a mapping in `smaps`.
+fn address_range(line: &str) -> Option<(usize, usize)> {
+    let (from, to) = line.split_once(' ')?.0.split_once('-')?;
+    Some((usize::from_str_radix(from, 16).ok()?, usize::from_str_radix(to, 16).ok()?))
 }
 
 fn is_not_mapped(page: NonNull<u8>) -> bool {
@@ -119,10 +137,10 @@ fn memory_that_others_may_read_has_huge_pages_if_asked() {
         let options = DramOptions { geometry, huge_pages, fault_threads: 2 };
         DramRegion::shareable_host(options).unwrap()
     };
-    assert_eq!(open(false).huge_bytes(), 0);
-    let region = open(true);
-    assert_eq!(pages(&region)[0], 17 << 20, "all of it is there");
-    if region.huge_bytes() < 16 << 20 {
+    assert_eq!(pages(&open(false))[1], 0);
+    let [mapped, huge] = pages(&open(true));
+    assert_eq!(mapped, 17 << 20, "all of it is there");
+    if huge < 16 << 20 {
         skip("shmem huge pages", &"before Linux 6.1, or memory lies in pieces");
     }
 }
@@ -406,7 +424,7 @@ fn a_mount_with_huge_pages_gives_them() {
             let (options, place) = (options(1024, 8192), place(dir, 1024));
             let region = DramRegion::persistent(options, &place).unwrap();
             assert_eq!(region.persists().unwrap().1, was_there);
-            assert_eq!(region.huge_bytes(), 8 << 20);
+            assert_eq!(pages(&region)[1], 8 << 20);
         }
     });
 }
@@ -421,7 +439,7 @@ fn hugetlbfs_gives_whole_huge_pages() {
                 write_all(&region, 9);
                 drop(region);
                 let region = attach(dir, 300).unwrap();
-                assert_eq!(region.huge_bytes(), 300 * 8192);
+                assert_eq!(pages(&region)[1], 4 << 20);
                 assert_eq!(fs::metadata(region.persists().unwrap().0).unwrap().len(), 4 << 20);
                 assert_eq!(written(&region, 9)[..298], (0..298).collect::<Vec<_>>());
             }
