@@ -1,8 +1,7 @@
 //! Leases: the right to read a chain's blocks. Some are kept for a while, whether or not the engine
 //! uses them.
 
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -141,36 +140,12 @@ pub(crate) struct PinnedChains(Mutex<PinnedMemory>);
 
 #[derive(Debug, Default)]
 struct PinnedMemory {
-    by_end: BinaryHeap<PinnedPages>,
+    /// By their ends, and by their numbers: several may end at once.
+    by_end: BTreeMap<(u64, u64), Lease>,
+    added: u64,
     /// The namespace when pins of earlier ones were last ended.
     namespace: NamespaceId,
 }
-
-#[derive(Debug)]
-struct PinnedPages {
-    until_ms: Reverse<u64>,
-    lease: Lease,
-}
-
-impl Ord for PinnedPages {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.until_ms.cmp(&other.until_ms)
-    }
-}
-
-impl PartialOrd for PinnedPages {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl PartialEq for PinnedPages {
-    fn eq(&self, other: &Self) -> bool {
-        self.until_ms == other.until_ms
-    }
-}
-
-impl Eq for PinnedPages {}
 
 impl PinnedChains {
     /// `check` runs under the lock: a reset that comes after it finds the pin, and ends it.
@@ -189,15 +164,18 @@ impl PinnedChains {
             );
             return Err(Error::new(ErrorKind::Full, message));
         }
-        pins.by_end.push(PinnedPages { until_ms: Reverse(until_ms), lease });
+        pins.added += 1;
+        let key = (until_ms, pins.added);
+        pins.by_end.insert(key, lease);
         Ok(())
     }
 
     /// Ends the pins whose time has come.
     pub(crate) fn expire(&self, now_ms: u64) {
-        while let Some(pin) = self.next_expired(now_ms) {
-            drop(pin.lease);
-        }
+        let until = ..=(now_ms, u64::MAX);
+        let ended: Vec<_> = self.0.lock().by_end.extract_if(until, |_, _| true).collect();
+        // With the lock released: each lease takes the table's lock when it ends.
+        drop(ended);
     }
 
     /// Ends those from before a reset.
@@ -207,13 +185,10 @@ impl PinnedChains {
             return;
         }
         pins.namespace = present;
-        let all = std::mem::take(&mut pins.by_end);
-        let is_present = |pin: &PinnedPages| pin.lease.pins().namespace() == present;
-        let (kept, past): (Vec<PinnedPages>, Vec<PinnedPages>) =
-            all.into_iter().partition(is_present);
-        pins.by_end = kept.into();
+        let past: Vec<_> =
+            pins.by_end.extract_if(.., |_, lease| lease.pins().namespace() != present).collect();
         drop(pins);
-        // With the lock released: each lease takes the table's lock when it ends.
+        // With the lock released, as above.
         drop(past);
     }
 
@@ -221,12 +196,5 @@ impl PinnedChains {
     pub(crate) fn clear(&self) {
         let pins = std::mem::take(&mut self.0.lock().by_end);
         drop(pins);
-    }
-
-    /// With the lock released: a lease takes the table's lock when it ends.
-    fn next_expired(&self, now_ms: u64) -> Option<PinnedPages> {
-        let mut pins = self.0.lock();
-        pins.by_end.peek().filter(|pin| pin.until_ms.0 <= now_ms)?;
-        pins.by_end.pop()
     }
 }
