@@ -56,7 +56,7 @@ impl<'a> Admin<'a> {
     /// From here on remembers what the last 4,096 requests found. A manager that serves HTTP
     /// (`metrics.enabled`) always does.
     pub fn remember_requests(self) {
-        self.0.observed.remember_requests();
+        self.0.core.remember_requests();
     }
 
     /// Does the background work that is due: call it after moving a manual clock.

@@ -159,7 +159,7 @@ impl Manager {
     /// Starts the HTTP server, if the settings say so.
     fn serve(self, listener: Option<Listener>, options: &Options) -> Result<Self> {
         let Some(listener) = listener else { return Ok(self) };
-        self.observed.remember_requests();
+        self.core.remember_requests();
         let server = Server::start(listener, Arc::clone(&self.observed), options.registry.clone())?;
         *self.server.lock() = Some(server);
         Ok(self)

@@ -59,7 +59,7 @@ use sealed::MemoryEnd;
 
 pub use gpu::GpuReport;
 pub(crate) use nixl::for_peers as nixl_for_peers;
-pub use nixl::{NixlReport, PluginReport};
+pub use nixl::{NixlReport, PluginReport, probe as probe_nixl};
 pub(crate) use objects::SharedStore;
 pub(crate) use ranks::{OpenedRank, open_rank};
 pub(crate) use sealed::Tenants;
@@ -70,12 +70,6 @@ const _: () = assert!(MAX_TIER_BLOCKS == MAX_SLOTS);
 const _: () = assert!(MAX_BLOCK_BYTES.is_multiple_of(ALIGNMENT as u64));
 const _: () =
     assert!(MAX_BLOCK_BYTES <= i64::MAX as u64 / MAX_SLOTS as u64 && size_of::<usize>() == 8);
-
-/// What this machine has of NIXL, and the state of the plugins that `settings` turn on. Starts
-/// them, and takes a second.
-pub fn probe_nixl(settings: &Settings) -> NixlReport {
-    nixl::probe(settings)
-}
 
 /// What this machine has of CUDA and GPUDirect Storage. Starts the drivers behind them, and may
 /// take seconds.
@@ -451,7 +445,7 @@ impl OpenedRegions {
             DiskBackend::Threads => self.connect_threads(ends),
             DiskBackend::Nixl => {
                 let DiskEnds { end, region, depth, checksums } = ends;
-                let backend = nixl.disk(Arc::clone(&end.memory), region, depth)?;
+                let backend = nixl.plugin("POSIX")?.disk(Arc::clone(&end.memory), region, depth)?;
                 self.connect_verified_aside(backend, end, checksums)
             }
         }
@@ -513,7 +507,9 @@ impl OpenedRegions {
                 let end = self.memory_end(Tier::Object, 1, sealed::KeyPlace::Nowhere, settings)?;
                 let namespace = self.namespace.name.clone();
                 let memory = Arc::clone(&end.memory);
-                let backend = nixl.objects(memory, store, slots, namespace, object.concurrency)?;
+                let plugin = nixl.plugin("OBJ")?;
+                let backend =
+                    plugin.objects(memory, store, slots, namespace, object.concurrency)?;
                 self.connect_verified_aside(backend, end, Arc::default())?;
             }
         }

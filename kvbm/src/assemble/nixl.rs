@@ -55,7 +55,7 @@ trait Library {
 }
 
 /// A plugin that runs.
-trait NixlPlugin: fmt::Debug {
+pub(super) trait NixlPlugin: fmt::Debug {
     /// Between `memory` and `region`.
     fn disk(
         &self,
@@ -107,29 +107,7 @@ impl NixlChoice {
         Ok(Self { plugins })
     }
 
-    /// Slot files through the plugin POSIX.
-    pub(super) fn disk(
-        &self,
-        memory: Arc<dyn Memory>,
-        region: Arc<DiskRegion>,
-        depth: u32,
-    ) -> Result<Arc<dyn Backend>> {
-        self.plugin("POSIX")?.disk(memory, region, depth)
-    }
-
-    /// Objects through the plugin OBJ.
-    pub(super) fn objects(
-        &self,
-        memory: Arc<dyn Memory>,
-        store: Store,
-        slots: u32,
-        namespace: String,
-        concurrency: u32,
-    ) -> Result<Arc<dyn Backend>> {
-        self.plugin("OBJ")?.objects(memory, store, slots, namespace, concurrency)
-    }
-
-    fn plugin(&self, name: &str) -> Result<&dyn NixlPlugin> {
+    pub(super) fn plugin(&self, name: &str) -> Result<&dyn NixlPlugin> {
         self.plugins
             .get(name)
             .map(|plugin| &**plugin)
@@ -171,8 +149,9 @@ pub(crate) fn for_peers(
 
 const UCX: &str = "UCX";
 
-/// The state of each plugin that is on, and of the library.
-pub(super) fn probe(settings: &Settings) -> NixlReport {
+/// What this machine has of NIXL, and the state of the plugins that `settings` turn on. Starts
+/// them, and takes a second.
+pub fn probe(settings: &Settings) -> NixlReport {
     let mut library = load(settings).map_err(|error| error.to_string());
     let told = |name: &str, started: Option<Box<dyn NixlPlugin>>| {
         let state = if started.is_some() { "started" } else { "loaded" };

@@ -79,18 +79,14 @@ impl DurableTiers {
     ) -> Result<Vec<Option<Arc<Notes>>>> {
         let start = |(index, _)| {
             let notes = Arc::<Notes>::default();
-            self.write(index, Arc::clone(&notes), service())?;
+            let writer = IndexWriter::start(index, Arc::clone(&notes), service());
+            let writer = writer.map_err(|error| {
+                Error::caused(ErrorKind::Unavailable, "cannot start a thread", error)
+            })?;
+            self.writers.lock().push(writer);
             Ok(notes)
         };
         indices.into_iter().map(|index| index.map(start).transpose()).collect()
-    }
-
-    fn write(&self, index: TierIndex, notes: Arc<Notes>, service: WriterService) -> Result<()> {
-        let writer = IndexWriter::start(index, notes, service).map_err(|error| {
-            Error::caused(ErrorKind::Unavailable, "cannot start a thread", error)
-        })?;
-        self.writers.lock().push(writer);
-        Ok(())
     }
 
     pub(crate) fn reports(&self) -> &[RecoveryReport] {

@@ -323,13 +323,6 @@ impl ObservedState {
         Some(Why { request, asked_s_ago, from_peer, ..why })
     }
 
-    /// Remembers requests from here on.
-    pub(crate) fn remember_requests(&self) {
-        if let Some(core) = self.core.upgrade() {
-            core.remember_requests();
-        }
-    }
-
     fn explain(&self, core: &Core, held: &Match, blocks: usize, missing: Option<FirstMiss>) -> Why {
         let found = tiers(core).map(|tier| Found { tier, blocks: held.blocks(tier) }).collect();
         let next = missing.map(|FirstMiss { block, miss: Miss { reason, tier, age_s } }| Missing {

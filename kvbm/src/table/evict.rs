@@ -195,7 +195,8 @@ impl Table {
         self.index.note(KeyHash::of(key), record, resident);
         let exposed = self.lose_child(tier, parent);
         let held = self.tier_mut(tier);
-        held.forget(slot, key, exposed);
+        // The reuse model keeps a tag of the name, for the ghost.
+        held.policies.removed(BlockId(slot.0), key.folded(), exposed);
         held.flushes.remove(slot);
         if held.is_forgotten(slot) {
             held.forgotten.blocks -= 1;

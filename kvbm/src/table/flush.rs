@@ -365,12 +365,12 @@ impl Table {
             // The next hold has more room.
             self.unpin_parent(to, parent);
             self.release(pins);
-            self.tier_mut(tier).refund(group.len() + rest.len());
+            self.tier_mut(tier).policies.refund((group.len() + rest.len()) as u32);
             return [taken, &rest].concat();
         }
         let placed =
             self.send_down(Route { from: source, to }, taken, parent, pins, is_probe, budget);
-        self.tier_mut(tier).refund(group.len() + rest.len() - placed);
+        self.tier_mut(tier).policies.refund((group.len() + rest.len() - placed) as u32);
         [&taken[placed..], &rest].concat()
     }
 

@@ -20,7 +20,7 @@
 //! | `quarantine` | bad blocks and their readers, and tiers that gave wrong blocks |
 //! | `flush` | which dirty blocks to copy down next, root-first |
 //! | `flush_queue` | in which order they wait |
-//! | `policy` | every call to a tier's policies, and the request behind a use |
+//! | `policy` | a tier as its policies see it, and the request behind a use |
 //! | `events` | what listeners are told |
 //! | `journal` | notes for the index of a tier that outlives the process |
 //! | `restore` | what is resident again after a restart |
@@ -277,7 +277,7 @@ impl Table {
 
     /// A request has ended: every tier's policies may learn from it.
     pub fn finished(&mut self, ended: &Ended) {
-        self.tiers.iter_mut().flatten().for_each(|held| held.finished(ended));
+        self.tiers.iter_mut().flatten().for_each(|held| held.policies.finished(ended));
     }
 
     /// Takes a bounded step of the policies' own upkeep, and adds to `work` what is to be done with
@@ -285,7 +285,7 @@ impl Table {
     /// [`TierPolicies::upkeep`](kvbm_policies::TierPolicies::upkeep).
     pub fn upkeep(&mut self, work: &mut Vec<Upkeep>) -> bool {
         // One step a call: tiers after the first that wants another wait their turn.
-        self.tiers.iter_mut().flatten().any(|held| held.upkeep(work))
+        self.tiers.iter_mut().flatten().any(|held| held.policies.upkeep(work))
     }
 
     /// The tier into which the blocks of `tier` are flushed now.

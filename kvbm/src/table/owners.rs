@@ -118,8 +118,10 @@ impl Table {
     pub fn tenant_counts(&self, tier: Tier) -> Vec<TenantCounts> {
         let Some(held) = &self.tiers[tier.index()] else { return Vec::new() };
         let evicted = &self.owners.evicted[tier.index()];
-        let counts =
-            |(&tenant, &evicted)| TenantCounts { charged: held.charged_to(tenant), evicted };
+        let counts = |(&tenant, &evicted)| TenantCounts {
+            charged: held.policies.charged_to(Some(tenant)),
+            evicted,
+        };
         self.owners.counted.iter().zip(evicted).map(counts).collect()
     }
 

@@ -1,5 +1,5 @@
-//! The table's calls to the policies of its tiers. Calls about blocks that are about to come, which
-//! have no slots yet, are in `evict.rs`, through `Table::show`.
+//! The table's calls to the policies of its tiers, where these are shown a tier. Calls about blocks
+//! that are about to come, which have no slots yet, are in `evict.rs`, through `Table::show`.
 //!
 //! A policy sees a tier through a [`TableForest`]: which blocks are leaves, which of them may
 //! leave, what is above each. Called under the table's lock.
@@ -7,8 +7,7 @@
 use std::cell::Cell;
 
 use kvbm_policies::{
-    Access, BlockId, Candidates, Ended, Forest, Hints, RequestId, Standing, TierPolicies, Trigger,
-    Upkeep,
+    Access, BlockId, Candidates, Forest, Hints, RequestId, Standing, TierPolicies, Trigger,
 };
 use kvbm_tiers::{BlockKey, FramePool, SlotId, Tier};
 
@@ -54,16 +53,6 @@ impl TierTable {
         self.next_to_leave(records, budget).filter(|&leaf| self.is_clean(leaf, records))
     }
 
-    /// Blocks that are charged to a tenant.
-    pub(super) fn charged_to(&self, tenant: u32) -> u32 {
-        self.policies.charged_to(Some(tenant))
-    }
-
-    /// `blocks` admitted blocks were not written.
-    pub(super) fn refund(&mut self, blocks: usize) {
-        self.policies.refund(blocks as u32);
-    }
-
     /// How many of the candidates go down.
     pub(super) fn admit(
         &mut self,
@@ -86,16 +75,6 @@ impl TierTable {
         policies.touch(&access, &structure);
     }
 
-    /// Reports to the policies that a block left. The model keeps a tag of its name for the ghost.
-    pub(super) fn forget(&mut self, slot: SlotId, block: BlockKey, exposed: Option<BlockId>) {
-        self.policies.removed(BlockId(slot.0), block.folded(), exposed);
-    }
-
-    /// Reports to the policies that a request has ended.
-    pub(super) fn finished(&mut self, ended: &Ended) {
-        self.policies.finished(ended);
-    }
-
     /// The request in whose name the block in `slot` goes down: the one that used it last, as far
     /// as a policy knows. Without it the tier below could charge no tenant, and would count the
     /// block's coming as a new request's use.
@@ -108,11 +87,6 @@ impl TierTable {
             hints: last.hints,
             ..RequestInfo::default()
         })
-    }
-
-    /// A bounded step of the policies' own upkeep: see [`TierPolicies::upkeep`].
-    pub(super) fn upkeep(&mut self, work: &mut Vec<Upkeep>) -> bool {
-        self.policies.upkeep(work)
     }
 
     /// Tells the policies about a leaf that may have become evictable.

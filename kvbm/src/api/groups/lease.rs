@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kvbm_policies::CheckpointPart;
 
-use super::{CheckpointGroups, GroupTable, NamedCheckpoint};
+use super::{CheckpointGroups, GroupTable, NamedCheckpoint, checkpoint_names};
 use crate::api::lease::Lease;
 use crate::api::manager::Manager;
 use crate::names::hash::{BlockHash, Chain};
@@ -96,7 +96,7 @@ impl CheckpointGroups {
         self.groups.iter().flat_map(move |group| {
             self.grid().cover(at, group.window).map(move |part| {
                 let hash = hashes[part.at - 1];
-                let names = GroupTable::names(hash, part.kept);
+                let names = checkpoint_names(hash, part.kept);
                 NamedCheckpoint { group: group.number, hash, names }
             })
         })
@@ -141,7 +141,7 @@ impl CheckpointGroups {
         info: RequestInfo,
     ) -> Option<GroupLease> {
         let lease = |part: CheckpointPart| {
-            let names = GroupTable::names(hashes[part.at - 1], part.kept);
+            let names = checkpoint_names(hashes[part.at - 1], part.kept);
             let lease = group.manager.core().lease(group.chain(&names), info);
             (lease.held().longest() == part.kept).then_some((part, lease))
         };

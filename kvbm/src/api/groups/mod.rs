@@ -221,9 +221,11 @@ impl CheckpointGroups {
     }
 }
 
-/// The blocks of a checkpoint that hangs on a block, root first.
+/// The blocks of a checkpoint that hangs on a block, root first. The last one has the name of that
+/// block, so that a look for it costs no digest; the others' names are their own, so that no two
+/// checkpoints share a block.
 pub(crate) fn checkpoint_names(at: BlockHash, kept: usize) -> Vec<BlockHash> {
-    GroupTable::names(at, kept)
+    (1..kept).rev().map(|back| name(at, back)).chain([at]).collect()
 }
 
 fn find<'a>(slots: &[GroupSlots<'a>], group: u8) -> Option<GroupSlots<'a>> {
@@ -240,13 +242,6 @@ pub(super) struct GroupTable {
 }
 
 impl GroupTable {
-    /// The blocks that a checkpoint keeps, root first. The last one has the name of the block at
-    /// the checkpoint's position, so that a look for it costs no digest; the others' names are
-    /// their own, so that no two checkpoints share a block.
-    pub(super) fn names(at: BlockHash, kept: usize) -> Vec<BlockHash> {
-        (1..kept).rev().map(|back| name(at, back)).chain([at]).collect()
-    }
-
     pub(super) const fn chain<'a>(&self, names: &'a [BlockHash]) -> Chain<'a> {
         Chain::of_group(self.number, names)
     }

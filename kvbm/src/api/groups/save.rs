@@ -5,7 +5,9 @@ use std::sync::{Arc, Weak};
 
 use kvbm_tiers::{Fence, Tier};
 
-use super::{CheckpointGroups, FULL, GroupFollower, GroupSlots, GroupTable, find};
+use super::{
+    CheckpointGroups, FULL, GroupFollower, GroupSlots, GroupTable, checkpoint_names, find,
+};
 use crate::api::manager::Manager;
 use crate::api::transfer::{Saved, Transfer};
 use crate::error::{Error, Result};
@@ -233,7 +235,7 @@ impl CheckpointGroups {
                 planned.group
             )));
         };
-        let names = GroupTable::names(planned.hash, planned.kept);
+        let names = checkpoint_names(planned.hash, planned.kept);
         let slots = &given.slots[planned.at - planned.kept - given.first..planned.at - given.first];
         let given = GroupSlots { first: 0, slots, ..given };
         group.manager.begin_save(save.part(group.chain(&names), given, Some(joined)))

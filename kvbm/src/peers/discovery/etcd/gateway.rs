@@ -72,7 +72,8 @@ impl<T: Transport> Gateway<T> {
         request: &(impl Serialize + Sync),
     ) -> Result<R, EtcdFailure> {
         let body = body(request)?;
-        let asked = timeout(self.patience, self.whole(path, body)).await;
+        let asked =
+            timeout(self.patience, async { self.post(path, body).await?.whole().await }).await;
         asked.unwrap_or_else(|_| Err(self.is_late()))
     }
 
@@ -95,14 +96,6 @@ impl<T: Transport> Gateway<T> {
     ) -> Result<R, EtcdFailure> {
         let patience = self.patience;
         self.listen(path, request).await?.next(patience).await
-    }
-
-    async fn whole<R: DeserializeOwned>(
-        &mut self,
-        path: &str,
-        body: String,
-    ) -> Result<R, EtcdFailure> {
-        self.post(path, body).await?.whole().await
     }
 
     async fn post(&mut self, path: &str, body: String) -> Result<Incoming<T::Answer>, EtcdFailure> {
