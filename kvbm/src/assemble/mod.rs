@@ -46,7 +46,7 @@ use crate::api::engine_memory::EngineMemory;
 use crate::api::manager::{Options, RouteReport};
 use crate::durable::DurableTiers;
 use crate::error::{Error, ErrorKind, Result};
-use crate::metrics::{Metrics, StateGauges, TenantMetrics};
+use crate::metrics::{Metrics, StateGauges, TenantMetrics, register_ranks};
 use crate::names::fingerprint::Fingerprint;
 use crate::scheduler::{Core, Executor, Parts, ScrubOptions, Tuning};
 use crate::table::{Table, TierSpec};
@@ -164,7 +164,7 @@ pub(crate) async fn open(
         let table = Table::new(specs);
         let table = fingerprint.into_iter().fold(table, Table::with_fingerprint);
         objects.iter().try_for_each(|objects| objects.export(&registry))?;
-        roll_call.into_iter().try_for_each(|roll_call| ranks::export(roll_call, &registry))?;
+        roll_call.into_iter().try_for_each(|roll_call| register_ranks(&registry, roll_call))?;
         let store = objects.as_ref().map(ObjectTier::store).unwrap_or_default();
         let scrub = ScrubOptions {
             bytes_per_second: u64::from(settings.transfer.scrub_mib_per_second) << 20,
@@ -769,13 +769,9 @@ pub(crate) fn export(
     settings: &Settings,
     block_tokens: u64,
 ) -> Result<()> {
-    let refused =
-        |error| Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error);
-    let gauges = StateGauges::new(Arc::downgrade(core), policies::bytes_per_day(settings))
-        .map_err(refused)?;
-    registry.register(Box::new(gauges)).map_err(refused)?;
-    let tenants = TenantMetrics::new(core, settings, block_tokens).map_err(refused)?;
-    tenants.map_or(Ok(()), |tenants| registry.register(Box::new(tenants)).map_err(refused))
+    let bytes_per_day = policies::bytes_per_day(settings);
+    StateGauges::register(registry, Arc::downgrade(core), bytes_per_day)?;
+    TenantMetrics::register(registry, core, settings, block_tokens)
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ use prometheus::Registry;
 use super::NamespaceNames;
 use crate::durable::RecoveryReport;
 use crate::error::{Error, ErrorKind, Result};
-use crate::metrics::ObjectTraffic;
+use crate::metrics::register_object_traffic;
 use crate::scheduler::Core;
 use crate::table::Table;
 
@@ -108,11 +108,7 @@ impl ObjectTier {
     }
 
     pub(super) fn export(&self, registry: &Registry) -> Result<()> {
-        let refused = |error| {
-            Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error)
-        };
-        let traffic = ObjectTraffic::new(self.backend.traffic()).map_err(refused)?;
-        registry.register(Box::new(traffic)).map_err(refused)
+        register_object_traffic(registry, self.backend.traffic())
     }
 
     pub(super) fn store(&self) -> SharedStore {

@@ -7,9 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use kvbm_settings::Settings;
-use kvbm_tiers::ranks::{JoinOptions, Leader, LeaderOptions, Member, Membership, RankRegistry};
+use kvbm_tiers::ranks::{JoinOptions, Leader, LeaderOptions, Member, Membership};
 use kvbm_tiers::{Backend, Frame, FramePool, Loan, Route, Tier};
-use prometheus::Registry;
 
 use super::durable::{NameSeed, resume_rank};
 use super::{
@@ -20,8 +19,7 @@ use crate::api::allocation::Device;
 use crate::api::engine_memory::EngineMemory;
 use crate::api::rank::{RankGroup, RankOptions};
 use crate::durable::DurableTiers;
-use crate::error::{Error, ErrorKind, Result};
-use crate::metrics::RankGauges;
+use crate::error::{Error, Result};
 use crate::names::fingerprint::{Fingerprint, Ranks};
 use crate::peers::{RankListener, RankPeers};
 use crate::scheduler::Core;
@@ -132,13 +130,6 @@ fn debts_path(namespace: &NamespaceNames, settings: &Settings, meeting: &Path) -
     let kept = kept.or(host.persist_index.as_ref()).or(host.persist.as_ref());
     let dir = kept.map_or(meeting, PathBuf::as_path);
     namespace.identity.map(|_| dir.join(format!("kvbm-{}.debts", namespace.name)))
-}
-
-/// Exports which ranks are there.
-pub(super) fn export(roll_call: RankRegistry, registry: &Registry) -> Result<()> {
-    let refused =
-        |error| Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error);
-    registry.register(Box::new(RankGauges::new(roll_call).map_err(refused)?)).map_err(refused)
 }
 
 pub(super) fn media_are_elsewhere() -> Error {

@@ -6,25 +6,21 @@ use std::sync::{Arc, Weak};
 use kvbm_tiers::object::{Expense, RequestKind, RequestOutcome, Traffic};
 use kvbm_tiers::ranks::RankRegistry;
 use kvbm_tiers::{Done, Route, Tier};
-use prometheus::core::{Collector, Desc};
-use prometheus::proto::MetricFamily;
-use prometheus::{GaugeVec, IntCounterVec, IntGauge, IntGaugeVec, Opts};
+use prometheus::{GaugeVec, IntGauge, IntGaugeVec, Registry};
 
+use super::builder::MetricsBuilder;
 use super::catch_up;
+use crate::error::Result;
 use crate::observe::requests::has_limit;
 use crate::scheduler::{Core, StagingCounts};
-use crate::sync::Mutex;
 use crate::table::TierStats;
 
-/// Asks a [`Core`] for its state at each scrape. Shows the last state after the core is gone.
+/// The state of a [`Core`], which is asked at each scrape. They show the last state after the core
+/// is gone.
 pub(crate) struct StateGauges {
-    // Weak: a registry may outlive the manager, and must not keep its tiers open.
-    core: Weak<Core>,
     epoch: IntGauge,
     accounting_drift: IntGauge,
     completion_panics: IntGauge,
-    /// If there is a budget.
-    write_budget: Option<IntGauge>,
     slots: IntGaugeVec,
     directories: IntGaugeVec,
     dirty_blocks: IntGaugeVec,
@@ -77,68 +73,68 @@ const OF_ROUTE: [(&str, &str); 4] = [
 ];
 
 impl StateGauges {
+    /// `core` is weak: a registry may outlive the manager, and must not keep its tiers open.
     /// `bytes_per_day` may be written to the disk tier.
-    pub(crate) fn new(core: Weak<Core>, bytes_per_day: Option<u64>) -> prometheus::Result<Self> {
-        let gauges = |name: &str, help: &str, labels: &[&str]| {
-            IntGaugeVec::new(Opts::new(name, help), labels)
-        };
-        let of_tier = OF_TIER.map(|(name, help, _)| gauges(name, help, &["tier"]));
-        let of_route = OF_ROUTE.map(|(name, help)| gauges(name, help, &["from", "to"]));
+    pub(crate) fn register(
+        registry: &Registry,
+        core: Weak<Core>,
+        bytes_per_day: Option<u64>,
+    ) -> Result<()> {
+        let mut b = MetricsBuilder::default();
+        let gauges = Self::new(&mut b)?;
+        if let Some(bytes) = bytes_per_day {
+            let help = "Bytes that may be written to the disk tier in a day.";
+            let budget = b.gauge("kvbm_disk_write_budget_bytes", help)?;
+            budget.set(i64::try_from(bytes).unwrap_or(i64::MAX));
+        }
+        b.register(registry, move || {
+            if let Some(core) = core.upgrade() {
+                gauges.update(&core);
+            }
+        })
+    }
+
+    fn new(b: &mut MetricsBuilder) -> Result<Self> {
         Ok(Self {
-            core,
-            epoch: IntGauge::new("kvbm_epoch", "The present epoch.")?,
-            accounting_drift: IntGauge::new(
+            epoch: b.gauge("kvbm_epoch", "The present epoch.")?,
+            accounting_drift: b.gauge(
                 "kvbm_accounting_drift",
                 "Invariants of the block table that the audit in the background found broken.",
             )?,
-            completion_panics: IntGauge::new(
+            completion_panics: b.gauge(
                 "kvbm_completion_panics",
                 "Ends of copies whose handling panicked since the process started.",
             )?,
-            write_budget: bytes_per_day.map(write_budget).transpose()?,
-            slots: gauges("kvbm_slots", "Slots by state.", &["tier", "state"])?,
-            directories: gauges(
+            slots: b.gauges("kvbm_slots", "Slots by state.", &["tier", "state"])?,
+            directories: b.gauges(
                 "kvbm_disk_directory_up",
                 "1 for a directory of the disk tier that takes blocks, 0 for one that does not.",
                 &["dir"],
             )?,
-            dirty_blocks: gauges(
+            dirty_blocks: b.gauges(
                 "kvbm_dirty_blocks",
                 "Blocks that wait to be flushed.",
                 &["tier"],
             )?,
-            staging_slots: gauges(
+            staging_slots: b.gauges(
                 "kvbm_staging_slots",
                 "DRAM slots through which blocks bounce, by state.",
                 &["state"],
             )?,
-            estimated_hit_rate: GaugeVec::new(
-                Opts::new(
-                    "kvbm_estimated_hit_rate",
-                    "Share of requested blocks that a tier of a multiple of this one's size would have held.",
-                ),
+            estimated_hit_rate: b.shares(
+                "kvbm_estimated_hit_rate",
+                "Share of requested blocks that a tier of a multiple of this one's size would have held.",
                 &["tier", "scale"],
             )?,
-            of_tier: of_tier.into_iter().collect::<Result<_, _>>()?,
-            of_route: of_route.into_iter().collect::<Result<_, _>>()?,
+            of_tier: OF_TIER
+                .into_iter()
+                .map(|(name, help, _)| b.gauges(name, help, &["tier"]))
+                .collect::<Result<_>>()?,
+            of_route: OF_ROUTE
+                .into_iter()
+                .map(|(name, help)| b.gauges(name, help, &["from", "to"]))
+                .collect::<Result<_>>()?,
         })
-    }
-
-    fn all(&self) -> impl Iterator<Item = &dyn Collector> {
-        let always: [&dyn Collector; 8] = [
-            &self.epoch,
-            &self.accounting_drift,
-            &self.completion_panics,
-            &self.slots,
-            &self.directories,
-            &self.dirty_blocks,
-            &self.staging_slots,
-            &self.estimated_hit_rate,
-        ];
-        let vectors =
-            self.of_tier.iter().chain(&self.of_route).map(|gauge| gauge as &dyn Collector);
-        let budget = self.write_budget.iter().map(|gauge| gauge as &dyn Collector);
-        always.into_iter().chain(vectors).chain(budget)
     }
 
     fn update(&self, core: &Core) {
@@ -203,125 +199,59 @@ impl StateGauges {
     }
 }
 
-fn write_budget(bytes_per_day: u64) -> prometheus::Result<IntGauge> {
-    let gauge = IntGauge::new(
-        "kvbm_disk_write_budget_bytes",
-        "Bytes that may be written to the disk tier in a day.",
-    )?;
-    gauge.set(i64::try_from(bytes_per_day).unwrap_or(i64::MAX));
-    Ok(gauge)
-}
-
-impl Collector for StateGauges {
-    fn desc(&self) -> Vec<&Desc> {
-        self.all().flat_map(|gauge| gauge.desc()).collect()
-    }
-
-    fn collect(&self) -> Vec<MetricFamily> {
-        if let Some(core) = self.core.upgrade() {
-            self.update(&core);
-        }
-        self.all().flat_map(Collector::collect).collect()
-    }
-}
-
 /// One gauge for each rank. Shows the last state after the leader is gone.
-pub(crate) struct RankGauges {
-    roll_call: RankRegistry,
-    up: IntGaugeVec,
-}
-
-impl RankGauges {
-    pub(crate) fn new(roll_call: RankRegistry) -> prometheus::Result<Self> {
-        let up = IntGaugeVec::new(
-            Opts::new("kvbm_rank_up", "1 for a rank that is there, 0 for one that is away."),
-            &["rank"],
-        )?;
-        Ok(Self { roll_call, up })
-    }
-}
-
-impl Collector for RankGauges {
-    fn desc(&self) -> Vec<&Desc> {
-        self.up.desc()
-    }
-
-    fn collect(&self) -> Vec<MetricFamily> {
-        for (rank, is_there) in self.roll_call.present().into_iter().flatten().enumerate() {
-            self.up.with_label_values(&[&rank.to_string()]).set(i64::from(is_there));
+pub(crate) fn register_ranks(registry: &Registry, roll_call: RankRegistry) -> Result<()> {
+    let mut b = MetricsBuilder::default();
+    let help = "1 for a rank that is there, 0 for one that is away.";
+    let up = b.gauges("kvbm_rank_up", help, &["rank"])?;
+    b.register(registry, move || {
+        for (rank, is_there) in roll_call.present().into_iter().flatten().enumerate() {
+            up.with_label_values(&[&rank.to_string()]).set(i64::from(is_there));
         }
-        self.up.collect()
-    }
+    })
 }
 
 /// Counters of one store's requests and bytes.
-pub(crate) struct ObjectTraffic {
-    traffic: Arc<Traffic>,
-    requests: IntCounterVec,
-    bytes: IntCounterVec,
-    refusals: IntCounterVec,
-    left: GaugeVec,
-    // Held while the counters catch up: two scrapes at once would add the same requests twice.
-    turn: Mutex<()>,
-}
-
-impl ObjectTraffic {
-    pub(crate) fn new(traffic: Arc<Traffic>) -> prometheus::Result<Self> {
-        let requests = Opts::new("kvbm_object_requests_total", "Requests to the object store.");
-        let bytes = Opts::new(
-            "kvbm_object_bytes_total",
-            "Bytes of objects sent to the object store and asked of it.",
-        );
-        let refusals = Opts::new(
-            "kvbm_object_budget_refusals_total",
-            "Segments not stored and runs of blocks not read because a budget of the object tier was spent.",
-        );
-        let left = Opts::new(
-            "kvbm_object_budget_left",
-            "Share of a budget of the object tier that is left.",
-        );
-        Ok(Self {
-            traffic,
-            refusals: IntCounterVec::new(refusals, &["budget"])?,
-            left: GaugeVec::new(left, &["budget"])?,
-            requests: IntCounterVec::new(requests, &["request", "outcome"])?,
-            bytes: IntCounterVec::new(bytes, &["direction"])?,
-            turn: Mutex::new(()),
-        })
-    }
-
-    fn all(&self) -> [&dyn Collector; 4] {
-        [&self.requests, &self.bytes, &self.refusals, &self.left]
-    }
-}
-
-impl Collector for ObjectTraffic {
-    fn desc(&self) -> Vec<&Desc> {
-        self.all().into_iter().flat_map(Collector::desc).collect()
-    }
-
-    fn collect(&self) -> Vec<MetricFamily> {
-        let _turn = self.turn.lock();
+pub(crate) fn register_object_traffic(registry: &Registry, traffic: Arc<Traffic>) -> Result<()> {
+    let mut b = MetricsBuilder::default();
+    let requests = b.counters(
+        "kvbm_object_requests_total",
+        "Requests to the object store.",
+        &["request", "outcome"],
+    )?;
+    let bytes = b.counters(
+        "kvbm_object_bytes_total",
+        "Bytes of objects sent to the object store and asked of it.",
+        &["direction"],
+    )?;
+    let refusals = b.counters(
+        "kvbm_object_budget_refusals_total",
+        "Segments not stored and runs of blocks not read because a budget of the object tier was spent.",
+        &["budget"],
+    )?;
+    let left = b.shares(
+        "kvbm_object_budget_left",
+        "Share of a budget of the object tier that is left.",
+        &["budget"],
+    )?;
+    b.register(registry, move || {
         for kind in RequestKind::ALL {
             for outcome in RequestOutcome::ALL {
-                let now = self.traffic.requests(kind, outcome);
+                let now = traffic.requests(kind, outcome);
                 if now > 0 {
-                    catch_up(&self.requests.with_label_values(&[kind.name(), outcome.name()]), now);
+                    catch_up(&requests.with_label_values(&[kind.name(), outcome.name()]), now);
                 }
             }
         }
-        catch_up(&self.bytes.with_label_values(&["sent"]), self.traffic.bytes_sent());
-        catch_up(&self.bytes.with_label_values(&["received"]), self.traffic.bytes_received());
+        catch_up(&bytes.with_label_values(&["sent"]), traffic.bytes_sent());
+        catch_up(&bytes.with_label_values(&["received"]), traffic.bytes_received());
         for expense in Expense::ALL {
             // Without a limit there is nothing to watch.
-            if let Some(left) = self.traffic.budget_left(expense) {
-                catch_up(
-                    &self.refusals.with_label_values(&[expense.name()]),
-                    self.traffic.refused(expense),
-                );
-                self.left.with_label_values(&[expense.name()]).set(left);
+            if let Some(share) = traffic.budget_left(expense) {
+                let refused = refusals.with_label_values(&[expense.name()]);
+                catch_up(&refused, traffic.refused(expense));
+                left.with_label_values(&[expense.name()]).set(share);
             }
         }
-        self.all().into_iter().flat_map(Collector::collect).collect()
-    }
+    })
 }

@@ -4,17 +4,16 @@
 //! large table each further cache line is one more wait. So leases count in two cache lines, and
 //! the registry's counters catch up when they are read.
 
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
 
 use kvbm_tiers::Tier;
-use prometheus::core::{Collector, Desc};
-use prometheus::proto::MetricFamily;
-use prometheus::{Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, Opts};
+use prometheus::{Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec};
 
+use super::builder::MetricsBuilder;
 use super::catch_up;
 use super::upstream::UpstreamHits;
-use crate::sync::Mutex;
+use crate::error::Result;
 use crate::table::{Match, Miss, MissReason};
 
 /// Bounds of the histogram of ages, in seconds: 1 s to 9 h.
@@ -64,15 +63,10 @@ pub(super) struct LeaseMetrics {
     missed_tokens: IntCounterVec,
     miss_age: HistogramVec,
     upstream: UpstreamHits,
-    // Held while the counters catch up: two scrapes at once would add the same leases twice.
-    turn: Mutex<()>,
 }
 
 impl LeaseMetrics {
-    pub(super) fn new(block_tokens: u64) -> prometheus::Result<Self> {
-        let counters = |name: &str, help: &str, labels: &[&str]| {
-            IntCounterVec::new(Opts::new(name, help), labels)
-        };
+    pub(super) fn new(b: &mut MetricsBuilder, block_tokens: u64) -> Result<Self> {
         let ages = HistogramOpts::new(
             "kvbm_miss_age_seconds",
             "How long a block had been gone when it was missed.",
@@ -81,29 +75,26 @@ impl LeaseMetrics {
             counts: LeaseCounts::default(),
             ages: Default::default(),
             block_tokens,
-            requests: IntCounter::new("kvbm_requests_total", "Chains leased.")?,
-            requested_tokens: IntCounter::new(
-                "kvbm_requested_tokens_total",
-                "Tokens of leased chains.",
-            )?,
-            hit_tokens: counters(
+            requests: b.counter("kvbm_requests_total", "Chains leased.")?,
+            requested_tokens: b
+                .counter("kvbm_requested_tokens_total", "Tokens of leased chains.")?,
+            hit_tokens: b.counters(
                 "kvbm_hit_tokens_total",
                 "Tokens found, by the fastest tier that had them.",
                 &["tier"],
             )?,
-            misses: counters(
+            misses: b.counters(
                 "kvbm_misses_total",
                 "Chains held in part or not at all, by why the first block behind is not there.",
                 &["reason", "tier"],
             )?,
-            missed_tokens: counters(
+            missed_tokens: b.counters(
                 "kvbm_missed_tokens_total",
                 "Tokens not found, by why the first block of them is not there.",
                 &["reason"],
             )?,
-            miss_age: HistogramVec::new(ages.buckets(AGE_BOUNDS.to_vec()), &["tier"])?,
-            upstream: UpstreamHits::new()?,
-            turn: Mutex::new(()),
+            miss_age: b.keep(HistogramVec::new(ages.buckets(AGE_BOUNDS.to_vec()), &["tier"]))?,
+            upstream: UpstreamHits::new(b)?,
         })
     }
 
@@ -139,8 +130,8 @@ impl LeaseMetrics {
         blocks.load(Ordering::Relaxed) * self.block_tokens
     }
 
-    fn catch_up(&self) {
-        let _turn = self.turn.lock();
+    /// Brings the registry's counters up to date, one call at a time.
+    pub(super) fn catch_up(&self) {
         // Hits before requests: leases in between cannot make a rate above 1.
         let hit = self.counts.hit.each_ref().map(|blocks| self.tokens(blocks));
         let requested = self.tokens(&self.counts.requested);
@@ -171,31 +162,5 @@ impl LeaseMetrics {
         if tokens > 0 {
             catch_up(&self.missed_tokens.with_label_values(&[reason.name()]), tokens);
         }
-    }
-
-    fn collectors(&self) -> impl Iterator<Item = &dyn Collector> {
-        let own: [&dyn Collector; 6] = [
-            &self.requests,
-            &self.requested_tokens,
-            &self.hit_tokens,
-            &self.misses,
-            &self.missed_tokens,
-            &self.miss_age,
-        ];
-        own.into_iter().chain(self.upstream.collectors())
-    }
-}
-
-/// The registry's view of them.
-pub(super) struct LeaseCollector(pub(super) Arc<LeaseMetrics>);
-
-impl Collector for LeaseCollector {
-    fn desc(&self) -> Vec<&Desc> {
-        self.0.collectors().flat_map(Collector::desc).collect()
-    }
-
-    fn collect(&self) -> Vec<MetricFamily> {
-        self.0.catch_up();
-        self.0.collectors().flat_map(Collector::collect).collect()
     }
 }

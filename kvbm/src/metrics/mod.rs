@@ -3,6 +3,7 @@
 //! Counters move when a copy has ended, never when it starts. Labels come from closed sets: tiers,
 //! routes, kinds of error. docs/metrics.md describes each metric; a test compares.
 
+mod builder;
 mod faults;
 mod gauges;
 mod leases;
@@ -19,17 +20,18 @@ use kvbm_tiers::{CopyErrorKind, Route, Tier};
 use prometheus::core::Collector;
 use prometheus::proto::{Metric, MetricFamily};
 use prometheus::{
-    GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, Opts, Registry,
+    GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, Registry,
 };
 
+use self::builder::MetricsBuilder;
 use self::faults::{FaultKind, FaultLog, FaultPlace};
-use self::leases::{LeaseCollector, LeaseMetrics};
+use self::leases::LeaseMetrics;
 use self::upstream::UpstreamMetrics;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
 use crate::table::{Match, Miss};
 
 pub(crate) use self::faults::Fault;
-pub(crate) use self::gauges::{ObjectTraffic, RankGauges, StateGauges};
+pub(crate) use self::gauges::{StateGauges, register_object_traffic, register_ranks};
 pub(crate) use self::leases::Lookups;
 pub(crate) use self::peers::{CountedLease, PeerLeaseEnd, PeerMetrics, PeerRefusal, PeerWay};
 pub(crate) use self::tenants::{TenantLeases, TenantMetrics};
@@ -87,10 +89,6 @@ const TRANSFER_BOUNDS: [f64; 18] = [
     0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0,
 ];
 
-fn refused(error: prometheus::Error) -> Error {
-    Error::caused(ErrorKind::Invalid, "the metrics registry refused a metric", error)
-}
-
 /// Why a copy fails: label values of `kvbm_transfer_failures_total`. `CopyErrorKind` may grow; the
 /// set of labels is closed.
 const FAILURES: [(&str, Option<CopyErrorKind>); 7] = [
@@ -108,53 +106,29 @@ fn catch_up(counter: &IntCounter, now: u64) {
     counter.inc_by(now.saturating_sub(counter.get()));
 }
 
-struct MetricsBuilder<'a>(&'a Registry);
-
-impl MetricsBuilder<'_> {
-    fn register<C: Collector + Clone + 'static>(&self, made: prometheus::Result<C>) -> Result<C> {
-        let collector = made.map_err(refused)?;
-        // A clone shares its values, so the registry shows what we count.
-        self.0.register(Box::new(collector.clone())).map_err(refused)?;
-        Ok(collector)
-    }
-
-    fn leases(&self, block_tokens: u64) -> Result<Arc<LeaseMetrics>> {
-        let leases = Arc::new(LeaseMetrics::new(block_tokens).map_err(refused)?);
-        self.0.register(Box::new(LeaseCollector(Arc::clone(&leases)))).map_err(refused)?;
-        Ok(leases)
-    }
-
-    fn counter(&self, name: &str, help: &str) -> Result<IntCounter> {
-        self.register(IntCounter::new(name, help))
-    }
-
-    /// There from the start, since what it counts happens at the start or never.
-    fn fallbacks(&self) -> Result<IntCounterVec> {
-        let help = "Backends that `auto` would have taken, and that this machine has not.";
-        let fallbacks = self.counters("kvbm_backend_fallbacks_total", help, &["backend"])?;
-        fallbacks.with_label_values(&["gds"]);
-        Ok(fallbacks)
-    }
-
-    fn counters(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec> {
-        self.register(IntCounterVec::new(Opts::new(name, help), labels))
-    }
+/// There from the start, since what it counts happens at the start or never.
+fn fallbacks(b: &mut MetricsBuilder) -> Result<IntCounterVec> {
+    let help = "Backends that `auto` would have taken, and that this machine has not.";
+    let fallbacks = b.counters("kvbm_backend_fallbacks_total", help, &["backend"])?;
+    fallbacks.with_label_values(&["gds"]);
+    Ok(fallbacks)
 }
 
 impl Metrics {
     /// Registers all metrics. `block_bytes` and `block_tokens` turn blocks into bytes and tokens.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] if the registry has one of the names already.
+    /// [`ErrorKind::Invalid`](crate::ErrorKind::Invalid) if the registry has one of the names
+    /// already.
     pub fn new(registry: &Registry, block_bytes: u64, block_tokens: u64) -> Result<Self> {
         let route = ["from", "to"];
-        let b = MetricsBuilder(registry);
+        let mut b = MetricsBuilder::default();
         let histogram = HistogramOpts::new(
             "kvbm_transfer_seconds",
             "Time from a batch's start to a block's arrival.",
         )
         .buckets(TRANSFER_BOUNDS.to_vec());
-        Ok(Self {
+        let metrics = Self {
             block_bytes,
             block_tokens,
             transfer_blocks: b.counters("kvbm_transfer_blocks_total", "Blocks copied.", &route)?,
@@ -165,7 +139,7 @@ impl Metrics {
                 "Copies that failed.",
                 &["from", "to", "kind"],
             )?,
-            transfer_seconds: b.register(HistogramVec::new(histogram, &route))?,
+            transfer_seconds: b.keep(HistogramVec::new(histogram, &route))?,
             checksum_failures: b.counters(
                 "kvbm_checksum_failures_total",
                 "Blocks whose bytes had changed.",
@@ -183,13 +157,13 @@ impl Metrics {
             )?,
             background_panics: b
                 .counter("kvbm_background_panics_total", "Rounds of background work that panicked.")?,
-            fallbacks: b.fallbacks()?,
+            fallbacks: fallbacks(&mut b)?,
             index_failures: b.counters(
                 "kvbm_index_failures_total",
                 "Times that the index of a tier could not be written. It is tried again.",
                 &["tier"],
             )?,
-            leases: b.leases(block_tokens)?,
+            leases: Arc::new(LeaseMetrics::new(&mut b, block_tokens)?),
             directory_failures: b.counters(
                 "kvbm_disk_directory_failures_total",
                 "Times that a directory of the disk tier failed or hung, and was left alone.",
@@ -205,13 +179,11 @@ impl Metrics {
                 "Hits that the engine computed again, by what became of the comparison.",
                 &["tier", "verdict"],
             )?,
-            shadow_bound: b.register(GaugeVec::new(
-                Opts::new(
-                    "kvbm_shadow_wrong_rate_bound",
-                    "The share of wrong blocks is not larger than this, with a confidence of 95 %.",
-                ),
+            shadow_bound: b.shares(
+                "kvbm_shadow_wrong_rate_bound",
+                "The share of wrong blocks is not larger than this, with a confidence of 95 %.",
                 &["tier"],
-            ))?,
+            )?,
             recompute_tokens: b.counter(
                 "kvbm_recompute_tokens_total",
                 "Tokens held but left to the engine, which computes them sooner than they are loaded.",
@@ -233,9 +205,12 @@ impl Metrics {
                 "Tokens held of full attention behind the last checkpoint that all cache groups have.",
             )?,
             faults: FaultLog::default(),
-            peers: PeerMetrics::new(&b, block_bytes)?,
-            upstream: UpstreamMetrics::new(&b)?,
-        })
+            peers: PeerMetrics::new(&mut b, block_bytes)?,
+            upstream: UpstreamMetrics::new(&mut b)?,
+        };
+        let leases = Arc::clone(&metrics.leases);
+        b.register(registry, move || leases.catch_up())?;
+        Ok(metrics)
     }
 
     /// Counts failures of these routes, of their source tiers and of `directories` directories from

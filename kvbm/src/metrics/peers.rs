@@ -2,11 +2,9 @@
 
 use std::time::Duration;
 
-use prometheus::{
-    HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
-};
+use prometheus::{HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec};
 
-use super::MetricsBuilder;
+use super::builder::MetricsBuilder;
 use crate::error::Result;
 
 /// How a lease at a peer ended: label values of `kvbm_peer_leases_total`.
@@ -148,7 +146,7 @@ pub(crate) struct PeerMetrics {
 }
 
 impl PeerMetrics {
-    pub(super) fn new(b: &MetricsBuilder<'_>, block_bytes: u64) -> Result<Self> {
+    pub(super) fn new(b: &mut MetricsBuilder, block_bytes: u64) -> Result<Self> {
         let way = ["direction", "way"];
         let seconds = HistogramOpts::new(
             "kvbm_peer_pull_seconds",
@@ -161,13 +159,11 @@ impl PeerMetrics {
                 "Leases that ended, at peers (`received`) and to peers (`sent`), by how.",
                 &["direction", "end"],
             )?,
-            open: b.register(IntGaugeVec::new(
-                Opts::new(
-                    "kvbm_peer_open_leases",
-                    "Leases that there are, at peers (`received`) and to peers (`sent`).",
-                ),
+            open: b.gauges(
+                "kvbm_peer_open_leases",
+                "Leases that there are, at peers (`received`) and to peers (`sent`).",
                 &["direction"],
-            ))?,
+            )?,
             cut: b.counter(
                 "kvbm_peer_leases_cut_total",
                 "Leases to peers of fewer blocks than there are, for want of `peers.lease_share`.",
@@ -191,7 +187,7 @@ impl PeerMetrics {
                 "Numbers of peers that were too large for their new type, and became the largest: see `peers.convert_types`.",
             )?,
             pull_seconds: b
-                .register(HistogramVec::new(seconds.buckets(PULL_BOUNDS.into()), &["way"]))?,
+                .keep(HistogramVec::new(seconds.buckets(PULL_BOUNDS.into()), &["way"]))?,
             refused: b.counters(
                 "kvbm_peer_refused_total",
                 "Workers that connected and were not let in.",

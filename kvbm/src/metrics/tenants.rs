@@ -3,18 +3,17 @@
 //! Requests may name any of four billion tenants, too many for a series each. So a metric has a
 //! label for each tenant with a weight or a quota, up to a bound, and `other`.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
 
 use kvbm_settings::Settings;
 use kvbm_tiers::Tier;
-use prometheus::core::{Collector, Desc};
-use prometheus::proto::MetricFamily;
-use prometheus::{IntCounterVec, IntGaugeVec, Opts};
+use prometheus::{IntCounterVec, IntGaugeVec, Registry};
 
+use super::builder::MetricsBuilder;
 use super::catch_up;
+use crate::error::Result;
 use crate::scheduler::Core;
-use crate::sync::Mutex;
 
 /// Tenants that have a label: those with the smallest numbers.
 const MAX_SHOWN: usize = 8;
@@ -66,76 +65,72 @@ impl TenantLeases {
 
 /// The registry's view of tenants.
 pub(crate) struct TenantMetrics {
-    // Weak: as in gauges.
-    core: Weak<Core>,
     leases: Arc<TenantLeases>,
     block_tokens: u64,
     requested: IntCounterVec,
     hit: IntCounterVec,
     blocks: IntGaugeVec,
     evicted: IntGaugeVec,
-    quota: IntGaugeVec,
-    // Held while the counters catch up: two scrapes at once would add the same leases twice.
-    turn: Mutex<()>,
 }
 
 impl TenantMetrics {
-    /// `None`: the settings name no tenant.
-    pub(crate) fn new(
+    /// Shows nothing if the settings name no tenant.
+    pub(crate) fn register(
+        registry: &Registry,
         core: &Arc<Core>,
         settings: &Settings,
         block_tokens: u64,
-    ) -> prometheus::Result<Option<Self>> {
+    ) -> Result<()> {
         let shown = shown_tenants(settings);
         if shown.is_empty() {
-            return Ok(None);
+            return Ok(());
         }
-        let counters =
-            |name: &str, help: &str| IntCounterVec::new(Opts::new(name, help), &["tenant"]);
-        let gauges = |name: &str, help: &str, labels: &[&str]| {
-            IntGaugeVec::new(Opts::new(name, help), labels)
-        };
+        let mut b = MetricsBuilder::default();
         let metrics = Self {
-            core: Arc::downgrade(core),
             leases: core.count_tenants(TenantLeases::new(shown)),
             block_tokens,
-            requested: counters(
+            requested: b.counters(
                 "kvbm_tenant_requested_tokens_total",
                 "Tokens of a tenant's leased chains.",
+                &["tenant"],
             )?,
-            hit: counters(
+            hit: b.counters(
                 "kvbm_tenant_hit_tokens_total",
                 "Tokens found of a tenant's leased chains.",
+                &["tenant"],
             )?,
-            blocks: gauges(
+            blocks: b.gauges(
                 "kvbm_tenant_blocks",
                 "Blocks of a tier that are charged to a tenant.",
                 &["tenant", "tier"],
             )?,
-            evicted: gauges(
+            evicted: b.gauges(
                 "kvbm_tenant_evicted_blocks",
                 "Blocks of a tenant's evicted since the start.",
                 &["tenant", "tier"],
             )?,
-            quota: gauges(
-                "kvbm_tenant_quota_blocks",
-                "A tenant's quota of each tier.",
-                &["tenant"],
-            )?,
-            turn: Mutex::new(()),
         };
+        let quotas =
+            b.gauges("kvbm_tenant_quota_blocks", "A tenant's quota of each tier.", &["tenant"])?;
         let block_bytes = settings.block_bytes.unwrap_or(u64::MAX);
         for tenant in &metrics.leases.shown {
             if let Some(quota) = settings.tenant_quotas.get(tenant) {
                 let blocks = quota.blocks(block_bytes).cast_signed();
-                metrics.quota.with_label_values(&[&tenant.to_string()]).set(blocks);
+                quotas.with_label_values(&[&tenant.to_string()]).set(blocks);
             }
         }
-        Ok(Some(metrics))
+        // Weak: as in gauges.
+        let core = Arc::downgrade(core);
+        b.register(registry, move || {
+            metrics.catch_up();
+            if let Some(core) = core.upgrade() {
+                // The table is locked anew for each tier.
+                Tier::ALL.into_iter().for_each(|tier| metrics.update_tier(&core, tier));
+            }
+        })
     }
 
     fn catch_up(&self) {
-        let _turn = self.turn.lock();
         for (label, counts) in self.labels().zip(&self.leases.counts) {
             // In this order: no rate is above 1.
             let hit = counts.hit.load(Ordering::Relaxed) * self.block_tokens;
@@ -170,24 +165,5 @@ impl TenantMetrics {
             self.blocks.with_label_values(&labels).set(i64::from(charged));
             self.evicted.with_label_values(&labels).set(evicted.cast_signed());
         }
-    }
-
-    fn all(&self) -> [&dyn Collector; 5] {
-        [&self.requested, &self.hit, &self.blocks, &self.evicted, &self.quota]
-    }
-}
-
-impl Collector for TenantMetrics {
-    fn desc(&self) -> Vec<&Desc> {
-        self.all().into_iter().flat_map(Collector::desc).collect()
-    }
-
-    fn collect(&self) -> Vec<MetricFamily> {
-        self.catch_up();
-        if let Some(core) = self.core.upgrade() {
-            // The table is locked anew for each tier.
-            Tier::ALL.into_iter().for_each(|tier| self.update_tier(&core, tier));
-        }
-        self.all().into_iter().flat_map(Collector::collect).collect()
     }
 }

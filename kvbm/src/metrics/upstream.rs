@@ -1,10 +1,10 @@
 //! Names that dashboards of NVIDIA's KVBM use, kept so that these go on working.
 
 use kvbm_tiers::{Route, Tier};
-use prometheus::core::Collector;
-use prometheus::{GaugeVec, IntCounter, Opts};
+use prometheus::{GaugeVec, IntCounter};
 
-use super::{MetricsBuilder, catch_up};
+use super::builder::MetricsBuilder;
+use super::catch_up;
 use crate::error::Result;
 
 /// Their handles.
@@ -17,9 +17,9 @@ pub(super) struct UpstreamMetrics {
 }
 
 impl UpstreamMetrics {
-    pub(super) fn new(b: &MetricsBuilder<'_>) -> Result<Self> {
+    pub(super) fn new(b: &mut MetricsBuilder) -> Result<Self> {
         use Tier::{Device, Disk, Host, Object};
-        let blocks = |route, name: &str| {
+        let mut blocks = |route, name: &str| {
             Ok((route, b.counter(name, "Blocks copied (name used by NVIDIA's KVBM).")?))
         };
         Ok(Self {
@@ -69,23 +69,20 @@ pub(super) struct UpstreamHits {
 }
 
 impl UpstreamHits {
-    pub(super) fn new() -> prometheus::Result<Self> {
+    pub(super) fn new(b: &mut MetricsBuilder) -> Result<Self> {
         // A vector without labels appears with its first value. A plain gauge would say 0 before
         // the first request.
-        let rate = |tier, name: &str| {
+        let mut rate = |tier, name: &str| {
             let help = "Share of requested blocks that the tier held (name used by NVIDIA's KVBM).";
-            GaugeVec::new(Opts::new(name, help), &[]).map(|rate| (tier, rate))
+            b.shares(name, help, &[]).map(|rate| (tier, rate))
         };
         Ok(Self {
-            matched_tokens: IntCounter::new(
-                "kvbm_matched_tokens",
-                "Tokens found below the device.",
-            )?,
             rates: [
                 rate(Tier::Host, "kvbm_host_cache_hit_rate")?,
                 rate(Tier::Disk, "kvbm_disk_cache_hit_rate")?,
                 rate(Tier::Object, "kvbm_object_cache_hit_rate")?,
             ],
+            matched_tokens: b.counter("kvbm_matched_tokens", "Tokens found below the device.")?,
         })
     }
 
@@ -96,10 +93,5 @@ impl UpstreamHits {
             let share = hit[tier.index()] as f64 / requested.max(1) as f64;
             rate.with_label_values(&[] as &[&str]).set(share);
         }
-    }
-
-    pub(super) fn collectors(&self) -> impl Iterator<Item = &dyn Collector> {
-        let rates = self.rates.iter().map(|(_, rate)| rate as &dyn Collector);
-        rates.chain([&self.matched_tokens as &dyn Collector])
     }
 }
