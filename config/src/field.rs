@@ -373,6 +373,7 @@ fn urls(schemes: &[&str]) -> String {
 pub(crate) trait NamedChoice {
     fn names(&self) -> Vec<&'static str>;
     fn name(&self) -> &'static str;
+    /// By name, in any case.
     fn choose(&mut self, name: &str) -> Result<(), InvalidValue>;
 }
 
@@ -388,39 +389,25 @@ macro_rules! choice {
             }
 
             fn choose(&mut self, name: &str) -> Result<(), InvalidValue> {
-                put(self, name.parse())
-            }
-        }
-
-        impl FromStr for $kind {
-            type Err = InvalidValue;
-
-            /// By name, in any case.
-            fn from_str(name: &str) -> Result<Self, InvalidValue> {
-                let known = Self::ALL.iter().find(|choice| choice.name().eq_ignore_ascii_case(name));
-                let names = || Self::ALL.iter().map(|choice| choice.name()).collect::<Vec<_>>().join(", ");
-                known.copied().ok_or_else(|| InvalidValue::new("not a known name", names()))
+                let known =
+                    Self::ALL.iter().copied().find(|choice| choice.name().eq_ignore_ascii_case(name));
+                let unknown = || InvalidValue::new("not a known name", self.names().join(", "));
+                *self = known.ok_or_else(unknown)?;
+                Ok(())
             }
         }
     )*};
 }
 
-choice!(AdmissionMode, DeviceBackend, DiskBackend, ObjectBackend, OlderEpoch, PeerNixl);
-
-impl NamedChoice for EvictionKind {
-    fn names(&self) -> Vec<&'static str> {
-        Self::ALL.map(Self::name).to_vec()
-    }
-
-    fn name(&self) -> &'static str {
-        (*self).name()
-    }
-
-    fn choose(&mut self, name: &str) -> Result<(), InvalidValue> {
-        let unknown = |_| InvalidValue::new("not a known name", self.names().join(", "));
-        put(self, name.parse().map_err(unknown))
-    }
-}
+choice!(
+    AdmissionMode,
+    DeviceBackend,
+    DiskBackend,
+    EvictionKind,
+    ObjectBackend,
+    OlderEpoch,
+    PeerNixl
+);
 
 #[cfg(test)]
 mod tests {
