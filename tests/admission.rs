@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use kvbm::{BlockHash, ErrorKind, Manager, Tier};
-use kvbm_settings::{AdmissionMode, Capacity, DiskSettings, Settings, WriteBudget};
+use kvbm_settings::{AdmissionKind, Capacity, DiskSettings, Settings, WriteBudget};
 use kvbm_tests::engine::{self, serve};
 use kvbm_tests::rig::{chain, info_of};
 use prometheus::Registry;
@@ -42,7 +42,7 @@ fn serve_fully(manager: &Manager, chain: &[BlockHash]) {
 #[test]
 fn written_back_is_what_leaves_and_nothing_is_lost() {
     let dir = tempfile::tempdir().unwrap();
-    let manager = with_disk(&dir, |disk| disk.admission = AdmissionMode::WriteBack);
+    let manager = with_disk(&dir, |disk| disk.admission = AdmissionKind::WriteBack);
     for n in 0..3 {
         serve_fully(&manager, &chain(n, 4));
     }
@@ -66,7 +66,7 @@ fn written_back_is_what_leaves_and_nothing_is_lost() {
 fn a_drain_sends_down_everything_however_much_it_is() {
     let dir = tempfile::tempdir().unwrap();
     let mut settings = over_disk(&dir, |disk| {
-        disk.admission = AdmissionMode::WriteBack;
+        disk.admission = AdmissionKind::WriteBack;
         disk.capacity = Some(Capacity::Blocks(1_000));
     });
     settings.host.capacity = Some(Capacity::Blocks(600));
@@ -98,7 +98,7 @@ fn no_day_sees_more_writes_than_the_budget() {
 fn a_budget_of_nothing_writes_nothing_and_serves_on() {
     let dir = tempfile::tempdir().unwrap();
     let manager = with_disk(&dir, |disk| {
-        disk.admission = AdmissionMode::Selective;
+        disk.admission = AdmissionKind::Selective;
         disk.write_budget = Some(WriteBudget::DriveWritesPerDay(0.0));
     });
     for n in 0..12 {
@@ -111,7 +111,7 @@ fn a_budget_of_nothing_writes_nothing_and_serves_on() {
 #[test]
 fn a_rule_without_a_host_tier_is_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let mut settings = over_disk(&dir, |disk| disk.admission = AdmissionMode::WriteBack);
+    let mut settings = over_disk(&dir, |disk| disk.admission = AdmissionKind::WriteBack);
     settings.host.capacity = None;
     let error = engine::open(settings, &Registry::new()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);

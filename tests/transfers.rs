@@ -358,7 +358,7 @@ fn misuse_is_an_error_that_says_what_is_wrong() {
 fn blocks_refused_by_a_rule_wait_once_whatever_their_use() {
     let mut settings = engine::settings(4 << 10, 16, 16);
     settings.disk.capacity = Some(Capacity::Blocks(16));
-    settings.disk.admission = kvbm_settings::AdmissionMode::WriteBack;
+    settings.disk.admission = kvbm_settings::AdmissionKind::WriteBack;
     let dir = tempfile::tempdir().unwrap();
     settings.disk.dirs = vec![dir.path().to_owned()];
     settings.flush.interval_ms = 1_000_000;

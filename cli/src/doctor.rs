@@ -9,7 +9,7 @@ use std::time::Duration;
 use clap::Args;
 use kvbm::{Manager, Options, Tier};
 use kvbm_cli::measuring::rounds::Spread;
-use kvbm_settings::{AdmissionMode, Capacity, DiskBackend, Loaded, ObjectBackend, Settings};
+use kvbm_settings::{AdmissionKind, Capacity, DiskBackend, Loaded, ObjectBackend, Settings};
 use serde::Serialize;
 use tokio::runtime::Runtime;
 
@@ -322,7 +322,7 @@ fn miniature(settings: &Settings, tiers: &[Tier]) -> Settings {
     small.object.capacity = None;
     if small.host.capacity.is_none() {
         // Such rules choose among the blocks of the host tier, which is tried on its own.
-        small.disk.admission = AdmissionMode::WriteThrough;
+        small.disk.admission = AdmissionKind::WriteThrough;
         small.disk.write_budget = None;
     }
     if small.disk.capacity.is_some() && small.disk.backend == DiskBackend::Gds {

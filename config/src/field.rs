@@ -6,12 +6,12 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use kvbm_policies::EvictionKind;
+use kvbm_policies::{AdmissionKind, EvictionKind};
 
 use crate::nixl::{parameter_name, plugin_name};
 use crate::settings::{
-    AdmissionMode, DeviceBackend, DiskBackend, ObjectBackend, OlderEpoch, PeerNixl, SECRET_SET,
-    Settings, URL_HIDDEN, may_hold_credentials, shown_parameter, shown_url,
+    DeviceBackend, DiskBackend, ObjectBackend, OlderEpoch, PeerNixl, SECRET_SET, Settings,
+    URL_HIDDEN, may_hold_credentials, shown_parameter, shown_url,
 };
 use crate::value::{
     BOOLEANS, BUDGETS, CAPACITIES, Capacity, DIRECTORIES, DIRECTORY, HOSTS, InvalidValue, LIMITS,
@@ -400,7 +400,7 @@ macro_rules! choice {
 }
 
 choice!(
-    AdmissionMode,
+    AdmissionKind,
     DeviceBackend,
     DiskBackend,
     EvictionKind,
@@ -561,6 +561,11 @@ mod tests {
         for &backend in DeviceBackend::ALL {
             let text = toml::to_string(&TomlTable { value: backend }).expect("a name is a string");
             assert_eq!(text, format!("value = \"{}\"\n", backend.name()));
+        }
+        for admission in AdmissionKind::ALL {
+            let text =
+                toml::to_string(&TomlTable { value: admission }).expect("a name is a string");
+            assert_eq!(text, format!("value = \"{}\"\n", admission.name()));
         }
         for eviction in EvictionKind::ALL {
             let text = toml::to_string(&TomlTable { value: eviction }).expect("a name is a string");

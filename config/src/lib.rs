@@ -40,15 +40,15 @@ mod validate;
 pub mod value;
 
 pub use error::{Origin, SettingsError};
-pub use kvbm_policies::EvictionKind;
+pub use kvbm_policies::{AdmissionKind, EvictionKind};
 pub use loader::{Accepted, Argument, Loaded, Loader, Row};
 pub use nixl::NIXL_PLUGINS;
 pub use reference::reference_markdown;
 pub use settings::{
-    AdmissionMode, DeviceBackend, DeviceSettings, DiskBackend, DiskSettings, EncryptionSettings,
-    FlushSettings, HostSettings, HybridSettings, MAX_BLOCK_BYTES, MAX_DISK_THREADS,
-    MAX_TIER_BLOCKS, MetricsSettings, NixlSettings, ObjectBackend, ObjectSettings, OlderEpoch,
-    PeerNixl, PeerSettings, Settings, TraceSettings, TransferSettings,
+    DeviceBackend, DeviceSettings, DiskBackend, DiskSettings, EncryptionSettings, FlushSettings,
+    HostSettings, HybridSettings, MAX_BLOCK_BYTES, MAX_DISK_THREADS, MAX_TIER_BLOCKS,
+    MetricsSettings, NixlSettings, ObjectBackend, ObjectSettings, OlderEpoch, PeerNixl,
+    PeerSettings, Settings, TraceSettings, TransferSettings,
 };
 pub use validate::MIN_TOKEN_BYTES;
 pub use value::{Capacity, InvalidValue, WriteBudget, format_size, parse_size};

@@ -5,7 +5,7 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::PathBuf;
 
-use kvbm_policies::EvictionKind;
+use kvbm_policies::{AdmissionKind, EvictionKind};
 use serde::{Serialize, Serializer};
 
 use crate::nixl::names_a_secret;
@@ -163,7 +163,7 @@ pub struct DiskSettings {
     /// Leave the files in place at shutdown.
     pub keep: bool,
     /// Which blocks are written, and when.
-    pub admission: AdmissionMode,
+    pub admission: AdmissionKind,
     /// How much is written at most; `None`: no limit.
     pub write_budget: Option<WriteBudget>,
 }
@@ -178,7 +178,7 @@ impl Default for DiskSettings {
             backend: DiskBackend::Auto,
             queue_depth: 32,
             keep: false,
-            admission: AdmissionMode::WriteThrough,
+            admission: AdmissionKind::WriteThrough,
             write_budget: None,
         }
     }
@@ -516,37 +516,6 @@ pub struct FlushSettings {
 impl Default for FlushSettings {
     fn default() -> Self {
         Self { interval_ms: 1_000, dirty_watermark: 0.1 }
-    }
-}
-
-/// Which blocks go down a tier, and when.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum AdmissionMode {
-    /// Every block, soon after it came.
-    #[default]
-    WriteThrough,
-    /// Every block, when it is about to leave the tier above.
-    WriteBack,
-    /// What is about to leave the tier above and likely enough to return.
-    Selective,
-    /// As whichever of the others finds the most on a sample of the blocks.
-    Auto,
-}
-
-impl AdmissionMode {
-    /// Every choice.
-    pub const ALL: &'static [Self] =
-        &[Self::WriteThrough, Self::WriteBack, Self::Selective, Self::Auto];
-
-    /// How the choice is written.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::WriteThrough => "write_through",
-            Self::WriteBack => "write_back",
-            Self::Selective => "selective",
-            Self::Auto => "auto",
-        }
     }
 }
 

@@ -1,10 +1,11 @@
 //! What must hold of the settings as a whole.
 
+use kvbm_policies::AdmissionKind;
+
 use crate::error::{Origin, SettingsError};
 use crate::registry::KEYS;
 use crate::settings::{
-    AdmissionMode, DiskBackend, MAX_DISK_THREADS, MAX_TIER_BLOCKS, ObjectBackend, PeerNixl,
-    Settings,
+    DiskBackend, MAX_DISK_THREADS, MAX_TIER_BLOCKS, ObjectBackend, PeerNixl, Settings,
 };
 use crate::value::{Capacity, InvalidValue, format_size};
 
@@ -135,7 +136,7 @@ impl Settings {
                 InvalidValue::new("this would start too many threads", valid),
             ));
         }
-        let is_ruled = disk.admission != AdmissionMode::WriteThrough || disk.write_budget.is_some();
+        let is_ruled = disk.admission != AdmissionKind::WriteThrough || disk.write_budget.is_some();
         if is_ruled && disk.capacity.is_some() && self.host.capacity.is_none() {
             let path =
                 if disk.write_budget.is_some() { "disk.write_budget" } else { "disk.admission" };
@@ -454,7 +455,7 @@ mod tests {
     #[test]
     fn rules_for_the_disk_need_a_host_tier() {
         let changes: [(&str, Change); 2] = [
-            ("disk.admission", |s| s.disk.admission = AdmissionMode::Selective),
+            ("disk.admission", |s| s.disk.admission = AdmissionKind::Selective),
             ("disk.write_budget", |s| {
                 s.disk.write_budget = Some(crate::WriteBudget::BytesPerDay(1));
             }),

@@ -3,7 +3,7 @@
 use kvbm_policies::admission::{Budget, Budgeted, TierPair, TierShape, WriteThrough};
 use kvbm_policies::eviction::{TenantTerms, Tenants};
 use kvbm_policies::{Admission, AdmissionKind, Eviction};
-use kvbm_settings::{AdmissionMode, Capacity, DiskSettings, Settings, WriteBudget};
+use kvbm_settings::{Capacity, DiskSettings, Settings, WriteBudget};
 use kvbm_tiers::Tier;
 
 /// A fresh policy for a tier of `slots` slots.
@@ -42,10 +42,8 @@ pub(super) fn admission(
     let side = |(_, capacity)| TierShape { capacity, eviction: settings.eviction };
     let pair = TierPair { upper: side(upper), lower: side(lower) };
     let rule = match disk.admission {
-        AdmissionMode::WriteThrough => None,
-        AdmissionMode::WriteBack => Some(AdmissionKind::WriteBack.build(&pair)),
-        AdmissionMode::Selective => Some(AdmissionKind::Selective.build(&pair)),
-        AdmissionMode::Auto => Some(AdmissionKind::Auto.build(&pair)),
+        AdmissionKind::WriteThrough => None,
+        kind => Some(kind.build(&pair)),
     };
     let Some(budget) = budget(disk, settings.block_bytes.unwrap_or_default()) else { return rule };
     let rule = rule.unwrap_or_else(|| Box::new(WriteThrough));

@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use kvbm_policies::RequestId;
-use kvbm_settings::{AdmissionMode, Settings};
+use kvbm_settings::{AdmissionKind, Settings};
 use kvbm_tiers::{Route, Tier, clock};
 use serde::{Serialize, Serializer};
 
@@ -340,7 +340,7 @@ impl ObservedState {
     fn disk_rule(&self) -> Option<&'static str> {
         let disk = &self.settings.disk;
         match disk.admission {
-            AdmissionMode::WriteThrough => disk.write_budget.map(|_| "disk.write_budget"),
+            AdmissionKind::WriteThrough => disk.write_budget.map(|_| "disk.write_budget"),
             _ => Some("disk.admission"),
         }
     }

@@ -27,6 +27,7 @@ pub use selective::Selective;
 use std::fmt;
 use std::str::FromStr;
 
+use serde::Serialize;
 use thiserror::Error;
 
 use crate::eviction::EvictionKind;
@@ -154,7 +155,8 @@ impl Admission for WriteBack {
 }
 
 /// The rules that a live tier may use, by name.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum AdmissionKind {
     /// [`WriteThrough`].
     WriteThrough,

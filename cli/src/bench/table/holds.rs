@@ -9,7 +9,7 @@ use kvbm::{
 };
 use kvbm_cli::measuring::chains::{LONG, Prompts, Random, SHORT};
 use kvbm_cli::measuring::subject::{OurManager, device_and_host_of};
-use kvbm_settings::{AdmissionMode, Capacity, EvictionKind, Settings, WriteBudget};
+use kvbm_settings::{AdmissionKind, Capacity, EvictionKind, Settings, WriteBudget};
 use kvbm_tiers::chaos::{Chaos, Direction, Episode, Kind, Medium, Schedule};
 use serde::Serialize;
 
@@ -175,7 +175,7 @@ fn below_the_host(settings: &mut Settings, blocks: usize) {
     let disk = (blocks / 4).max(1) as u64;
     settings.disk.capacity = Some(Capacity::Blocks(disk));
     settings.disk.o_direct = false;
-    settings.disk.admission = AdmissionMode::WriteBack;
+    settings.disk.admission = AdmissionKind::WriteBack;
     let an_hour = blocks as u64 / WRITABLE * settings.block_bytes.unwrap_or_default();
     settings.disk.write_budget = Some(WriteBudget::BytesPerDay(24 * an_hour));
 }
