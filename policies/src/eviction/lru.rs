@@ -9,61 +9,18 @@ use crate::seam::{Access, BlockId, Forest, Standing};
 ///
 /// Exact at O(1) a request: a use stamps the deepest block of the path alone, yet each block has
 /// the stamp of the last path through it by the time it is a leaf. How, and what busy blocks do to
-/// it: see the queue that it shares with [`Fifo`] below. 8 bytes a block.
-#[derive(Debug, Default)]
-pub struct Lru {
-    queue: LeafQueue,
-}
-
-impl Eviction for Lru {
-    fn touch(&mut self, access: &Access, _forest: &dyn Forest, _reuse: &ReuseModel) {
-        self.queue.renew(access.deepest);
-    }
-
-    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
-        self.queue.remove(block, exposed);
-    }
-
-    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
-        self.queue.victim(forest)
-    }
-
-    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
-        self.queue.release(block);
-    }
-}
+/// it: see [`LeafQueue`]. 8 bytes a block.
+pub type Lru = LeafQueue<false>;
 
 /// Evicts the leaf that entered the tier first: a use that adds nothing to the tier changes
 /// nothing.
 ///
 /// 8 bytes a block, O(1) a request; the queue is that of [`Lru`].
-#[derive(Debug, Default)]
-pub struct Fifo {
-    queue: LeafQueue,
-}
+pub type Fifo = LeafQueue<true>;
 
-impl Eviction for Fifo {
-    fn touch(&mut self, access: &Access, _forest: &dyn Forest, _reuse: &ReuseModel) {
-        if access.inserted > 0 {
-            self.queue.renew(access.deepest);
-        }
-    }
-
-    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
-        self.queue.remove(block, exposed);
-    }
-
-    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
-        self.queue.victim(forest)
-    }
-
-    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
-        self.queue.release(block);
-    }
-}
-
-/// Blocks in order of age, of which only the leaves count. Every operation is O(1) (amortised for
-/// [`victim`](Self::victim)) and a block costs 8 bytes.
+/// Blocks in order of age, of which only the leaves count. `BY_ARRIVAL`: a use without new blocks
+/// does not count. Every operation is O(1) (amortised for [`victim`](Eviction::victim)) and a block
+/// costs 8 bytes.
 ///
 /// A block is stamped alone, whatever the length of its path, by moving it to the young end. Its
 /// age is meant to be that of the youngest block at or below it, and it matters only once the block
@@ -84,30 +41,20 @@ impl Eviction for Fifo {
 /// perhaps older stamp. Both let a block go somewhat early; neither keeps one too long nor loses
 /// one.
 #[derive(Debug, Default)]
-struct LeafQueue {
+pub struct LeafQueue<const BY_ARRIVAL: bool> {
     ages: AgeList,
 }
 
-impl LeafQueue {
-    /// Makes `block` the youngest.
-    fn renew(&mut self, block: BlockId) {
-        self.ages.unlink(block);
-        self.ages.push_newest(block);
-    }
-
-    /// The oldest evictable leaf, after dropping those before it that are none.
-    fn victim(&mut self, forest: &dyn Forest) -> Option<BlockId> {
-        while let Some(block) = self.ages.oldest().filter(|_| forest.may_look()) {
-            if forest.standing(block) == Standing::Evictable {
-                return Some(block);
-            }
-            self.ages.unlink(block);
+impl<const BY_ARRIVAL: bool> Eviction for LeafQueue<BY_ARRIVAL> {
+    fn touch(&mut self, access: &Access, _forest: &dyn Forest, _reuse: &ReuseModel) {
+        if !BY_ARRIVAL || access.inserted > 0 {
+            self.ages.unlink(access.deepest);
+            self.ages.push_newest(access.deepest);
         }
-        None
     }
 
-    /// Forgets `block`; the parent that it `exposed` inherits its place.
-    fn remove(&mut self, block: BlockId, exposed: Option<BlockId>) {
+    /// The parent that `block` exposed inherits its place.
+    fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
         if let Some(parent) = exposed.filter(|&parent| !self.ages.contains(parent)) {
             if self.ages.contains(block) {
                 self.ages.insert_after(block, parent);
@@ -118,8 +65,19 @@ impl LeafQueue {
         self.ages.unlink(block);
     }
 
-    /// Takes back a leaf that [`victim`](Self::victim) may have dropped.
-    fn release(&mut self, block: BlockId) {
+    /// The oldest evictable leaf, after dropping those before it that are none.
+    fn victim(&mut self, forest: &dyn Forest, _reuse: &ReuseModel) -> Option<BlockId> {
+        while let Some(block) = self.ages.oldest().filter(|_| forest.may_look()) {
+            if forest.standing(block) == Standing::Evictable {
+                return Some(block);
+            }
+            self.ages.unlink(block);
+        }
+        None
+    }
+
+    /// Takes back a leaf that [`victim`](Eviction::victim) may have dropped.
+    fn released(&mut self, block: BlockId, _reuse: &ReuseModel) {
         if !self.ages.contains(block) {
             self.ages.push_oldest(block);
         }
