@@ -30,7 +30,7 @@ use self::fleet::FleetArgs;
 use self::model::{CostAmount, KvModel, ModelArgs};
 use self::outcome::{MissCurve, OutcomeRow, PlanOutcome};
 use self::tiers::TierAmount;
-use self::what_if::CostArgs;
+use self::what_if::WhatIfCosts;
 use crate::GlobalOptions;
 use crate::output::{self, CommandFailure, rounded};
 use crate::trace::{TraceError, TraceReader};
@@ -84,7 +84,7 @@ pub(crate) struct PlanArgs {
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
-    costs: CostArgs,
+    costs: WhatIfCosts,
     #[command(flatten)]
     fleet: FleetArgs,
 }
@@ -126,7 +126,7 @@ fn plan(args: &PlanArgs) -> Result<PlanOutcome, CommandFailure> {
     let sample = args.sample.map(|rate| Sample::one_in((1.0 / rate).round() as u32));
     let input = read(&args.trace, sample)?;
     let block_bytes = model.as_ref().map(|model| model.bytes_per_block);
-    let costs = args.costs.costs(block_bytes);
+    let costs = WhatIfCosts { block_bytes, ..args.costs };
     let is_deep = args.what_if || args.html.is_some();
     let admissions = admissions_to_compare(args.admission, args.html.is_some());
     let eviction = args.tier_eviction();

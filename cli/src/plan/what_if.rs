@@ -14,22 +14,27 @@ use crate::output::rounded;
 /// Sizes that are tried, in parts of what the tier has.
 const FACTORS: [f64; 4] = [0.0, 0.5, 2.0, 4.0];
 
-/// The options that turn tokens into seconds.
-#[derive(Clone, Debug, Args)]
+/// What a request's first token waits for, queues aside: computing what no tier holds, after
+/// loading what the slower tiers hold. The options are named shorter than what is in the JSON.
+#[derive(Clone, Copy, Debug, Args, Serialize)]
 #[command(next_help_heading = "Costs: what the seconds of --what-if are made of")]
-pub(super) struct CostArgs {
+pub(super) struct WhatIfCosts {
     /// Prompt tokens that the engine computes in a second
-    #[arg(long, value_name = "TOKENS/S", default_value_t = 8_000.0, value_parser = parse_prefill_rate)]
-    prefill_rate: f64,
+    #[arg(long = "prefill-rate", value_name = "TOKENS/S", default_value_t = 8_000.0, value_parser = parse_prefill_rate)]
+    pub(super) prefill_tokens_per_second: f64,
     /// Bytes that a rank loads from the host tier in a second
-    #[arg(long, value_name = "SIZE/S", default_value = "25GB", value_parser = parse_bandwidth)]
-    host_bandwidth: u64,
+    #[arg(long = "host-bandwidth", value_name = "SIZE/S", default_value = "25GB", value_parser = parse_bandwidth)]
+    pub(super) host_bytes_per_second: u64,
     /// Bytes that a rank loads from the disk tier in a second
-    #[arg(long, value_name = "SIZE/S", default_value = "6GB", value_parser = parse_bandwidth)]
-    disk_bandwidth: u64,
+    #[arg(long = "disk-bandwidth", value_name = "SIZE/S", default_value = "6GB", value_parser = parse_bandwidth)]
+    pub(super) disk_bytes_per_second: u64,
     /// Bytes that a rank loads from the object tier in a second
-    #[arg(long, value_name = "SIZE/S", default_value = "1GB", value_parser = parse_bandwidth)]
-    object_bandwidth: u64,
+    #[arg(long = "object-bandwidth", value_name = "SIZE/S", default_value = "1GB", value_parser = parse_bandwidth)]
+    pub(super) object_bytes_per_second: u64,
+    /// Where it is not known, loading counts as free.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub(super) block_bytes: Option<u64>,
 }
 
 fn parse_prefill_rate(text: &str) -> Result<f64, String> {
@@ -42,31 +47,6 @@ pub(super) fn parse_bandwidth(text: &str) -> Result<u64, String> {
         0 => Err("it has to be above 0".to_owned()),
         bytes => Ok(bytes),
     }
-}
-
-impl CostArgs {
-    pub(super) fn costs(&self, block_bytes: Option<u64>) -> WhatIfCosts {
-        WhatIfCosts {
-            prefill_tokens_per_second: self.prefill_rate,
-            host_bytes_per_second: self.host_bandwidth,
-            disk_bytes_per_second: self.disk_bandwidth,
-            object_bytes_per_second: self.object_bandwidth,
-            block_bytes,
-        }
-    }
-}
-
-/// What a request's first token waits for, queues aside: computing what no tier holds, after
-/// loading what the slower tiers hold.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub(super) struct WhatIfCosts {
-    pub(super) prefill_tokens_per_second: f64,
-    pub(super) host_bytes_per_second: u64,
-    pub(super) disk_bytes_per_second: u64,
-    pub(super) object_bytes_per_second: u64,
-    /// Where it is not known, loading counts as free.
-    #[serde(skip)]
-    block_bytes: Option<u64>,
 }
 
 impl WhatIfCosts {
