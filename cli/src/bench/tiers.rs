@@ -16,7 +16,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::ProgressBar;
 use kvbm::Tier;
 use kvbm_cli::measuring::rounds::Spread;
 use kvbm_settings::{Capacity, DeviceBackend, Settings, format_size, parse_size};
@@ -98,12 +98,14 @@ type Round = [Duration; 2];
 pub(crate) fn run(args: &TiersArgs) -> Result<TiersReport, CommandFailure> {
     let runtime = stop::runtime()?;
     let stop = StopSignal::on_signals(&runtime)?;
-    let progress = ReplayProgress::new(args);
+    let steps = args.tier.len() as u64 * args.size.len() as u64 * u64::from(args.rounds + 1);
+    // Dropped, it is off the terminal.
+    let bar = output::bar(Some(steps), "{bar:30} {pos}/{len} rounds, {msg} ({eta} left)");
     let mut rows = Vec::new();
     for &bottom in &args.tier {
         for &size in &args.size {
             let contest = Contest::new(bottom, size, args)?;
-            rows.extend(contest.run(args, &runtime, &stop, &progress)?);
+            rows.extend(contest.run(args, &runtime, &stop, &bar)?);
         }
     }
     Ok(TiersReport { working_set: args.working_set, rounds: args.rounds, rows })
@@ -156,9 +158,10 @@ impl Contest {
         args: &TiersArgs,
         runtime: &Runtime,
         stop: &StopSignal,
-        progress: &ReplayProgress,
+        bar: &ProgressBar,
     ) -> Result<[Row; 2], CommandFailure> {
-        progress.show(&self);
+        let (tier, size) = (self.bottom.tier(), output::bytes(self.size));
+        bar.set_message(format!("{tier}, blocks of {size}"));
         let (mut ours, mut theirs) = (self.settings.clone(), self.settings.clone());
         // The first makes the directory that both use, and so must be the last to go.
         let _ours = CommandScratch::divert(&mut ours)?;
@@ -174,7 +177,7 @@ impl Contest {
                 writes.push(write);
                 reads.push(read);
             }
-            progress.step();
+            bar.inc(1);
         }
         bed.check()?;
         let bytes = self.size * (args.working_set / self.size);
@@ -241,34 +244,6 @@ const fn disk_depth(size: u64) -> u32 {
         0 => 32,
         1 => 16,
         _ => 4,
-    }
-}
-
-/// A line on a terminal that says what is being timed.
-#[derive(Debug)]
-struct ReplayProgress(ProgressBar);
-
-impl ReplayProgress {
-    fn new(args: &TiersArgs) -> Self {
-        let steps = args.tier.len() as u64 * args.size.len() as u64 * u64::from(args.rounds + 1);
-        let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
-        let style = ProgressStyle::with_template("{bar:30} {pos}/{len} rounds, {msg} ({eta} left)");
-        Self(bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())))
-    }
-
-    fn show(&self, contest: &Contest) {
-        let (tier, size) = (contest.bottom.tier(), output::bytes(contest.size));
-        self.0.set_message(format!("{tier}, blocks of {size}"));
-    }
-
-    fn step(&self) {
-        self.0.inc(1);
-    }
-}
-
-impl Drop for ReplayProgress {
-    fn drop(&mut self) {
-        self.0.finish_and_clear();
     }
 }
 
