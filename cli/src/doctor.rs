@@ -16,6 +16,7 @@ use tokio::runtime::Runtime;
 use self::network::NetworkSources;
 use crate::GlobalOptions;
 use crate::bench::tiers::Bed;
+use crate::engine::present;
 use crate::output::{self, CommandFailure};
 use crate::scratch::CommandScratch;
 use crate::stop;
@@ -94,8 +95,8 @@ pub(crate) fn run(args: &DoctorArgs, global: &GlobalOptions) -> Result<(), Comma
     let nixl = nixl(&loaded);
     let settings = loaded.settings;
     let runtime = stop::runtime()?;
-    let tiers: Vec<_> =
-        configured(&settings).map(|tier| try_tier(&runtime, &settings, tier)).collect();
+    let tiers = present(&settings).into_iter();
+    let tiers: Vec<_> = tiers.map(|tier| try_tier(&runtime, &settings, tier)).collect();
     let ready = tiers
         .iter()
         .filter(|(_, check)| matches!(check.state, Ready { .. }))
@@ -174,19 +175,6 @@ fn nixl(loaded: &Loaded) -> Vec<DoctorCheck> {
             .push(DoctorCheck::disabled(name, format!("unless DYN_KVBM_NIXL_BACKEND_{name}=true")));
     }
     checks
-}
-
-fn configured(settings: &Settings) -> impl Iterator<Item = Tier> + use<> {
-    let is_present = [
-        settings.device.capacity.is_some(),
-        settings.host.capacity.is_some(),
-        settings.disk.capacity.is_some(),
-        settings.object.place().is_some(),
-    ];
-    Tier::ALL
-        .into_iter()
-        .zip(is_present)
-        .filter_map(|(tier, is_present)| is_present.then_some(tier))
 }
 
 fn try_tier(runtime: &Runtime, settings: &Settings, tier: Tier) -> (Tier, DoctorCheck) {

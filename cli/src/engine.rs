@@ -682,7 +682,8 @@ fn longest_wait(settings: &Settings) -> Duration {
     3 * Duration::from_millis(settings.transfer.timeout_ms) + LONGEST_PAUSE + object
 }
 
-fn present(settings: &Settings) -> Vec<Tier> {
+/// The tiers that the settings name, from the fastest.
+pub(crate) fn present(settings: &Settings) -> Vec<Tier> {
     let is_present = |tier: &Tier| match tier {
         Tier::Device => settings.device.capacity.is_some(),
         Tier::Host => settings.host.capacity.is_some(),

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 use kvbm_settings::Settings;
-use kvbm_tiers::object::{Store, StoreOptions};
+use kvbm_tiers::object::Store;
 use kvbm_tiers::sealed::{KeyFiles, KeyStore};
 use serde::Serialize;
 
@@ -78,14 +78,8 @@ fn on_disk(dirs: &[PathBuf], tenant: u32) -> Result<usize, CommandFailure> {
 fn in_store(args: &ForgetArgs, settings: &Settings) -> Result<usize, CommandFailure> {
     let object = &settings.object;
     let Some(url) = args.object_url.as_deref().or_else(|| object.place()) else { return Ok(0) };
-    let options = StoreOptions {
-        endpoint: object.endpoint.clone(),
-        region: object.region.clone(),
-        access_key: object.access_key.clone(),
-        secret_key: object.secret_key.clone(),
-    };
-    let store =
-        Store::open(url, &options).map_err(|error| CommandFailure::unusable(error.to_string()))?;
+    let store = Store::open(url, &kvbm::store_options(object))
+        .map_err(|error| CommandFailure::unusable(error.to_string()))?;
     let keys = store.all_keys().map_err(|error| CommandFailure::unusable(error.to_string()))?;
     destroy(keys.iter(), args.tenant)
 }

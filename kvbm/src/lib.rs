@@ -65,6 +65,7 @@ pub use api::rank::{Rank, RankGroup, RankOptions};
 pub use api::transfer::{Loaded, Saved, Transfer, Transferred, Writers};
 pub use assemble::{
     GpuReport, NixlReport, PluginReport, installed_nixl_plugins, main_keys, probe_gpu, probe_nixl,
+    store_options,
 };
 pub use clock::{Clock, JumpingClock, ManualClock, SystemClock};
 pub use durable::{DurableEvent, OnDurable, RecoveryReport};

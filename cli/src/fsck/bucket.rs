@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbm_settings::ObjectSettings;
-use kvbm_tiers::object::StoreOptions;
 use kvbm_tiers::object::fsck::{BucketReport, FsckOptions, NamespaceReport, fsck};
 use kvbm_tiers::sealed::KeyRing;
 use serde::Serialize;
@@ -32,12 +31,6 @@ pub(super) fn check(
     keys: Option<Arc<KeyRing>>,
     repair: bool,
 ) -> Result<BucketFindings, CommandFailure> {
-    let store = StoreOptions {
-        endpoint: object.endpoint.clone(),
-        region: object.region.clone(),
-        access_key: object.access_key.clone(),
-        secret_key: object.secret_key.clone(),
-    };
     let options = FsckOptions {
         concurrency: object.concurrency,
         repair,
@@ -52,7 +45,7 @@ pub(super) fn check(
         shown.set_length(of);
         shown.set_position(read);
     };
-    let report = fsck(url, &store, &options, Arc::new(on_progress));
+    let report = fsck(url, &kvbm::store_options(object), &options, Arc::new(on_progress));
     bar.finish_and_clear();
     let report = report.map_err(|error| CommandFailure::unusable(with_causes(&error)))?;
     Ok(BucketFindings { url: url.to_owned(), is_sound: report.is_sound(), report })

@@ -744,7 +744,8 @@ fn namespace(
     NamespaceNames { name, identity: fingerprint.map(NameSeed::of), shares_objects: true }
 }
 
-fn store_options(object: &ObjectSettings) -> StoreOptions {
+/// How the object store is reached that the settings name.
+pub fn store_options(object: &ObjectSettings) -> StoreOptions {
     StoreOptions {
         endpoint: object.endpoint.clone(),
         region: object.region.clone(),
