@@ -43,6 +43,7 @@ mod why;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use kvbm_cli::trace;
 use kvbm_settings::{Accepted, Loaded, Loader, Row, SettingsError};
@@ -168,6 +169,17 @@ impl GlobalOptions {
     ) -> Result<(), CommandFailure> {
         if self.json { output::print_json(result) } else { output::print(&text(result)) }
     }
+}
+
+/// Takes one of these by its name; help and errors list the names.
+pub(crate) fn by_name<T: Copy + Send + Sync + 'static>(
+    all: impl IntoIterator<Item = (&'static str, T)>,
+) -> impl TypedValueParser<Value = T> {
+    let all: Vec<_> = all.into_iter().collect();
+    PossibleValuesParser::new(all.iter().map(|&(name, _)| name)).try_map(move |given| {
+        let named = all.iter().find(|(name, _)| *name == given);
+        named.map(|&(_, one)| one).ok_or("no such name")
+    })
 }
 
 #[derive(Serialize)]

@@ -38,7 +38,7 @@ pub mod split;
 #[cfg(test)]
 mod testing;
 
-pub use admission::{Admission, AdmissionKind, Candidates, Trigger, UnknownAdmission};
+pub use admission::{Admission, AdmissionKind, Candidates, Trigger};
 pub use checkpoints::{CheckpointGrid, CheckpointPart};
 pub use chunk_cache::{ChunkCache, ChunkKey};
 pub use eviction::{Eviction, EvictionKind, UnknownEviction};

@@ -22,7 +22,6 @@ use std::sync::Mutex;
 use std::thread;
 
 use clap::Args;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
 use kvbm_policies::{AdmissionKind, EvictionKind, Miniature, Policy, Sample, TraceThinning};
 use kvbm_tiers::clock;
 
@@ -31,9 +30,9 @@ use self::model::{CostAmount, KvModel, ModelArgs};
 use self::outcome::{MissCurve, OutcomeRow, PlanOutcome};
 use self::tiers::TierAmount;
 use self::what_if::WhatIfCosts;
-use crate::GlobalOptions;
 use crate::output::{self, CommandFailure, rounded};
 use crate::trace::{TraceError, TraceReader};
+use crate::{GlobalOptions, by_name};
 
 /// Capacities of the table, in blocks.
 const CAPACITIES: [u32; 4] = [1_000, 5_000, 10_000, 30_000];
@@ -61,14 +60,19 @@ pub(crate) struct PlanArgs {
         value_name = "NAMES",
         value_delimiter = ',',
         default_value = "hazard,lru,belady",
-        value_parser = policies()
+        value_parser = by_name(Policy::all().map(|policy| (policy.name(), policy)))
     )]
     eviction: Vec<Policy>,
     /// Tiers to simulate together: device, host, disk, object, each with blocks or a size
     #[arg(long, value_name = "TIER=CAPACITY", value_delimiter = ',', value_parser = TierAmount::parse)]
     tiers: Vec<TierAmount>,
     /// When blocks go down a tier; selective and auto are for disk and object, or for the last tier
-    #[arg(long, value_name = "MODE", default_value_t, value_parser = admissions())]
+    #[arg(
+        long,
+        value_name = "MODE",
+        default_value_t,
+        value_parser = by_name(AdmissionKind::ALL.map(|kind| (kind.name(), kind)))
+    )]
     admission: AdmissionKind,
     /// Say what more or less of each tier would bring [tiers by default:
     /// device=1000,host=5000,disk=50000]
@@ -98,16 +102,6 @@ pub(crate) fn run(args: &PlanArgs, global: &GlobalOptions) -> Result<(), Command
         page.write(&plan)?;
     }
     global.show(&plan, PlanOutcome::to_text)
-}
-
-fn policies() -> impl TypedValueParser<Value = Policy> {
-    PossibleValuesParser::new(Policy::all().map(Policy::name))
-        .try_map(|name| name.parse::<Policy>())
-}
-
-fn admissions() -> impl TypedValueParser<Value = AdmissionKind> {
-    PossibleValuesParser::new(AdmissionKind::ALL.map(AdmissionKind::name))
-        .try_map(|name| name.parse::<AdmissionKind>())
 }
 
 fn parse_rate(text: &str) -> Result<f64, String> {

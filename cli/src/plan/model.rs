@@ -4,11 +4,12 @@
 use std::fmt;
 
 use clap::Args;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::PossibleValuesParser;
 use kvbm_policies::{BLOCK_TOKENS, checkpoints};
 use kvbm_settings::parse_size;
 use serde::Serialize;
 
+use crate::by_name;
 use crate::output::{self, CommandFailure};
 
 /// What a model's attention keeps of a token, as published.
@@ -105,17 +106,11 @@ pub(super) struct ModelArgs {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
     checkpoint_blocks: u32,
     /// Type of the cache's numbers [default: bf16]
-    #[arg(long, value_name = "TYPE", value_parser = dtypes())]
+    #[arg(long, value_name = "TYPE", value_parser = by_name(DTYPES.map(|(name, _)| (name, name))))]
     dtype: Option<&'static str>,
     /// Ranks that share the heads of a layer
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     tensor_parallel: u32,
-}
-
-fn dtypes() -> impl TypedValueParser<Value = &'static str> {
-    let names = DTYPES.map(|(name, _)| name);
-    PossibleValuesParser::new(names)
-        .try_map(move |given| names.into_iter().find(|name| *name == given).ok_or("no such type"))
 }
 
 impl ModelArgs {

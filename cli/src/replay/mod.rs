@@ -8,7 +8,6 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
 use kvbm::Options;
 use kvbm_policies::Request;
 use kvbm_settings::{Capacity, EvictionKind, Loader, Settings, parse_size};
@@ -18,7 +17,6 @@ use prometheus::Registry;
 use self::acknowledged::AckLog;
 use self::chaos::{ChaosArgs, ChaosReport, ChaosTrouble};
 use self::report::ReplayReport;
-use crate::GlobalOptions;
 use crate::engine::SimulatedEngine;
 use crate::output::{CommandFailure, ReplayProgress};
 use crate::pace::{self, PacedIter};
@@ -26,6 +24,7 @@ use crate::scratch::CommandScratch;
 use crate::serve::{self, WatchedCommand};
 use crate::stop::{self, StopSignal};
 use crate::trace::{TraceError, TraceReader};
+use crate::{GlobalOptions, by_name};
 
 /// Each request takes the blocks that it finds in any tier back to the device, where every byte of
 /// them is compared with what its hash says; it computes and saves the rest. The device is emulated
@@ -61,7 +60,11 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     block_bytes: Option<u64>,
     /// Eviction policy of all tiers [default: hazard]
-    #[arg(long, value_name = "NAME", value_parser = eviction_policies())]
+    #[arg(
+        long,
+        value_name = "NAME",
+        value_parser = by_name(EvictionKind::ALL.map(|policy| (policy.name(), policy)))
+    )]
     eviction: Option<EvictionKind>,
     /// Stop after this many requests
     #[arg(long, value_name = "N")]
@@ -163,13 +166,6 @@ fn limited(
     reader.take(
         requests.map_or(usize::MAX, |requests| usize::try_from(requests).unwrap_or(usize::MAX)),
     )
-}
-
-fn eviction_policies() -> impl TypedValueParser<Value = EvictionKind> {
-    let by_name =
-        |name: String| EvictionKind::ALL.iter().copied().find(|policy| policy.name() == name);
-    PossibleValuesParser::new(EvictionKind::ALL.iter().map(|policy| policy.name()))
-        .try_map(move |name| by_name(name).ok_or("no such policy"))
 }
 
 impl ReplayArgs {

@@ -25,10 +25,8 @@ pub use budget::{Budget, Budgeted};
 pub use selective::Selective;
 
 use std::fmt;
-use std::str::FromStr;
 
 use serde::Serialize;
-use thiserror::Error;
 
 use crate::eviction::EvictionKind;
 use crate::reuse::ReuseModel;
@@ -197,45 +195,5 @@ impl AdmissionKind {
 impl fmt::Display for AdmissionKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
-    }
-}
-
-impl FromStr for AdmissionKind {
-    type Err = UnknownAdmission;
-
-    fn from_str(name: &str) -> Result<Self, UnknownAdmission> {
-        Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| UnknownAdmission {
-            name: name.to_owned(),
-            valid: Self::ALL.map(Self::name).join(", "),
-        })
-    }
-}
-
-/// A name of no admission rule; says which there are.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("unknown admission `{name}`; valid: {valid}")]
-pub struct UnknownAdmission {
-    name: String,
-    valid: String,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_kind_is_found_by_its_name() {
-        for kind in AdmissionKind::ALL {
-            assert_eq!(kind.name().parse(), Ok(kind));
-        }
-    }
-
-    #[test]
-    fn an_unknown_name_lists_the_valid_ones() {
-        let error = "always".parse::<AdmissionKind>().unwrap_err().to_string();
-        assert!(
-            error.starts_with("unknown admission `always`; valid: write_through, write_back"),
-            "{error}"
-        );
     }
 }

@@ -200,10 +200,11 @@ impl FromStr for EvictionKind {
 
     /// By name, in any case.
     fn from_str(name: &str) -> Result<Self, UnknownEviction> {
-        Self::ALL
-            .into_iter()
-            .find(|kind| kind.name().eq_ignore_ascii_case(name))
-            .ok_or_else(|| UnknownEviction::new(name, Self::ALL.map(Self::name)))
+        let known = Self::ALL.into_iter().find(|kind| kind.name().eq_ignore_ascii_case(name));
+        known.ok_or_else(|| UnknownEviction {
+            name: name.to_owned(),
+            valid: Self::ALL.map(Self::name).join(", "),
+        })
     }
 }
 
@@ -213,13 +214,6 @@ impl FromStr for EvictionKind {
 pub struct UnknownEviction {
     name: String,
     valid: String,
-}
-
-impl UnknownEviction {
-    pub(crate) fn new(name: &str, valid: impl IntoIterator<Item = &'static str>) -> Self {
-        let valid = valid.into_iter().collect::<Vec<_>>().join(", ");
-        Self { name: name.to_owned(), valid }
-    }
 }
 
 #[cfg(test)]

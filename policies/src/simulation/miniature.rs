@@ -211,7 +211,7 @@ mod tests {
     fn a_sample_of_all_is_exact() {
         let (small, whole) = (miniature(1), chats().iter().collect::<Workload>());
         for policy in Policy::all() {
-            assert_eq!(small.simulate(policy, 3_000), policy.simulate(&whole, 3_000), "{policy}");
+            assert_eq!(small.simulate(policy, 3_000), policy.simulate(&whole, 3_000), "{policy:?}");
         }
         assert_eq!(small.blocks(), u64::from(whole.blocks()));
     }

@@ -7,12 +7,10 @@
 //! A request's output length is known once it has ended ([`Running`] says when); the policy's
 //! upkeep is done as soon as it asks.
 
-use std::fmt;
 use std::iter::successors;
-use std::str::FromStr;
 
 use super::workload::{BLOCK_TOKENS, Running, Workload};
-use crate::eviction::{Belady, Eviction, EvictionKind, UnknownEviction};
+use crate::eviction::{Belady, Eviction, EvictionKind};
 use crate::seam::{Access, BlockId, Forest, Hints, RequestId, Standing, TierPolicies};
 
 /// What a simulation counted.
@@ -102,22 +100,6 @@ impl Policy {
             Self::Belady => Box::new(Belady::new(workload.next_uses())),
         };
         simulate(workload, policy, capacity)
-    }
-}
-
-impl fmt::Display for Policy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for Policy {
-    type Err = UnknownEviction;
-
-    fn from_str(name: &str) -> Result<Self, UnknownEviction> {
-        Self::all()
-            .find(|policy| policy.name() == name)
-            .ok_or_else(|| UnknownEviction::new(name, Self::all().map(Self::name)))
     }
 }
 
@@ -323,7 +305,7 @@ mod tests {
         fn no_policy_beats_belady(requests in requests(), capacity in 0_u32..40) {
             let bound = hits(Policy::Belady, &requests, capacity);
             for policy in Policy::all() {
-                prop_assert!(hits(policy, &requests, capacity) <= bound, "{}", policy);
+                prop_assert!(hits(policy, &requests, capacity) <= bound, "{policy:?}");
             }
         }
 
@@ -360,16 +342,5 @@ mod tests {
     #[test]
     fn no_tokens_is_a_rate_of_zero() {
         assert!(Outcome::default().token_hit_rate().abs() < f64::EPSILON);
-    }
-
-    #[test]
-    fn an_unknown_policy_lists_the_valid_ones() {
-        let error = "opt".parse::<Policy>().unwrap_err();
-        let error = error.to_string();
-        assert!(
-            error.starts_with("unknown eviction policy `opt`; valid: hazard, lru, "),
-            "{error}"
-        );
-        assert!(error.ends_with(", belady"), "{error}");
     }
 }
