@@ -16,6 +16,17 @@ pub(crate) const PREPARED_BLOCKS: u32 = 1 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockId(pub u32);
 
+impl BlockId {
+    /// What `list` has of the block, which it reaches from here on.
+    pub(crate) fn entry<T: Default>(self, list: &mut Vec<T>) -> &mut T {
+        let at = self.0 as usize;
+        if list.len() <= at {
+            list.resize_with(at + 1, T::default);
+        }
+        &mut list[at]
+    }
+}
+
 /// Names a request for as long as it lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u64);

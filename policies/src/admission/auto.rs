@@ -216,11 +216,7 @@ impl ShadowSampling {
             if mixed(forest.key(block)).is_multiple_of(self.stride) {
                 nearest = block.0 + 1;
             }
-            let at = block.0 as usize;
-            if self.nearest.len() <= at {
-                self.nearest.resize(at + 1, 0);
-            }
-            self.nearest[at] = nearest;
+            *block.entry(&mut self.nearest) = nearest;
         }
         above
     }

@@ -47,14 +47,6 @@ impl Belady {
         self.ranks.get(block.0 as usize).copied().flatten()
     }
 
-    fn set_rank(&mut self, block: BlockId, rank: Option<Rank>) {
-        let at = block.0 as usize;
-        if self.ranks.len() <= at {
-            self.ranks.resize(at + 1, None);
-        }
-        self.ranks[at] = rank;
-    }
-
     fn offer(&mut self, leaf: BlockId) {
         self.leaves.extend(self.rank_of(leaf).map(|rank| (rank, leaf)));
     }
@@ -67,13 +59,13 @@ impl Eviction for Belady {
         let path = std::iter::successors(Some(access.deepest), |&block| forest.parent(block));
         for (block, depth) in path.zip((0..access.depth).rev()) {
             let next_use = next_uses.get(depth as usize).copied().unwrap_or(NEVER);
-            self.set_rank(block, Some(Rank { next_use, depth }));
+            *block.entry(&mut self.ranks) = Some(Rank { next_use, depth });
         }
         self.offer(access.deepest);
     }
 
     fn removed(&mut self, block: BlockId, exposed: Option<BlockId>, _reuse: &ReuseModel) {
-        self.set_rank(block, None);
+        *block.entry(&mut self.ranks) = None;
         if let Some(parent) = exposed {
             self.offer(parent);
         }

@@ -144,11 +144,8 @@ impl<T: RankedLeaves> RankedResidents<T> {
 
     /// Sets what is known of `block`, which is sorted no longer.
     pub(super) fn set(&mut self, block: BlockId, state: T) {
-        let at = block.0 as usize;
-        if self.blocks.len() <= at {
-            self.blocks.resize_with(at + 1, || None);
-        }
-        let old = self.blocks[at].replace(ResidentBlock { state, is_sorted: false });
+        let resident = ResidentBlock { state, is_sorted: false };
+        let old = block.entry(&mut self.blocks).replace(resident);
         // By its old rank: the tree has the leaf under that.
         self.unsort(old.as_ref());
     }

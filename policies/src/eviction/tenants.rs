@@ -96,11 +96,7 @@ impl Tenants {
     }
 
     fn charge(&mut self, block: BlockId, group: GroupId) {
-        let at = block.0 as usize;
-        if self.charges.len() <= at {
-            self.charges.resize(at + 1, None);
-        }
-        self.charges[at] = Some(SlotCharge { group, ticket: 0 });
+        *block.entry(&mut self.charges) = Some(SlotCharge { group, ticket: 0 });
         self.groups.entry(group).or_default().blocks += 1;
         self.set_blocks(group.0, self.blocks(group.0) + 1);
     }

@@ -349,14 +349,10 @@ impl TierStage {
     }
 
     fn note_use(&mut self, block: BlockId, user: LastUser) {
-        let at = block.0 as usize;
-        if self.last_use.len() <= at {
-            self.last_use.resize(at + 1, None);
-        }
+        let last = block.entry(&mut self.last_use);
         // Requests are numbered in their order, so the later one counts.
-        let is_later = self.last_use[at].is_none_or(|before| before.request <= user.request);
-        if is_later {
-            self.last_use[at] = Some(user);
+        if last.is_none_or(|before| before.request <= user.request) {
+            *last = Some(user);
         }
     }
 

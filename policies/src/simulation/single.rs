@@ -187,11 +187,7 @@ impl SimulatedTier {
     }
 
     fn children_mut(&mut self, block: BlockId) -> &mut Option<u32> {
-        let at = block.0 as usize;
-        if self.children.len() <= at {
-            self.children.resize(at + 1, None);
-        }
-        &mut self.children[at]
+        block.entry(&mut self.children)
     }
 }
 
