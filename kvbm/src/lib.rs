@@ -13,9 +13,9 @@
 //! | `observe` | what a manager reports of itself, its blocks and its requests |
 //! | `peers` | other workers, whose blocks can be brought here |
 //! | `metrics` | what is counted, for Prometheus |
-//! | `serve` | the same over HTTP, for Prometheus, people and programs; behind a feature |
+//! | `serve` | metrics, state and look-ups over HTTP, for Prometheus, people and programs; behind a feature |
 //! | `traces` | spans for an OpenTelemetry collector and a profiler; behind features |
-//! | `clock`, `error`, `sync` | time, errors, locks and threads, each from one place |
+//! | `clock`, `error`, `sync` | time, errors, locks and threads, with few exceptions from one place |
 //! | `secret` | secrets in files |
 //!
 //! Data flows one way: engine → manager (lease, load, save) → table ⇄ policies → scheduler →

@@ -153,21 +153,28 @@ def test_other_threads_go_on_while_it_copies() -> None:
     blocks = Blocks(Settings({"block_bytes": 1 << 20, "host.capacity": "256 blocks"}))
     chain, into = chain_of(8, 200), bytearray(200 << 20)
     assert blocks.put(chain, into) == 200
-    longest, ended = [0.0], threading.Event()
+    longest, turns, ended = [0.0], [0], threading.Event()
 
     def count() -> None:
         while not ended.is_set():
             began = time.perf_counter()
             time.sleep(0)
             longest[0] = max(longest[0], time.perf_counter() - began)
+            turns[0] += 1
+
+    def is_held_up() -> bool:
+        longest[0], began = 0.0, time.perf_counter()
+        assert blocks.get(chain, into) == 200
+        took, seen = time.perf_counter() - began, turns[0]
+        while turns[0] == seen:
+            time.sleep(0)
+        return longest[0] > took / 2
 
     counter = threading.Thread(target=count)
     counter.start()
-    began = time.perf_counter()
-    for _ in range(5):
-        assert blocks.get(chain, into) == 200
-    whole = time.perf_counter() - began
-    ended.set()
-    counter.join()
-    if (os.cpu_count() or 1) > 1:
-        assert longest[0] < whole / 5, "one copy held it up"
+    try:
+        # One copy that does not hold it up is proof: a busy machine holds up some.
+        assert (os.cpu_count() or 1) == 1 or not all(is_held_up() for _ in range(50))
+    finally:
+        ended.set()
+        counter.join()

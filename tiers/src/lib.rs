@@ -2,16 +2,16 @@
 //!
 //! A *region* is a tier's storage, cut into slots of one block each. A [`Backend`] moves blocks
 //! between slots of two regions. Nothing here knows what a block means: which block lies in which
-//! slot, who may evict it and when it is visible is the business of the `kvbm` crate, which holds
-//! the slot handles to the slots of a [`CopyOp`] from its submission until its completion.
+//! slot, who may evict it and when it is visible is the business of the `kvbm` crate, which keeps
+//! the slots of a [`CopyOp`] from its submission until its completion.
 //!
 //! | region | slots lie in | reached by |
 //! |---|---|---|
 //! | [`DramRegion`] | memory: the host tier, which may outlive the process, or an emulated device | [`MemcpyBackend`] |
-//! | [`PeerMemory`] | the host tier of another process of this host, to be read | itself |
+//! | [`PeerMemory`] | the host tier of another process of this host, to be read | itself, [`EngineCopies`] |
 //! | [`DeviceRegion`] | a GPU's memory, or an engine's own tensors, in pieces | `cuda::CudaBackend`, [`MemcpyBackend`] |
-//! | [`DiskRegion`] | slot files, one per directory | [`UringBackend`], [`ThreadsBackend`], `cuda::GdsBackend` |
-//! | [`object`] | segments in an object store | its own backend |
+//! | [`DiskRegion`] | slot files, one per directory | [`UringBackend`], [`ThreadsBackend`], `cuda::GdsBackend`, `nixl::NixlBackend` |
+//! | [`object`] | segments in an object store | its own backend, `nixl::NixlBackend` |
 //!
 //! [`Verified`] around a backend checksums what leaves memory and verifies what returns; the host
 //! tier remembers checksums from the moment that a block arrives. [`VerifiedOnce`] verifies what an
@@ -29,9 +29,9 @@
 //! there is `raw`, what all this is measured against; with `testing`, the module of that name
 //! offers doubles of all this and the suite that a new backend must pass.
 //!
-//! Most `unsafe` code of the workspace is here. The rest adopts memory: in the Python package, in a
-//! bench and in examples of the pages. The compiler refuses it in every module but those that say
-//! what for: `grep -r 'expect(unsafe_code'` lists them.
+//! Most `unsafe` code of the workspace is here. The rest is in the Python package (memory, tensors
+//! and fences of engines), a bench, tests and examples of the pages. The compiler refuses it in every
+//! module but those that say what for, and their children: `grep -r 'expect(unsafe_code'` lists them.
 
 #![deny(unsafe_code, unsafe_op_in_unsafe_fn)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]

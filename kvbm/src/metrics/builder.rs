@@ -74,7 +74,7 @@ fn refused(error: prometheus::Error) -> Error {
 /// The registry's view of them.
 struct Refreshed<F> {
     metrics: Vec<Box<dyn Collector>>,
-    // Held while counters catch up: two scrapes at once would add the same events twice.
+    // Two scrapes at once would add the same events twice.
     turn: Mutex<()>,
     refresh: F,
 }

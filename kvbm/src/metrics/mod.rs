@@ -1,7 +1,16 @@
 //! What the manager counts, built from a registry that the caller injects.
 //!
-//! Counters move when a copy has ended, never when it starts. Labels come from closed sets: tiers,
-//! routes, kinds of error. docs/metrics.md describes each metric; a test compares.
+//! Counters of copies move when a copy has ended or is given up, never when it starts. Labels come
+//! from closed sets (tiers, routes, kinds of error) and from what the settings name (directories,
+//! ranks, tenants). docs/metrics.md describes each metric; a test compares.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `builder` | how metrics are made, and brought up to date when they are read |
+//! | `faults` | recent faults, each kind once for each place |
+//! | `gauges` | the state of a manager, ranks, the traffic of an object store |
+//! | `leases` | what leases found and missed |
+//! | `peers`, `tenants`, `upstream` | other workers; tenants; names that NVIDIA's dashboards use |
 
 mod builder;
 mod faults;

@@ -38,7 +38,8 @@ impl TransferSpans {
         if self.listened_to.load(Ordering::Acquire) == 0 {
             return;
         }
-        if let Some(span) = self.open.lock().remove(&ended.id) {
+        let closed = self.open.lock().remove(&ended.id);
+        if let Some(span) = closed {
             self.listened_to.fetch_sub(1, Ordering::AcqRel);
             span.record("blocks", ended.blocks);
             span.record("copied", ended.copied);

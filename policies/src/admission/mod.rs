@@ -156,14 +156,14 @@ impl Admission for WriteBack {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AdmissionKind {
-    /// [`WriteThrough`].
+    /// Every block, soon after it came: [`WriteThrough`].
     WriteThrough,
-    /// [`WriteBack`].
+    /// Every block, when it is about to leave the tier above: [`WriteBack`].
     #[default]
     WriteBack,
-    /// [`Selective`].
+    /// What is about to leave the tier above and likely enough to return: [`Selective`].
     Selective,
-    /// [`Auto`].
+    /// As whichever of the others finds the most on a sample of the blocks: [`Auto`].
     Auto,
 }
 

@@ -61,8 +61,10 @@ fn pages(region: &DramRegion) -> [u64; 2] {
         .skip(1)
         .take_while(|line| address_range(line).is_none())
         .filter_map(|line| line.split_once(':'));
+    let fields: Vec<_> = fields.collect();
+    assert!(!fields.is_empty(), "no such mapping");
     let of = |names: &[&str]| -> u64 {
-        let found = fields.clone().filter(|(name, _)| names.contains(name));
+        let found = fields.iter().filter(|(name, _)| names.contains(name));
         found.map(|(_, value)| kilobytes(value).unwrap()).sum()
     };
     [of(&["Rss"]), of(&HUGE)]
