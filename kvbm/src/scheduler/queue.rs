@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_has_what_is_sent_and_leaves_what_is_dropped_out() {
+    fn a_batch_has_what_is_sent_without_what_is_dropped() {
         let limits = QueueLimits { batches: 1, batch_blocks: 3, segment_blocks: 3 };
         let mut queues = RouteQueues::new(limits);
         let order = order();
