@@ -16,7 +16,7 @@ use tokio::runtime::Runtime;
 use self::network::NetworkSources;
 use crate::GlobalOptions;
 use crate::bench::tiers::Bed;
-use crate::engine::present;
+use crate::engine::configured_tiers;
 use crate::output::{self, CommandFailure};
 use crate::scratch::CommandScratch;
 use crate::stop;
@@ -95,7 +95,7 @@ pub(crate) fn run(args: &DoctorArgs, global: &GlobalOptions) -> Result<(), Comma
     let nixl = nixl(&loaded);
     let settings = loaded.settings;
     let runtime = stop::runtime()?;
-    let tiers = present(&settings).into_iter();
+    let tiers = configured_tiers(&settings).into_iter();
     let tiers: Vec<_> = tiers.map(|tier| try_tier(&runtime, &settings, tier)).collect();
     let ready = tiers
         .iter()

@@ -141,7 +141,7 @@ impl SimulatedEngine {
         runtime: Runtime,
         stop: StopSignal,
     ) -> Result<Self, CommandFailure> {
-        let tiers = present(&settings);
+        let tiers = configured_tiers(&settings);
         let longest_wait = chaos.as_ref().map(|_| longest_wait(&settings));
         let clock = Arc::new(ManualClock::default());
         let wall_clock = Arc::new(JumpingClock::new(Arc::clone(&clock) as _));
@@ -683,7 +683,7 @@ fn longest_wait(settings: &Settings) -> Duration {
 }
 
 /// The tiers that the settings name, from the fastest.
-pub(crate) fn present(settings: &Settings) -> Vec<Tier> {
+pub(crate) fn configured_tiers(settings: &Settings) -> Vec<Tier> {
     let is_present = |tier: &Tier| match tier {
         Tier::Device => settings.device.capacity.is_some(),
         Tier::Host => settings.host.capacity.is_some(),
